@@ -1,0 +1,163 @@
+"""The one configuration of the tier, and the only reader of the environment.
+
+Flags and the YAML file of ``--hcache-config`` both end in an :class:`HCacheConfig`; flags win.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import SIZE_HELP, parse_size
+
+
+class WritePolicy(StrEnum):
+    WRITE_BACK = "write_back"
+    WRITE_THROUGH = "write_through"
+
+
+class RestoreMethod(StrEnum):
+    AUTO = "auto"
+    HIDDEN = "hidden"
+
+
+class IOEngineName(StrEnum):
+    AUTO = "auto"
+    POSIX = "posix"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""Bytes; input may be text such as ``8GB`` or ``512MiB``."""
+
+
+class HCacheConfig(BaseModel):
+    """Settings of the tier. Each field is the flag ``--hcache-<field with dashes>`` unless noted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dirs: tuple[Path, ...] = ()
+    """Directories of the disk tier, one per device. Empty: host tier only, nothing is written to disk."""
+    disk_size: Size = 64 * 10**9
+    """Hard cap on the disk tier's physical bytes, all directories together, index included."""
+    disk_free_floor: Size = 8 * 10**9
+    """The disk tier stops growing when a file system has less than this free."""
+    host_size: Size = 4 * 2**30
+    """Host memory of the tier, staging included."""
+    write_policy: WritePolicy = WritePolicy.WRITE_BACK
+    method: RestoreMethod = RestoreMethod.AUTO
+    io_engine: IOEngineName = IOEngineName.AUTO
+
+    # In the file of --hcache-config only: rarely changed.
+    staging_size: Size = Field(default=256 * 2**20, gt=0)
+    """Part of ``host_size`` that receives rows during a forward pass, bytes."""
+    segment_size: Size = Field(default=256 * 2**20, ge=2**20)
+    """Size of one segment file, all directories together, bytes; the unit of disk eviction."""
+    run_chunks: int = Field(default=16, ge=1, le=64)
+    """Most chunks written together as one run."""
+    max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
+    """Share of the KV pool that running restores and their pins may hold."""
+    restore_deadline_s: float = Field(default=10.0, gt=0)
+    """A restore that takes longer is abandoned and its request recomputed."""
+    shutdown_flush_s: float = Field(default=10.0, ge=0)
+    """Longest time a graceful stop may spend on writing host chunks to disk."""
+
+    @field_validator("dirs", mode="before")
+    @classmethod
+    def _split_dirs(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [part for part in value.split(",") if part.strip()]
+        return tuple(Path(str(item)).expanduser().absolute() for item in value)
+
+    @field_validator("dirs")
+    @classmethod
+    def _distinct_dirs(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("the same directory is named twice")
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> HCacheConfig:
+        if self.staging_size * 2 > self.host_size:
+            # Most of the budget must be left for chunks; frozen, hence the assignment through object.
+            object.__setattr__(self, "staging_size", self.host_size // 4)
+        if self.dirs and self.segment_size * 4 > self.disk_size:
+            object.__setattr__(self, "segment_size", max(self.disk_size // 8, 2**20))
+        return self
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> HCacheConfig:
+        """Validate ``settings`` (field name -> value).
+
+        Raises:
+            ConfigError: one line per wrong setting with its flag, the value and what is allowed.
+        """
+        try:
+            return cls.model_validate(dict(settings))
+        except ValidationError as error:
+            lines = [_explain(dict(item)) for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+
+FILE_ONLY_FIELDS = frozenset(
+    {
+        "staging_size",
+        "segment_size",
+        "run_chunks",
+        "max_inflight_fraction",
+        "restore_deadline_s",
+        "shutdown_flush_s",
+    }
+)
+"""Fields without a flag of their own."""
+
+
+def flag_of(field: str) -> str:
+    """How a user sets ``field``."""
+    if field in FILE_ONLY_FIELDS:
+        return f"{field} (in the file of --hcache-config)"
+    return "--hcache-" + field.replace("_", "-")
+
+
+def _explain(error: dict[str, Any]) -> str:
+    field = str(error["loc"][0]) if error["loc"] else ""
+    value = error.get("input")
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(sorted(HCacheConfig.model_fields))
+        return f"unknown setting {field!r} in the file of --hcache-config; known settings: {known}"
+    if error["type"] == "enum":
+        return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
+
+
+SIZE_ARGUMENT_HELP = f"Size: {SIZE_HELP}."
+
+
+def user_cache_dir() -> Path:
+    """Where this user's built helpers live: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sglang-hcache"
+
+
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """A copy of this process's environment with ``changes``; values for ``*_PATH`` go in front."""
+    environment = dict(os.environ)
+    for name, value in changes.items():
+        old = environment.get(name)
+        prepend = name.endswith("_PATH") and old and value not in old.split(os.pathsep)
+        environment[name] = f"{value}{os.pathsep}{old}" if prepend else value
+    return environment

@@ -1,0 +1,100 @@
+"""Names of chunks: a hash chain over the namespace and the tokens.
+
+``key[i] = H(key[i-1] || tokens of chunk i)`` and ``key[-1] = H(namespace)``, with H = BLAKE2b of
+32 bytes. Tokens are framed as little-endian int64, 64 of them a chunk, so no two different inputs
+share an encoding; tenants share a store, hence a cryptographic hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+KEY_BYTES = 32
+NAMESPACE_ID_BYTES = 16
+
+ChunkKey = bytes
+"""32 bytes that name a chunk everywhere."""
+
+
+def _framed(fields: Sequence[tuple[str, bytes]]) -> bytes:
+    """Name and value of each field, each with its length in front, so that ``a+bc != ab+c``."""
+    parts = []
+    for name, value in fields:
+        for piece in (name.encode(), value):
+            parts.append(len(piece).to_bytes(8, "little"))
+            parts.append(piece)
+    return b"".join(parts)
+
+
+def _hash(person: bytes, data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size, person=person).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for a stored chunk to be reused.
+
+    Args:
+        model: fingerprint of weights, configuration, dtype, RoPE and parallel layout.
+        layout: textual form of the stored state's layout.
+        tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
+        lora_id: the request's LoRA adapter; None for none.
+    """
+
+    model: bytes
+    layout: str
+    tenant: str | None = None
+    lora_id: str | None = None
+
+    def _fields(self) -> list[tuple[str, bytes]]:
+        fields = [("model", self.model), ("layout", self.layout.encode())]
+        if self.tenant is not None:
+            fields.append(("tenant", self.tenant.encode("utf-8", "surrogatepass")))
+        if self.lora_id is not None:
+            fields.append(("lora", self.lora_id.encode("utf-8", "surrogatepass")))
+        return fields
+
+    def root_key(self) -> ChunkKey:
+        """The chain's start: 32 bytes."""
+        return _hash(b"hcache-ns-1", _framed(self._fields()), KEY_BYTES)
+
+    def namespace_id(self) -> bytes:
+        """16 bytes that name this namespace inside the store; derived from the same fields."""
+        return _hash(b"hcache-nsid-1", _framed(self._fields()), NAMESPACE_ID_BYTES)
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """``tokens`` as little-endian int64, 8 bytes each."""
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
+    if sys.byteorder == "big":
+        packed = array("q", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def next_key(parent: ChunkKey, chunk_token_bytes: bytes) -> ChunkKey:
+    """Key of the chunk whose tokens (512 bytes, see :func:`token_bytes`) follow ``parent``."""
+    if len(chunk_token_bytes) != 8 * CHUNK_TOKENS:
+        raise ValueError(f"a chunk has {CHUNK_TOKENS} tokens, got {len(chunk_token_bytes) / 8}")
+    return _hash(b"hcache-chunk-1", parent + chunk_token_bytes, KEY_BYTES)
+
+
+def iter_chunk_keys(root: ChunkKey, tokens: Sequence[int]) -> Iterator[ChunkKey]:
+    """Keys of the whole chunks of ``tokens``, which start at position 0; a tail of under 64 is left out."""
+    packed = token_bytes(tokens)
+    step = 8 * CHUNK_TOKENS
+    parent = root
+    for start in range(0, len(packed) - step + 1, step):
+        parent = next_key(parent, packed[start : start + step])
+        yield parent
+
+
+def chunk_keys(root: ChunkKey, tokens: Sequence[int]) -> list[ChunkKey]:
+    """All of :func:`iter_chunk_keys` as a list."""
+    return list(iter_chunk_keys(root, tokens))

@@ -1,0 +1,59 @@
+"""What is stored of a chunk, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+CHUNK_TOKENS = 64
+"""Tokens in a chunk. Part of every stored byte's meaning: never change it."""
+
+
+class Method(StrEnum):
+    """How one layer of a prefix comes back. Values are persisted: never rename one."""
+
+    HIDDEN = "hidden"
+    KV = "kv"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The bytes of one token in every layer, and what they are.
+
+    A chunk's state is layer-major: layer 0's 64 rows, layer 1's 64 rows, and so on.
+    """
+
+    methods: tuple[Method, ...]
+    """What each layer stores: ``HIDDEN`` or ``KV``."""
+    row_bytes: tuple[int, ...]
+    """Bytes of one token's row in each layer."""
+
+    def __post_init__(self) -> None:
+        if len(self.methods) != len(self.row_bytes) or not self.methods:
+            raise ValueError("methods and row_bytes need one entry a layer")
+        if any(size <= 0 for size in self.row_bytes):
+            raise ValueError(f"row sizes must be positive, got {self.row_bytes}")
+
+    @classmethod
+    def all_hidden(cls, num_layers: int, hidden_size: int, dtype_bytes: int) -> StateLayout:
+        """Hidden states of every layer: ``hidden_size * dtype_bytes`` bytes a token and layer."""
+        return cls((Method.HIDDEN,) * num_layers, (hidden_size * dtype_bytes,) * num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.methods)
+
+    @property
+    def chunk_layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of one chunk in each layer."""
+        return tuple(CHUNK_TOKENS * size for size in self.row_bytes)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk in all layers."""
+        return CHUNK_TOKENS * sum(self.row_bytes)
+
+    def layer_offset(self, layer: int) -> int:
+        """Byte at which ``layer`` begins inside a chunk's state."""
+        return CHUNK_TOKENS * sum(self.row_bytes[:layer])
