@@ -47,7 +47,7 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 class HCacheConfig(BaseModel):
     """Settings of the tier. Each field is the flag ``--hcache-<field with dashes>`` unless noted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     dirs: tuple[Path, ...] = ()
     """Directories of the disk tier, one per device. Empty: host tier only, nothing is written to disk."""
@@ -58,8 +58,11 @@ class HCacheConfig(BaseModel):
     host_size: Size = 4 * 2**30
     """Host memory of the tier, staging included."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
+    """When a chunk goes to disk: as its radix node is evicted (write_back) or once it is sealed (write_through)."""
     method: RestoreMethod = RestoreMethod.AUTO
+    """How layers are restored."""
     io_engine: IOEngineName = IOEngineName.AUTO
+    """What reads and writes the disk tier."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size = Field(default=256 * 2**20, gt=0)
@@ -151,6 +154,11 @@ def user_cache_dir() -> Path:
     """Where this user's built helpers live: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang-hcache"
+
+
+def chosen_c_compiler() -> str | None:
+    """The C compiler named in ``$CC``, with its options; None where the user chose none."""
+    return os.environ.get("CC", "").strip() or None
 
 
 def environment_with(changes: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The ``hcache`` command. SGLang is launched from here, never imported."""

@@ -1,0 +1,117 @@
+"""The ``hcache`` command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import sglang_hcache
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.errors import HCacheError
+
+app = typer.Typer(
+    name="hcache",
+    help="A hidden-state tier below SGLang's radix prefix cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of ``hcache``: our own errors end in one line and exit status 2."""
+    try:
+        app()
+    except HCacheError as error:
+        for line in str(error).splitlines():
+            print(f"hcache: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hcache {sglang_hcache.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _print_serve_help(wanted: bool) -> None:
+    if not wanted:
+        return
+    flags = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
+    flags.add_row("--hierarchical-cache", "hcache (what this command adds) or off (serve without the tier).")
+    for name, field in HCacheConfig.model_fields.items():
+        if name not in FILE_ONLY_FIELDS:
+            flags.add_row(flag_of(name), escape((field.description or "").replace("``", "")))
+    flags.add_row("--hcache-config", "YAML file with these settings and the rarer ones; flags win over it.")
+    console = Console()
+    console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
+    console.print(
+        "Takes the arguments of python -m sglang.launch_server and becomes that server, with the tier switched "
+        "on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
+        "--disable-overlap-schedule and what else SGLang needs there.\n",
+        markup=False,
+    )
+    console.print(flags)
+    console.print("\nSGLang's own arguments: python -m sglang.launch_server --help", markup=False)
+    raise typer.Exit
+
+
+@app.command(
+    "serve",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    short_help="Start SGLang's server with the tier.",
+)
+def _serve(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[SGLang arguments...]")] = None,
+    show_help: Annotated[bool, typer.Option("--help", callback=_print_serve_help, is_eager=True)] = False,
+) -> None:
+    from sglang_hcache.cli.serve import serve  # here, as below, to keep `hcache --help` quick
+
+    serve(arguments or [])
+
+
+@app.command("tiny-model")
+def _tiny_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
+    family: Annotated[str, typer.Option(help="llama, qwen2, qwen3 or mistral.")] = "llama",
+    layers: Annotated[int, typer.Option(help="Decoder layers.", min=1)] = 4,
+    hidden: Annotated[int, typer.Option(help="Hidden size.", min=1)] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 4,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as heads if not given.")] = None,
+    vocab: Annotated[int, typer.Option(help="Vocabulary size.")] = 512,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    max_position: Annotated[int, typer.Option(help="Longest context, tokens.", min=1)] = 8192,
+    seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
+) -> None:
+    """Write a small random model with a tokenizer, without any download."""
+    from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+
+    model = TinyModel(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        dtype=dtype,
+        max_position=max_position,
+        seed=seed,
+    )
+    write_tiny_model(folder, model)
+    print(f"wrote {folder}")

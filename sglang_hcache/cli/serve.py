@@ -1,0 +1,92 @@
+"""``hcache serve``: SGLang's server with the tier switched on, also on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
+from sglang_hcache.core.config import environment_with
+
+TIER_FLAG = "--hierarchical-cache"
+_CPU_SETTINGS = (
+    ("--device", "cpu"),
+    ("--attention-backend", "torch_native"),
+    ("--disable-overlap-schedule", None),
+)
+
+
+def _values(arguments: Sequence[str], flag: str) -> list[str | None]:
+    """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
+    values: list[str | None] = []
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag:
+            values.append(following)
+        elif argument.startswith(flag + "="):
+            values.append(argument.removeprefix(flag + "="))
+    return values
+
+
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    """``arguments`` without ``flag`` and its value."""
+    kept: list[str] = []
+    skip_value = False
+    for argument in arguments:
+        if skip_value:
+            skip_value = False
+        elif argument == flag:
+            skip_value = True
+        elif not argument.startswith(flag + "="):
+            kept.append(argument)
+    return kept
+
+
+def wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
+    """Whether the server will run on the CPU: no GPU here, and no other device asked for."""
+    return not has_gpu and all(device == "cpu" for device in _values(arguments, "--device"))
+
+
+def build_launch(
+    arguments: Sequence[str], *, has_gpu: bool, stub_dir: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The command that serves with SGLang's ``arguments``, and what to change in its environment.
+
+    Our own additions come first, so that whatever the user gave wins, abbreviated or not.
+    ``stub_dir`` is used on the CPU only.
+    """
+    given = list(arguments)
+    added: list[str] = []
+    environment: dict[str, str] = {}
+    tier = _values(given, TIER_FLAG)
+    if not tier:
+        added += [TIER_FLAG, "hcache"]
+    elif tier[-1] == "off":
+        # Dropped, not passed on: `off` then works even where the plugin does not load.
+        given = _without(given, TIER_FLAG)
+    if wants_cpu(given, has_gpu=has_gpu):
+        for flag, value in _CPU_SETTINGS:
+            if not _values(given, flag):
+                added += [flag] if value is None else [flag, value]
+        environment = {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(stub_dir)}
+    return [sys.executable, "-m", "sglang.launch_server", *added, *given], environment
+
+
+def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Command and whole environment of a server on this machine; builds the CPU stub where it is needed.
+
+    Raises:
+        ConfigError: this machine has no GPU and the stub cannot be built.
+    """
+    gpu = has_gpu()
+    folder = ensure_stub() if wants_cpu(arguments, has_gpu=gpu) else Path()
+    command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
+    return command, environment_with(changes)
+
+
+def serve(arguments: Sequence[str]) -> NoReturn:
+    """Become the server: same process id, so that signals reach it."""
+    command, environment = prepare_launch(arguments)
+    os.execvpe(command[0], command, environment)

@@ -1,0 +1,183 @@
+"""Small random models of every supported family, for tests and demos; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sglang_hcache.core.errors import ConfigError
+
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+"""Family -> prefix of its classes in transformers."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EOS = "<|end|>"
+_SPECIAL_TOKENS = (EOS, "<|system|>", "<|user|>", "<|assistant|>")
+_SMALLEST_VOCAB = 256 + len(_SPECIAL_TOKENS) + 1
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TRAINING_TEXT = """\
+When a long conversation returns to the server, the cache of its keys and values has often been evicted. The
+server could compute the whole prompt again, layer by layer, and the reader would wait for every token of it.
+It could also read the keys and values from a disk, which are large, so the disk becomes the narrow place.
+There is a third way. Each layer of the model receives a hidden state for every token, and one matrix turns this
+state into the key and the value. A hidden state is half as large as both of them together, and the product with
+one matrix is much cheaper than the whole layer with its attention and its feed forward network. So the hidden
+states are kept in memory and on disk, and while one layer is projected the next layer is read. Reading and
+computing end at the same time when the plan is good, and neither the disk nor the processor waits for the other.
+A good cache is never slower than no cache, it never gives a wrong answer, and it never takes more space than it
+was given. What was stored must be checked before it is used: a file can be cut short, a disk can be full, and a
+program can be stopped at any moment. Then the work is done again from the tokens, and the answer is the same.
+People ask several questions about one document: what does the author say, who was the first to see it, when did
+it happen, why does it matter, and how would you explain it to a child? The document stays the same while the
+questions change, so its prefix is shared, and only the last words are new. Many users share a system prompt in
+the same way, and every agent that calls a tool comes back a little later with all that was said before.
+Numbers such as 0, 1, 2, 3, 10, 64, 100, 256, 512, 1024 and 4096 appear in text, and so do names, dates and lists.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModel:
+    """What to write. Two equal ones give the same files.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or an unknown family or dtype.
+    """
+
+    family: str = "llama"
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int | None = None
+    """As many as ``heads`` if None: multi-head attention."""
+    vocab: int = 512
+    dtype: str = "float32"
+    max_position: int = 8192
+    seed: int = 0
+    initializer_range: float = 0.15
+    """Much above the usual 0.02, with which logits are almost uniform and wrong keys go unnoticed."""
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(f"--family: {self.family!r} is not allowed; allowed: {', '.join(FAMILIES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype: {self.dtype!r} is not allowed; allowed: {', '.join(DTYPES)}")
+        if self.hidden % (2 * self.heads):
+            raise ConfigError(f"--hidden: {self.hidden} is not a multiple of 2 * --heads = {2 * self.heads}")
+        if self.num_kv_heads < 1 or self.heads % self.num_kv_heads:
+            raise ConfigError(f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}")
+        if self.vocab < _SMALLEST_VOCAB:
+            raise ConfigError(f"--vocab: {self.vocab} is not allowed; at least {_SMALLEST_VOCAB}")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
+def write_tiny_model(path: Path | str, model: TinyModel) -> None:
+    """Write ``model`` and its tokenizer into ``path``, a new or empty folder; whole or not at all.
+
+    Raises:
+        ConfigError: ``path`` holds something already, or cannot be written.
+    """
+    path = Path(path).expanduser().absolute()
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} exists already; name a new or an empty folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+            folder = Path(scratch) / "model"
+            folder.mkdir()
+            tokenizer = _train_tokenizer(model)
+            tokenizer.save_pretrained(folder)
+            _save(_random_model(model, tokenizer), folder)
+            os.replace(folder, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename or path}: {error.strerror}") from None
+
+
+def _save(network: Any, folder: Path) -> None:
+    """What ``save_pretrained`` writes, without its progress bar."""
+    network.config.architectures = [type(network).__name__]
+    network.config.dtype = network.dtype
+    network.config.save_pretrained(folder)
+    network.generation_config.save_pretrained(folder)
+    save_file(network.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _train_tokenizer(model: TinyModel) -> Any:
+    """Byte-level BPE over the built-in text: any text has tokens, and no token is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=model.vocab,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TRAINING_TEXT], trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=EOS,
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=model.max_position,
+    )
+
+
+def _words(tokenizer: Any) -> list[int]:
+    """Tokens that are a whole word with the space before it: text made of them has one tokenisation."""
+    return sorted(
+        token
+        for text, token in tokenizer.get_vocab().items()
+        if text[0] == "Ġ" and text[1:].isascii() and text[1:].isalpha()
+        if tokenizer.encode(" " + text[1:]) == [token]
+    )
+
+
+def _random_model(model: TinyModel, tokenizer: Any) -> Any:
+    """The model with random weights, also where transformers would put zeros or ones.
+
+    Only whole words can win the output layer, so an answer sent back as text (a conversation's next
+    turn) has the very tokens that were generated, and prefixes of conversations are shared.
+    """
+    prefix = FAMILIES[model.family]
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        intermediate_size=2 * model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.hidden // model.heads,
+        max_position_embeddings=model.max_position,
+        initializer_range=model.initializer_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        **({"sliding_window": None} if model.family == "mistral" else {}),
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(model.seed)
+        network = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        for name, parameter in network.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+        words = _words(tokenizer)
+        output = torch.zeros_like(network.lm_head.weight)
+        output[words] = network.lm_head.weight[words]
+        network.lm_head.weight.copy_(output)
+    return network.to(DTYPES[model.dtype])
