@@ -1,0 +1,196 @@
+"""The second stage of saving: rows of many requests and passes become sealed chunks.
+
+Runs on its own thread. A request's rows arrive in order of position; a chunk is sealed when its 64 rows and
+its 64 tokens are known. Tokens always arrive, rows may be missing (staging or the host tier was full): such a
+chunk is dropped and counted, and the chain of keys goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
+from sglang_hcache.capture.staging import RowSpan, StagingRing
+from sglang_hcache.core.keys import ChunkKey, iter_chunk_keys, next_key, token_bytes
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """One request's chunk in the making."""
+
+    namespace_id: bytes
+    parent: ChunkKey
+    chunk: int
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    slot: int | None = None
+    complete: bool = True  # every row so far has been copied
+
+    @property
+    def next_position(self) -> int:
+        return self.chunk * CHUNK_TOKENS + len(self.tokens)
+
+
+class Assembler:
+    """Consumes capture events and seals chunks.
+
+    Args:
+        ring: where captured rows lie.
+        tiers: where chunks go; its layout has equal layers of ``hidden_size`` values of ``ring.buffer.dtype``.
+    """
+
+    def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer) -> None:
+        layers, _, width = ring.buffer.shape
+        self._ring = ring
+        self._tiers = tiers
+        self._observer = observer
+        arena = torch.from_numpy(tiers.host.arena.view(np.uint8))
+        self._chunks = arena.view(ring.buffer.dtype).view(-1, layers, CHUNK_TOKENS, width)
+        self._open: dict[str, _OpenRequest] = {}
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._pending_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="hcache-assembler", daemon=True)
+        self._thread.start()
+
+    def publish(self, event: Event) -> None:
+        """Hand over an event. Never blocks."""
+        with self._pending_lock:
+            self._pending += 1
+        self._events.put(event)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether events wait or are being handled."""
+        return self._pending > 0
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose rows are being collected."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Handle what was published before, then stop."""
+        self._events.put(None)
+        self._thread.join()
+
+    # -- the assembler's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._handle(event)
+            except Exception:
+                # A failed event costs its chunks, never the thread.
+                logger.exception("hcache: capture event failed")
+                self._observer.count("capture.errors")
+                self._end_all()
+            finally:
+                if isinstance(event, RowsCaptured) and event.span is not None:
+                    self._ring.release(event.span)
+                with self._pending_lock:
+                    self._pending -= 1
+        self._end_all()
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case RequestBegins():
+                self._begin(event)
+            case RowsCaptured():
+                for rows in event.requests:
+                    request = self._open.get(rows.rid)
+                    if request is not None:
+                        self._add_rows(request, rows, event)
+            case RequestEnds(rid=None):
+                self._end_all()
+            case RequestEnds(rid=str() as rid):
+                self._end(rid)
+
+    def _begin(self, event: RequestBegins) -> None:
+        self._end(event.rid)
+        if len(event.prefix) % CHUNK_TOKENS:
+            self._observer.count("capture.requests_unaligned")
+            return
+        parent = event.namespace.root_key()
+        for parent in iter_chunk_keys(parent, event.prefix):  # noqa: B007 - the last one is wanted
+            pass
+        self._open[event.rid] = _OpenRequest(
+            event.namespace.namespace_id(), parent, len(event.prefix) // CHUNK_TOKENS
+        )
+
+    def _add_rows(self, request: _OpenRequest, rows: RequestRows, event: RowsCaptured) -> None:
+        if rows.position != request.next_position:
+            # Rows of another life of this request id, or a gap: nothing after it can be placed.
+            self._observer.count("capture.requests_out_of_order")
+            self._end(rows.rid)
+            return
+        done = 0
+        while done < rows.count:
+            filled = len(request.tokens)
+            count = min(CHUNK_TOKENS - filled, rows.count - done)
+            first = rows.row + done
+            request.tokens.extend(event.tokens[first : first + count])
+            if self._is_worth_copying(request):
+                self._copy(request, event.span, first, filled, count)
+            if len(request.tokens) == CHUNK_TOKENS:
+                self._seal(request)
+            done += count
+
+    def _is_worth_copying(self, request: _OpenRequest) -> bool:
+        """False once rows are missing, or if the whole chunk just arrived and is stored already."""
+        if request.slot is None and request.complete and len(request.tokens) == CHUNK_TOKENS:
+            return next_key(request.parent, token_bytes(request.tokens)) not in self._tiers
+        return request.complete
+
+    def _copy(self, request: _OpenRequest, span: RowSpan | None, first: int, filled: int, count: int) -> None:
+        """Rows [first, first + count) of the pass into rows [filled, filled + count) of the request's chunk."""
+        if span is None or first + count > span.count:
+            self._drop_chunk(request, "capture.chunks_dropped_staging_full")
+            return
+        if request.slot is None:
+            request.slot = self._tiers.host.reserve()
+        if request.slot is None:
+            self._drop_chunk(request, "capture.chunks_dropped_host_full")
+            return
+        source = self._ring.buffer[:, span.first + first : span.first + first + count]
+        self._chunks[request.slot, :, filled : filled + count].copy_(source)
+
+    def _seal(self, request: _OpenRequest) -> None:
+        key = next_key(request.parent, token_bytes(request.tokens))
+        if request.slot is not None:
+            info = ChunkInfo(key, request.parent, request.chunk, request.namespace_id)
+            self._tiers.seal(request.slot, info)
+        request.parent, request.chunk = key, request.chunk + 1
+        request.tokens = array("q")
+        request.slot, request.complete = None, True
+
+    def _drop_chunk(self, request: _OpenRequest, reason: str) -> None:
+        self._observer.count(reason)
+        request.complete = False
+        self._release(request)
+
+    def _release(self, request: _OpenRequest) -> None:
+        if request.slot is not None:
+            self._tiers.host.release(request.slot)
+            request.slot = None
+
+    def _end(self, rid: str) -> None:
+        request = self._open.pop(rid, None)
+        if request is not None:
+            self._release(request)
+
+    def _end_all(self) -> None:
+        for rid in list(self._open):
+            self._end(rid)

@@ -1,0 +1,54 @@
+"""What the serving thread tells the assembler, in order."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from sglang_hcache.capture.staging import RowSpan
+from sglang_hcache.core.keys import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBegins:
+    """A request's rows will follow, from position ``len(prefix)`` on; an earlier request of that id is over.
+
+    ``prefix`` holds its tokens before that position (they are in the device cache already).
+    """
+
+    rid: str
+    namespace: Namespace
+    prefix: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """``count`` rows of one request: row ``row`` of the span and on, positions ``position`` and on."""
+
+    rid: str
+    position: int
+    row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCaptured:
+    """One forward pass: whose rows, their tokens, and where their hidden states lie.
+
+    ``tokens`` has one entry a row of the pass; rows at or past ``span.count`` (all, without a span) were dropped.
+    """
+
+    requests: tuple[RequestRows, ...]
+    tokens: array[int]
+    span: RowSpan | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnds:
+    """No more rows of this request; None: of any request."""
+
+    rid: str | None
+
+
+Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds

@@ -1,0 +1,68 @@
+"""The first stage of saving: a snapshot of every layer's rows during the forward pass."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_hcache.capture.events import Event, RequestRows, RowsCaptured
+from sglang_hcache.capture.staging import RowSpan, StagingRing
+from sglang_hcache.core.observer import Observer
+
+
+class Tap:
+    """Receives the rows of one forward pass at a time. All calls come from the serving thread.
+
+    ``begin_pass`` -> ``layer`` for every layer -> ``end_pass``. Outside of a pass ``layer`` does nothing.
+    """
+
+    def __init__(self, ring: StagingRing, publish: Callable[[Event], None], observer: Observer) -> None:
+        self._ring = ring
+        self._publish = publish
+        self._observer = observer
+        self._num_layers = ring.buffer.shape[0]
+        self._span: RowSpan | None = None
+        self._layers_seen = 0
+
+    def begin_pass(self, num_rows: int) -> None:
+        """A forward pass over ``num_rows`` rows starts. Takes what staging has room for; the rest is dropped."""
+        self._layers_seen = 0
+        self._span = self._ring.reserve(num_rows)
+        if self._span is None and num_rows > self._ring.num_rows:
+            self._span = self._ring.reserve(self._ring.num_rows)
+        dropped = num_rows - (self._span.count if self._span else 0)
+        if dropped:
+            self._observer.count("capture.rows_dropped_staging_full", dropped)
+
+    def layer(self, index: int, hidden: torch.Tensor) -> None:
+        """Snapshot the input of layer ``index``'s ``qkv_proj``: (rows, hidden_size)."""
+        span = self._span
+        if span is None:
+            return
+        if hidden.shape[0] < span.count:
+            # Not the pass that was announced (a graph's warm-up, a draft model): keep nothing of it.
+            self._drop()
+            return
+        self._ring.buffer[index, span.first : span.first + span.count].copy_(hidden[: span.count])
+        self._layers_seen += 1
+
+    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:
+        """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped."""
+        if self._span is not None and self._layers_seen != self._num_layers:
+            self._drop()
+        span, self._span = self._span, None
+        self._publish(RowsCaptured(tuple(requests), tokens, span))
+
+    def abandon_pass(self) -> None:
+        """The pass failed: forget its rows."""
+        if self._span is not None:
+            self._ring.release(self._span)
+            self._span = None
+
+    def _drop(self) -> None:
+        assert self._span is not None
+        self._observer.count("capture.rows_dropped_incomplete", self._span.count)
+        self._ring.release(self._span)
+        self._span = None

@@ -1,0 +1,1 @@
+"""Host memory for the device, and projectors: hidden states to K and V."""

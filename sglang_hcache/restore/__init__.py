@@ -1,0 +1,5 @@
+"""The load path: one request's chunks become K and V in device slots [HCache §3.1, §4.1].
+
+``job`` is one restore and its life, ``pipeline`` reads and projects layer by layer, ``engine`` runs jobs on
+threads of its own.
+"""

@@ -1,0 +1,84 @@
+"""One restore as a state machine.
+
+::
+
+    QUEUED -- engine starts it --> RUNNING --+--> DONE       every layer verified and written
+                                             +--> FAILED     an error, or its deadline passed
+                                             +--> CANCELLED  nobody wants it any more
+
+The engine's thread moves the state; anyone may ask for cancellation. Slots may be used again only once
+:attr:`RestoreJob.is_over` is true.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from sglang_hcache.core.errors import RestoreCancelled, RestoreTimeout
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.tier.tiered import ChunkLease
+
+
+class RestoreState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    """Bring the chunks of ``lease`` into ``slots``.
+
+    Args:
+        lease: the chunks; closed by the engine when the job is over.
+        first_position: position of the first token, a multiple of 64.
+        slots: (tokens,) int64 device slots, one a token of the leased chunks.
+        deadline_s: seconds from submission after which the restore is abandoned.
+    """
+
+    lease: ChunkLease
+    first_position: int
+    slots: torch.Tensor
+    deadline_s: float
+    state: RestoreState = RestoreState.QUEUED
+    error: BaseException | None = None
+    submitted: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def num_tokens(self) -> int:
+        return CHUNK_TOKENS * len(self.lease.keys)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (RestoreState.DONE, RestoreState.FAILED, RestoreState.CANCELLED)
+
+    def cancel(self) -> None:
+        """Stop before the next layer. The job is over only when its state says so."""
+        self._cancelled.set()
+
+    def remaining_s(self) -> float:
+        """Seconds left until the deadline.
+
+        Raises:
+            RestoreCancelled, RestoreTimeout: the job must not go on.
+        """
+        if self._cancelled.is_set():
+            raise RestoreCancelled
+        left = self.submitted + self.deadline_s - time.monotonic()
+        if left <= 0:
+            raise RestoreTimeout(f"restore of {self.num_tokens} tokens overran {self.deadline_s} s")
+        return left
+
+
+OnOver = Callable[[RestoreJob], None]
+"""Called on the engine's thread when a job is over."""

@@ -1,0 +1,287 @@
+"""One server's tier: built once, fed by the hooks, closed at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.memory import available_host_bytes, host_buffer
+from sglang_hcache.device.projector import KVSink
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.protocols import DeviceTree, ForwardModel, Prompt, SchedulerView
+from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
+from sglang_hcache.store.store import DiskStore, StoreConfig
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_FEWEST_SLOTS = 16
+_SAVING_PAUSE_S = 0.001
+
+
+class Bridge:
+    """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
+
+    def __init__(self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, sink: KVSink) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._model = model
+        self._tree = tree
+        self._namespace = model.namespace()
+        self._weights_since = 0.0
+        self._capturing: set[str] = set()
+        self._in_pass = False
+        ring_rows, num_slots = _split_budget(config, model)
+        layout = model.layout
+        arena = host_buffer(num_slots * layout.chunk_bytes).reshape(num_slots, layout.chunk_bytes)
+        disk = _open_disk(config, self.counters)
+        host = HostTier(arena, layout, self.counters, keep_dirty=disk is not None)
+        self.tiers = TieredStore(
+            host, disk, self.counters, write_policy=config.write_policy, run_chunks=config.run_chunks
+        )
+        row_bytes = layout.row_bytes[0]
+        ring = StagingRing(
+            torch.from_numpy(host_buffer(layout.num_layers * ring_rows * row_bytes))
+            .view(model.dtype)
+            .view(layout.num_layers, ring_rows, model.hidden_size)
+        )
+        self._assembler = Assembler(ring, self.tiers, self.counters)
+        self._tap = Tap(ring, self._assembler.publish, self.counters)
+        self._projector = model.projector()
+        self._sink = sink
+        self._coordinator: RestoreCoordinator | None = None
+        self._engine: RestoreEngine | None = None
+        self._closed = threading.Event()
+
+    def start(self, scheduler: SchedulerView, forward: ForwardModel) -> None:
+        """Check the projector against the model, then begin to capture and restore.
+
+        Raises:
+            SelfCheckError: the projector does not reproduce the KV pool.
+        """
+        result = selfcheck.run(self._model, self._projector, forward)
+        self._coordinator = RestoreCoordinator(self._tree, self.tiers, scheduler, self.config, self.counters)
+        self._engine = RestoreEngine(
+            self.tiers,
+            self._projector,
+            self._sink,
+            self._model.dtype,
+            self.counters,
+            self._coordinator.on_over,
+        )
+        self._coordinator.attach_engine(self._engine)
+        self._model.watch(self._on_layer)
+        self._log_start(result)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @property
+    def restores(self) -> RestoreCoordinator:
+        assert self._coordinator is not None, "the bridge has not been started"
+        return self._coordinator
+
+    def queue(self, prompt: Prompt) -> None:
+        """A request enters the waiting queue."""
+        self.restores.queue(prompt, chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens))
+
+    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int], newest_kv: float) -> None:
+        """A request is about to be computed from position ``len(prefix)`` on.
+
+        Args:
+            newest_kv: not used for requests without a prefix; else the creation time (``time.monotonic``) of the
+                oldest KV in it: KV of earlier weights must not be continued into chunks of the present ones.
+        """
+        if rid in self._capturing or (len(prefix) and newest_kv < self._weights_since):
+            return
+        self._capturing.add(rid)
+        self._assembler.publish(RequestBegins(rid, self._namespace_of(tenant), prefix))
+
+    def end_capture(self, rid: str) -> None:
+        """A request is over, retracted or aborted."""
+        if rid in self._capturing:
+            self._capturing.discard(rid)
+            self._assembler.publish(RequestEnds(rid))
+
+    # -- forward passes --------------------------------------------------------------------------
+
+    def begin_pass(self, rids: Sequence[str], num_rows: int) -> bool:
+        """A forward pass starts; False if none of its requests is captured (then do not end it either)."""
+        self._in_pass = any(rid in self._capturing for rid in rids)
+        if self._in_pass:
+            self._tap.begin_pass(num_rows)
+        return self._in_pass
+
+    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:
+        """The pass succeeded; ``tokens`` has one entry a row."""
+        self._in_pass = False
+        self._tap.end_pass(requests, tokens)
+
+    def abandon_pass(self) -> None:
+        """The pass failed."""
+        self._in_pass = False
+        self._tap.abandon_pass()
+
+    def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
+        if self._in_pass:
+            self._tap.layer(layer, hidden)
+
+    # -- the device tree -------------------------------------------------------------------------
+
+    def evicted(self, tokens: array[int], tenant: str | None, first_chunk: int) -> None:
+        """The device dropped the KV of ``tokens`` from chunk ``first_chunk`` on: demote those chunks."""
+        if self.config.write_policy is WritePolicy.WRITE_BACK:
+            root = self._namespace_of(tenant).root_key()
+            self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk))
+
+    def device_reset(self) -> None:
+        """The device dropped everything."""
+        self.tiers.demote_all()
+
+    def weights_changed(self) -> None:
+        """The model's weights were replaced: nothing saved before may be used again."""
+        self._namespace = self._model.namespace()
+        self._weights_since = time.monotonic()
+        self._capturing.clear()
+        self._assembler.publish(RequestEnds(None))
+        logger.info("hcache: weights updated, new namespace %s", self._namespace.namespace_id().hex())
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
+        self.restores.tick()
+        if not self.restores.wait_for_work() and self.is_saving:
+            # Releases the GIL for the assembler and the demoter; short, for a request may arrive.
+            time.sleep(_SAVING_PAUSE_S)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether captured rows or demotions are being worked on."""
+        return self._assembler.is_busy or self.tiers.is_saving
+
+    def clear(self) -> None:
+        """Empty both tiers."""
+        self.tiers.clear()
+
+    def close(self) -> None:
+        """Write what is in host memory only, within the configured time, and stop. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._engine is not None:
+            self._engine.close()
+        self._assembler.close()
+        if not self.tiers.flush(self.config.shutdown_flush_s):
+            logger.warning(
+                "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
+            )
+        self.tiers.close()
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for ``/server_info``: counters, tiers, requests."""
+        free, clean, dirty = self.tiers.host.counts()
+        disk = self.tiers.disk.stats() if self.tiers.disk is not None else None
+        return {
+            "counters": self.counters.snapshot(),
+            "namespace": self._namespace.namespace_id().hex(),
+            "saving": self.is_saving,
+            "host": {
+                "slots": self.tiers.host.num_slots,
+                "free": free,
+                "clean": clean,
+                "dirty": dirty,
+                "chunk_bytes": self._model.layout.chunk_bytes,
+            },
+            "disk": None
+            if disk is None
+            else {"chunks": disk.chunks, "bytes": disk.physical_bytes, "cap_bytes": disk.cap_bytes},
+            "requests": self.restores.phases(),
+            "captured_requests": self._assembler.open_requests,
+            "in_flight_tokens": self.restores.in_flight_tokens,
+        }
+
+    def _namespace_of(self, tenant: str | None) -> Namespace:
+        return replace(self._namespace, tenant=tenant)
+
+    def _log_start(self, result: selfcheck.SelfCheckResult) -> None:
+        layout = self._model.layout
+        hidden = sum(layout.row_bytes)
+        kv = layout.num_layers * self._model.kv_bytes_per_token_layer
+        logger.info(
+            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method hidden; "
+            "self-check error %.2g (tolerance %.2g)",
+            self._model.architecture, layout.num_layers, format_bytes(hidden), format_bytes(kv),
+            result.error, result.tolerance,
+        )  # fmt: skip
+        if hidden > kv:
+            logger.warning(
+                "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
+                "attention); restoring them may not pay off in this version", hidden / kv,
+            )  # fmt: skip
+        disk = "no disk tier (give --hcache-dirs for one)"
+        if self.tiers.disk is not None:
+            stats = self.tiers.disk.stats()
+            disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
+        logger.info(
+            "hcache: host tier %s for %d tokens; %s; %s",
+            format_bytes(self.config.host_size), self.tiers.host.num_slots * CHUNK_TOKENS, disk,
+            self.config.write_policy,
+        )  # fmt: skip
+
+
+def _keys_from(root: ChunkKey, tokens: array[int], first_chunk: int) -> list[ChunkKey]:
+    return chunk_keys(root, tokens)[first_chunk:]
+
+
+def _split_budget(config: HCacheConfig, model: ServedModel) -> tuple[int, int]:
+    """Rows of the staging ring and slots of the host tier within ``host_size``."""
+    layout = model.layout
+    if config.host_size > available_host_bytes():
+        raise ConfigError(
+            f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
+            f"{format_bytes(available_host_bytes())} available"
+        )
+    rows = config.staging_size // (layout.num_layers * layout.row_bytes[0])
+    slots = (config.host_size - config.staging_size) // layout.chunk_bytes
+    if rows < CHUNK_TOKENS or slots < _FEWEST_SLOTS:
+        need = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
+        raise ConfigError(
+            f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; {CHUNK_TOKENS} tokens of this "
+            f"model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(need)}"
+        )
+    return rows, slots
+
+
+def _open_disk(config: HCacheConfig, counters: Counters) -> DiskStore | None:
+    if not config.dirs:
+        return None
+    return DiskStore.open(
+        StoreConfig(
+            dirs=config.dirs,
+            size_bytes=config.disk_size,
+            free_floor_bytes=config.disk_free_floor,
+            segment_bytes=config.segment_size,
+            io_engine=config.io_engine.value,
+        ),
+        counters,
+    )

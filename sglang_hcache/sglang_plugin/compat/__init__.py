@@ -1,0 +1,1 @@
+"""SGLang's classes, subclassed: one file per release."""

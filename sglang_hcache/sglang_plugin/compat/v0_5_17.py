@@ -1,0 +1,395 @@
+"""SGLang 0.5.17: the radix cache backend and views of its scheduler and model runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_hcache.capture.events import RequestRows
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.flags import config_of
+from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.protocols import DeviceMatch, Prompt
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_CLIP_NEW_TOKENS = 4096  # SGLang's own clip of max_new_tokens when it estimates (CLIP_MAX_NEW_TOKENS)
+
+
+def create_cache(context: TreeCacheBuildContext) -> HCacheRadixCache:
+    """The factory registered as radix cache backend; the model is loaded when SGLang calls it."""
+    return HCacheRadixCache(context)
+
+
+class HCacheRadixCache(RadixCache):
+    """SGLang's radix cache over the tiers.
+
+    It is also the ``DeviceTree`` of our own code (second half) and speaks the scheduler's protocol of a
+    hierarchical cache with storage (third part).
+    """
+
+    def __init__(self, context: TreeCacheBuildContext) -> None:
+        self.evictions = 0
+        self._bridge: Bridge | None = None
+        super().__init__(context.params)
+        self._runner = context.tp_worker.model_runner
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+            raise ConfigError(
+                f"--hierarchical-cache hcache supports a plain MHATokenToKVPool only, got {type(pool).__name__}"
+            )
+        self._pool = pool
+        model = ServedModel.of(self._runner.model, context.model_config)
+        self._bridge = Bridge(config_of(context.server_args), model, self, PoolSink(pool))
+        self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
+        self.token_to_kv_pool_host = HostTierView(self._bridge)
+        # The scheduler reads these to know whether work is in flight; only restores hold device slots.
+        self.ongoing_write_through: dict[str, object] = {}
+        self.ongoing_load_back: dict[str, object] = {}
+        self.ongoing_backup: dict[str, object] = {}
+        self.enable_storage = True
+        self.hicache_storage_pass_prefix_keys = False
+
+    @property
+    def bridge(self) -> Bridge:
+        assert self._bridge is not None
+        return self._bridge
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Called once the scheduler is built."""
+        self.bridge.start(SchedulerOf(scheduler), ForwardOf(self._runner, self))
+
+    # -- RadixCache ------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As in the base class; for requests the match is cut to whole chunks, so that they fill whole chunks."""
+        result = super().match_prefix(params)
+        matched = len(result.device_indices)
+        if params.req is None or matched % CHUNK_TOKENS == 0:
+            return result
+        return super().match_prefix(MatchPrefixParams(key=params.key[: matched - matched % CHUNK_TOKENS]))
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        self.bridge.end_capture(req.rid)
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        self.evictions += 1
+        stop = _depth(node)
+        first_chunk = (stop - len(node.key)) // CHUNK_TOKENS
+        if first_chunk < stop // CHUNK_TOKENS:
+            self.bridge.evicted(_path_tokens(node), node.key.extra_key, first_chunk)
+        super()._delete_leaf(node)
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        parent = super()._split_node(key, child, split_len)
+        parent.creation_time = child.creation_time  # its KV is as old as before
+        return parent
+
+    def reset(self) -> None:
+        if self._bridge is not None:
+            self.evictions += 1
+            self._bridge.device_reset()
+        super().reset()
+
+    def protected_size(self) -> int:
+        """Locked tokens, and those that a restore is filling: allocated, but in no tree yet."""
+        return super().protected_size() + self.bridge.restores.in_flight_tokens
+
+    # -- DeviceTree ------------------------------------------------------------------------------
+
+    def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
+        result = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens, tenant)))
+        matched = len(result.device_indices)
+        if matched % CHUNK_TOKENS:
+            whole = RadixKey(tokens[: matched - matched % CHUNK_TOKENS], tenant)
+            result = super().match_prefix(MatchPrefixParams(key=whole))
+        return DeviceMatch(result.device_indices, result.last_device_node)
+
+    def lock(self, node: TreeNode) -> None:
+        self.inc_lock_ref(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        self.dec_lock_ref(node)
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        lacking = count - allocator.available_size()
+        if lacking > 0:
+            self.evict(EvictParams(num_tokens=lacking))
+        slots: torch.Tensor | None = allocator.alloc(count)
+        return slots
+
+    def free(self, slots: torch.Tensor) -> None:
+        self.token_to_kv_pool_allocator.free(slots)
+
+    def insert_tokens(
+        self, tokens: array[int], tenant: str | None, slots: torch.Tensor
+    ) -> tuple[int, TreeNode]:
+        result = super().insert(InsertParams(key=RadixKey(tokens, tenant), value=slots))
+        return result.prefix_len, result.last_device_node
+
+    def room(self) -> int:
+        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
+
+    def capacity(self) -> int:
+        return int(self.token_to_kv_pool_allocator.size)
+
+    # -- the scheduler's protocol ----------------------------------------------------------------
+
+    @property
+    def ongoing_prefetch(self) -> dict[str, int]:
+        tokens = self.bridge.restores.in_flight_tokens
+        return {"restores": tokens} if tokens else {}
+
+    def check_hicache_events(self) -> None:
+        self.bridge.tick()
+
+    def ready_to_load_host_cache(self) -> int:
+        return -1  # restores are finished before a request is admitted: no layer to wait for
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        return self.bridge.restores.may_be_admitted(rid)
+
+    def pop_prefetch_loaded_tokens(self, _rid: str) -> int:
+        return 0  # reported by :func:`report_cached_tokens` when the request is admitted
+
+    def release_aborted_request(self, rid: str) -> None:
+        self.bridge.restores.drop(rid)
+
+    def terminate_prefetch(self, rid: str) -> None:
+        self.bridge.restores.drop(rid)
+
+    def is_backuped(self, _node: TreeNode) -> bool:
+        return False
+
+    def clear_storage_backend(self) -> bool:
+        self.bridge.clear()
+        return True
+
+    def attach_storage_backend(self, **_settings: Any) -> tuple[bool, str]:
+        return False, "hcache: the tier is set up at start (--hcache-dirs) and cannot be attached at run time"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return False, "hcache: the tier cannot be detached at run time; restart without --hierarchical-cache"
+
+    def release_host_resources(self) -> None:
+        self.bridge.close()
+
+
+class HostTierView:
+    """What SGLang's metrics read of a host pool, in tokens."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._host = bridge.tiers.host
+        self.logical_size = self._host.num_slots * CHUNK_TOKENS
+
+    def available_size(self) -> int:
+        return self._host.counts()[0] * CHUNK_TOKENS
+
+
+class PoolSink:
+    """Writes K and V rows into the KV pool."""
+
+    def __init__(self, pool: MHATokenToKVPool) -> None:
+        self._pool = pool
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._pool.k_buffer[layer][slots] = key
+        self._pool.v_buffer[layer][slots] = value
+
+
+class SchedulerOf:
+    """SGLang's scheduler as our ``SchedulerView``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def is_running(self) -> bool:
+        last = self._scheduler.last_batch
+        return (
+            not self._scheduler.running_batch.is_empty()
+            or self._scheduler.chunked_req is not None
+            or (last is not None and not last.is_empty())
+        )
+
+    def waiting_ids(self) -> list[str]:
+        return [req.rid for req in self._scheduler.waiting_queue]
+
+    def reserved_tokens(self) -> int:
+        ratio = self._scheduler.new_token_ratio_tracker.current
+        tokens = sum(ratio * _remaining_tokens(req) for req in self._scheduler.running_batch.reqs)
+        chunked = self._scheduler.chunked_req
+        if chunked is not None:
+            tokens += (
+                len(chunked.origin_input_ids)
+                - len(chunked.prefix_indices)
+                + ratio * _remaining_tokens(chunked)
+            )
+        return int(tokens)
+
+
+class ForwardOf:
+    """A forward pass outside the scheduler, for the self-check: one prompt in one borrowed row."""
+
+    def __init__(self, runner: Any, cache: HCacheRadixCache) -> None:
+        self._runner = runner
+        self._cache = cache
+
+    @torch.inference_mode()
+    def forward(self, tokens: list[int]) -> torch.Tensor:
+        count, device = len(tokens), self._runner.device
+        slots = self._cache.allocate(_round_up(count, self._cache.page_size))
+        assert slots is not None, "the KV pool is too small for the self-check"
+        row = self._cache.req_to_token_pool.free_slots[0]  # borrowed: nobody runs yet
+        self._cache.req_to_token_pool.req_to_token[row, :count] = slots[:count].to(torch.int32)
+        batch = _extend_batch(tokens, row, slots[:count], device)
+        with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
+            self._runner.attn_backend.init_forward_metadata(batch)
+            self._runner.model.model(batch.input_ids, batch.positions, batch)
+        return slots[:count]
+
+    def release(self, slots: torch.Tensor) -> None:
+        self._cache.free(slots)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
+
+
+# -- what the hooks read of SGLang's objects -----------------------------------------------------
+
+
+def prompt_of(req: Req) -> Prompt | None:
+    """The part of a queued request that a tier may serve; None if its tokens do not determine its KV."""
+    if not _is_plain(req):
+        return None
+    tokens = req.full_untruncated_fill_ids
+    return Prompt(req.rid, tokens[: req._compute_max_prefix_len(len(tokens))], req.extra_key)
+
+
+def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
+    """Announce the requests of a new extend batch to the save path."""
+    for req in batch.reqs:
+        if _is_plain(req):
+            prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
+            bridge.begin_capture(req.rid, req.extra_key, prefix, _oldest_on_path(req.last_node))
+
+
+def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
+    """End the tickets of admitted requests and say in ``cached_tokens_details`` what was restored for them."""
+    for req in batch.reqs:
+        restored = bridge.restores.admitted(req.rid, len(req.prefix_indices))
+        if (
+            restored.host or restored.disk
+        ) and not req.retracted_stain:  # SGLang counts only the first admission
+            req.cached_tokens_device = max(0, req.cached_tokens_device - restored.host - restored.disk)
+            req.cached_tokens_host += restored.host
+            req.cached_tokens_storage += restored.disk
+
+
+def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:
+    """Whose rows a forward pass computes; None for passes that are not captured."""
+    rids = batch.rids or []
+    if batch.forward_mode.is_decode():
+        return [
+            RequestRows(rid, int(length) - 1, row, 1)
+            for row, (rid, length) in enumerate(zip(rids, batch.seq_lens_cpu.tolist(), strict=True))
+        ]
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        return None
+    requests, row = [], 0
+    for rid, prefix, count in zip(rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
+        requests.append(RequestRows(rid, int(prefix), row, int(count)))
+        row += int(count)
+    return requests
+
+
+def tokens_of(batch: ForwardBatch, count: int) -> array[int]:
+    """The pass's input tokens, one a row."""
+    return array("q", batch.input_ids[:count].tolist())
+
+
+def _is_plain(req: Req) -> bool:
+    return (
+        req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and req.lora_id is None
+        and req.session is None
+    )
+
+
+def _remaining_tokens(req: Req) -> int:
+    return max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), _CLIP_NEW_TOKENS))
+
+
+def _depth(node: TreeNode) -> int:
+    """Tokens from the root to the end of ``node``."""
+    tokens = 0
+    while node.parent is not None:
+        tokens += len(node.key)
+        node = node.parent
+    return tokens
+
+
+def _path_tokens(node: TreeNode) -> array[int]:
+    pieces = []
+    while node.parent is not None:
+        pieces.append(node.key.raw_token_ids())
+        node = node.parent
+    path = array("q")
+    for piece in reversed(pieces):
+        path.extend(piece)
+    return path
+
+
+def _oldest_on_path(node: TreeNode | None) -> float:
+    oldest = time.monotonic()
+    while node is not None and node.parent is not None:
+        oldest = min(oldest, node.creation_time)
+        node = node.parent
+    return oldest
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, device: Any) -> ForwardBatch:
+    count = len(tokens)
+    lengths = torch.tensor([count], device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        req_pool_indices=torch.tensor([row], dtype=torch.int64, device=device),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths.cpu(),
+        seq_lens_sum=count,
+        out_cache_loc=slots,
+        positions=torch.arange(count, device=device),
+        extend_num_tokens=count,
+        extend_seq_lens=lengths.to(torch.int32),
+        extend_prefix_lens=zero.to(torch.int32),
+        extend_start_loc=zero.to(torch.int32),
+        extend_seq_lens_cpu=[count],
+        extend_prefix_lens_cpu=[0],
+    )

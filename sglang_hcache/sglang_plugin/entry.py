@@ -1,0 +1,26 @@
+"""The plugin's entry point (group ``sglang.srt.plugins``)."""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_hcache.sglang_plugin import flags
+
+
+def register() -> None:
+    """Called by SGLang in every process. Adds the flags; everything else waits until the tier is asked for."""
+    args = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{args}.add_cli_args", flags.add_arguments, HookType.AFTER)
+    HookRegistry.register(f"{args}.from_cli_args", flags.from_arguments, HookType.AROUND)
+    scheduler = "sglang.srt.managers.scheduler.configure_scheduler_process"
+    HookRegistry.register(scheduler, _configure_scheduler, HookType.BEFORE)
+
+
+def _configure_scheduler(*args: object, **kwargs: object) -> None:
+    """In a scheduler process, before anything is built: install the rest if this server uses the tier."""
+    server_args = kwargs.get("server_args", args[0] if args else None)
+    if getattr(server_args, "radix_cache_backend", None) == flags.BACKEND:
+        # Imported here, so that a server without the tier loads none of it.
+        from sglang_hcache.sglang_plugin import hooks
+
+        hooks.install()

@@ -1,0 +1,141 @@
+"""Command-line flags, and how they travel: as JSON in SGLang's ``hicache_storage_backend_extra_config``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_hcache.core.config import (
+    FILE_ONLY_FIELDS,
+    HCacheConfig,
+    IOEngineName,
+    RestoreMethod,
+    WritePolicy,
+)
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.sglang_plugin import support
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hcache"
+_FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
+
+
+def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:
+    """AFTER hook of ``ServerArgs.add_cli_args``."""
+    default = HCacheConfig()
+    group = parser.add_argument_group(
+        "hcache", "Hidden-state tier: what the radix cache evicts is kept on host memory and disk."
+    )
+    group.add_argument(
+        "--hierarchical-cache", choices=("off", BACKEND), default="off", help="'hcache' turns the tier on."
+    )
+    group.add_argument(
+        "--hcache-dirs",
+        metavar="DIR[,DIR...]",
+        help="Directories of the disk tier, one per device, comma separated. Without it nothing is written to disk.",
+    )
+    for flag, size, text in (
+        ("disk-size", default.disk_size, "Hard cap on the disk tier, all directories together"),
+        (
+            "disk-free-floor",
+            default.disk_free_floor,
+            "Free space that the disk tier leaves on each file system",
+        ),
+        ("host-size", default.host_size, "Host memory of the tier, staging included"),
+    ):
+        group.add_argument(
+            f"--hcache-{flag}",
+            metavar="SIZE",
+            help=f"{text}, e.g. 8GB or 512MiB (default {format_bytes(size)}).",
+        )
+    for flag, choices, text in (
+        (
+            "write-policy",
+            WritePolicy,
+            "write_back: to disk when evicted from the device; write_through: at once",
+        ),
+        ("method", RestoreMethod, "How layers are restored; auto picks hidden in this version"),
+        ("io-engine", IOEngineName, "How the disk is read and written; auto picks posix in this version"),
+    ):
+        field = flag.replace("-", "_")
+        group.add_argument(
+            f"--hcache-{flag}",
+            metavar="{" + ",".join(choices) + "}",
+            help=f"{text} (default {getattr(default, field)}).",
+        )
+    group.add_argument("--hcache-config", metavar="FILE", help="YAML file of settings; flags win over it.")
+
+
+def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
+    """AROUND hook of ``ServerArgs.from_cli_args``: maps our flags onto SGLang's fields before construction."""
+    if getattr(args, "hierarchical_cache", "off") != BACKEND:
+        _warn_about_ignored(args)
+        return original(cls, args, *rest)
+    try:
+        config = config_from(args)
+        support.check_arguments(args)
+        _map_onto_sglang(args, config)
+        server_args = original(cls, args, *rest)
+        support.check_server_args(server_args)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"hcache: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return server_args
+
+
+def config_from(args: argparse.Namespace) -> HCacheConfig:
+    """Configuration meant by the parsed flags and the file they name.
+
+    Raises:
+        ConfigError: a value is wrong; names the flag, the value and what is allowed.
+    """
+    settings = _read_file(args.hcache_config) if args.hcache_config else {}
+    for field in _FLAG_FIELDS:
+        value = getattr(args, f"hcache_{field}")
+        if value is not None:
+            settings[field] = value
+    return HCacheConfig.from_settings(settings)
+
+
+def config_of(server_args: Any) -> HCacheConfig:
+    """Configuration carried by a constructed ``ServerArgs``."""
+    return HCacheConfig.model_validate(json.loads(server_args.hicache_storage_backend_extra_config))
+
+
+def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
+    args.radix_cache_backend = BACKEND
+    # These two make the scheduler speak the protocol of a hierarchical cache with storage to our backend.
+    args.enable_hierarchical_cache = True
+    args.hicache_storage_backend = BACKEND
+    args.hicache_storage_backend_extra_config = config.model_dump_json()
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--hcache-config: cannot read {path!r}: {error}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--hcache-config: {path!r} must hold 'setting: value' lines")
+    return {str(name): value for name, value in settings.items()}
+
+
+def _warn_about_ignored(args: argparse.Namespace) -> None:
+    given = [
+        field for field in (*_FLAG_FIELDS, "config") if getattr(args, f"hcache_{field}", None) is not None
+    ]
+    if given:
+        names = ", ".join(f"--hcache-{field.replace('_', '-')}" for field in given)
+        logger.warning("%s: ignored, because --hierarchical-cache is off", names)

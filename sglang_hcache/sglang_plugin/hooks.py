@@ -1,0 +1,86 @@
+"""What is hooked in a scheduler process that uses the tier, and the check that all of it is in place."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.registry import register_radix_cache_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.sglang_plugin.compat import v0_5_17 as compat
+from sglang_hcache.sglang_plugin.flags import BACKEND
+
+_MANAGERS = "sglang.srt.managers"
+_WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+def install() -> None:
+    """Register the backend and apply the hooks.
+
+    Raises:
+        ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
+    """
+    register_radix_cache_backend(BACKEND, compat.create_cache)
+    targets: dict[str, tuple[Callable[..., Any], HookType]] = {
+        f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),
+        f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
+        f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
+        f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward": (_forward, HookType.AROUND),
+    }
+    for source in ("disk", "tensor", "distributed", "ipc"):
+        targets[f"{_WEIGHTS}.update_weights_from_{source}"] = (_weights_updated, HookType.AFTER)
+    for target, (hook, kind) in targets.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    absent = sorted(target for target in targets if target not in HookRegistry._patched)
+    if absent:
+        raise ConfigError(
+            f"--hierarchical-cache hcache: SGLang did not apply the hooks on {', '.join(absent)}; "
+            "is this SGLang 0.5.17?"
+        )
+
+
+def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
+    scheduler.tree_cache.start(scheduler)
+
+
+def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
+    """In place of SGLang's prefetch from its own storage: match on the device, then look into the tiers."""
+    req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    prompt = compat.prompt_of(req)
+    if prompt is not None:
+        scheduler.tree_cache.bridge.queue(prompt)
+
+
+def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object) -> None:
+    bridge = batch.tree_cache.bridge
+    compat.report_cached_tokens(batch, bridge)
+    compat.begin_captures(batch, bridge)
+
+
+def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
+    requests = compat.rows_of(forward_batch) if bridge is not None else None
+    num_rows = sum(rows.count for rows in requests or ())
+    if bridge is None or not requests or not bridge.begin_pass([rows.rid for rows in requests], num_rows):
+        return original(runner, forward_batch, *args, **kwargs)
+    try:
+        tokens: array[int] = compat.tokens_of(forward_batch, num_rows)
+        output = original(runner, forward_batch, *args, **kwargs)
+    except BaseException:
+        bridge.abandon_pass()
+        raise
+    bridge.end_pass(requests, tokens)
+    return output
+
+
+def _weights_updated(_result: Any, updater: Any, *_args: object, **_kwargs: object) -> None:
+    updater.tp_worker.model_runner.hcache_bridge.weights_changed()
+
+
+def _internal_state(result: Any, scheduler: Any, *_args: object, **_kwargs: object) -> None:
+    result.internal_state["hcache"] = scheduler.tree_cache.bridge.state()

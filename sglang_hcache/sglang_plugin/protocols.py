@@ -1,0 +1,101 @@
+"""The seam between SGLang's classes (``compat/``) and our version-neutral logic."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, NewType, Protocol
+
+import torch
+
+Node = NewType("Node", object)
+"""A node of the device's radix tree; opaque here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a cache may serve of one request.
+
+    Args:
+        rid: SGLang's request id.
+        tokens: the prompt without the tokens that must be computed in any case (the last one, and those whose
+            logprobs are wanted).
+        tenant: SGLang's ``extra_key``, which holds ``cache_salt`` too.
+    """
+
+    rid: str
+    tokens: array[int]
+    tenant: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMatch:
+    """Longest prefix on the device, cut to whole chunks: its slots (tokens,) int64 and the node it ends at."""
+
+    slots: torch.Tensor
+    node: Node
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class DeviceTree(Protocol):
+    """The device's radix tree and its slots. Only the scheduler's thread calls it."""
+
+    evictions: int
+    """Number of nodes evicted so far."""
+
+    def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
+        """Longest cached prefix of ``tokens`` in whole chunks."""
+
+    def lock(self, node: Node) -> None:
+        """Keep the path to ``node`` from eviction until :meth:`unlock`."""
+
+    def unlock(self, node: Node) -> None: ...
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        """``count`` slots, evicting if needed; None if there is no room."""
+
+    def free(self, slots: torch.Tensor) -> None: ...
+
+    def insert_tokens(self, tokens: array[int], tenant: str | None, slots: torch.Tensor) -> tuple[int, Node]:
+        """Put ``slots`` (one a token) into the tree.
+
+        Returns how many leading tokens were there already (the tree keeps its own slots for those) and the
+        node at which ``tokens`` ends.
+        """
+
+    def room(self) -> int:
+        """Tokens that could be allocated now, eviction included."""
+
+    def capacity(self) -> int:
+        """Tokens of the whole KV pool."""
+
+
+class SchedulerView(Protocol):
+    """What we ask of the scheduler."""
+
+    def is_running(self) -> bool:
+        """Whether a forward pass will follow without our doing."""
+
+    def waiting_ids(self) -> list[str]:
+        """Ids of the requests in the waiting queue, in order."""
+
+    def reserved_tokens(self) -> int:
+        """Tokens that running requests are expected to need still."""
+
+
+class ForwardModel(Protocol):
+    """A forward pass of our own, for the self-check."""
+
+    def forward(self, tokens: list[int]) -> torch.Tensor:
+        """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
+
+    def release(self, slots: torch.Tensor) -> None: ...
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of ``slots`` in the pool, each (n, kv_heads, head_dim)."""
+
+
+SGLangObject = Any
+"""An object of SGLang's that neutral code only passes on."""

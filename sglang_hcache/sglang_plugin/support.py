@@ -1,0 +1,114 @@
+"""What the tier does not support yet, refused at start with the reason: never a wrong token."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+_FLAG = "--hierarchical-cache hcache"
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse arguments that SGLang itself would reject or change before we could explain.
+
+    Raises:
+        ConfigError: one line per refusal.
+    """
+    refusals = [
+        (args.radix_cache_backend, "--radix-cache-backend", "the tier is a radix cache backend itself"),
+        (
+            args.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "SGLang's HiCache takes the same place",
+        ),
+        (args.hicache_storage_backend, "--hicache-storage-backend", "use --hcache-dirs for the disk tier"),
+        (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
+        (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
+        (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
+        (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
+        (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
+        (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
+    ]
+    _raise([f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given])
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuse resolved settings and models that the tier does not support.
+
+    Raises:
+        ConfigError: one line per refusal.
+    """
+    model = server_args.get_model_config()
+    problems = [*_parallelism(server_args), *_memory(server_args), *_model(model)]
+    if str(server_args.device) != "cpu":
+        problems.append(
+            f"{_FLAG} runs with --device cpu in this version, not {server_args.device!r}: the CUDA path is not built"
+        )
+    if server_args.disaggregation_mode != "null":
+        problems.append(
+            f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
+        )
+    if not server_args.disable_overlap_schedule:
+        problems.append(
+            f"{_FLAG} needs --disable-overlap-schedule in this version ('hcache serve' adds it on a CPU)"
+        )
+    if getattr(server_args, "enable_streaming_session", False):
+        problems.append(
+            f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"
+        )
+    _raise(problems)
+
+
+def _parallelism(server_args: Any) -> list[str]:
+    return [
+        f"{_FLAG} supports {flag} 1 only, got {size}: ranks do not agree on restores yet"
+        for flag, size in (
+            ("--tp-size", server_args.tp_size),
+            ("--pp-size", server_args.pp_size),
+            ("--dp-size", server_args.dp_size),
+            ("--attn-cp-size", server_args.attn_cp_size),
+            ("--dcp-size", server_args.dcp_size),
+        )
+        if size != 1
+    ]
+
+
+def _memory(server_args: Any) -> list[str]:
+    problems = []
+    if server_args.kv_cache_dtype != "auto":
+        problems.append(
+            f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: "
+            "restored K and V would be rounded differently; use auto"
+        )
+    if CHUNK_TOKENS % server_args.page_size:
+        problems.append(
+            f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
+        )
+    return problems
+
+
+def _model(model: Any) -> list[str]:
+    arch = ", ".join(model.hf_config.architectures or ["unknown"])
+    found = [
+        (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
+        (model.is_hybrid_swa, "sliding-window layers"),
+        (_sliding_window(model), "a sliding window"),
+        (model.is_multimodal, "multimodal input"),
+        (not model.is_generation, "no text generation"),
+        (model.quantization is not None, f"quantisation {model.quantization!r}"),
+    ]
+    return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
+
+
+def _sliding_window(model: Any) -> bool:
+    config = model.hf_text_config
+    window = getattr(config, "sliding_window", None)
+    return bool(window) and bool(getattr(config, "use_sliding_window", True))
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))

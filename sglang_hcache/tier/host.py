@@ -1,0 +1,175 @@
+"""The host tier: a fixed number of slots, each the state of one chunk.
+
+Life of a slot::
+
+    free -- reserve() --> open -- seal() --> dirty -- mark_clean() --> clean -- (evicted by reserve()) --> open
+                            \\-- release() --> free
+
+*Dirty* chunks exist nowhere else yet; *clean* ones are also on disk, or there is no disk tier to go to.
+Only clean, unpinned chunks are evicted, least recently used first. Every method is short, takes the one lock
+and never does I/O, so the serving thread may call any of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.tier.chunk import ChunkInfo
+
+
+@dataclass(slots=True)
+class _Entry:
+    info: ChunkInfo
+    slot: int
+    pins: int = 0
+
+
+class HostTier:
+    """Slots of host memory, addressed by chunk key.
+
+    Args:
+        arena: uint8, shape (slots, ``layout.chunk_bytes``), C-contiguous; owned by the tier from now on.
+        layout: what a slot holds.
+        keep_dirty: True if a disk tier exists, so that a sealed chunk must be written before it may go.
+    """
+
+    def __init__(
+        self, arena: npt.NDArray[np.uint8], layout: StateLayout, observer: Observer, *, keep_dirty: bool
+    ) -> None:
+        if arena.ndim != 2 or arena.shape[1] != layout.chunk_bytes:
+            raise ValueError(
+                f"arena of shape {arena.shape} does not hold chunks of {layout.chunk_bytes} bytes"
+            )
+        self.arena = arena
+        self.layout = layout
+        self._observer = observer
+        self._keep_dirty = keep_dirty
+        self._lock = threading.Lock()
+        self._free = list(range(arena.shape[0] - 1, -1, -1))
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
+        self._clean: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._dirty: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    # -- filling ---------------------------------------------------------------------------------
+
+    def reserve(self) -> int | None:
+        """A slot to fill, or None when all are open, dirty or pinned. The caller seals or releases it."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            for key in self._clean:
+                entry = self._entries[key]
+                if not entry.pins:
+                    del self._clean[key], self._entries[key]
+                    self._observer.count("host.chunks_evicted")
+                    return entry.slot
+            return None
+
+    def release(self, slot: int) -> None:
+        """Give an open slot back unused."""
+        with self._lock:
+            self._free.append(slot)
+
+    def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
+        """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
+        with self._lock:
+            if info.key in self._entries:
+                self._free.append(slot)
+                self._touch(info.key)
+                return False
+            self._entries[info.key] = _Entry(info, slot)
+            is_dirty = self._keep_dirty and not on_disk
+            (self._dirty if is_dirty else self._clean)[info.key] = None
+            return True
+
+    # -- finding and reading ---------------------------------------------------------------------
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def pin(self, key: ChunkKey) -> int | None:
+        """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here. Counts as a use."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            entry.pins += 1
+            self._touch(key)
+            return entry.slot
+
+    def unpin(self, key: ChunkKey, slot: int) -> None:
+        """Undo one :meth:`pin` that returned ``slot``."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.slot != slot:
+                entry = self._orphans[slot]
+            entry.pins -= 1
+            if not entry.pins and self._orphans.pop(slot, None) is not None:
+                self._free.append(slot)
+
+    def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
+        start = self.layout.layer_offset(layer)
+        stop = start + self.layout.chunk_layer_bytes[layer]
+        np.take(self.arena[:, start:stop], slots, axis=0, out=out, mode="clip")
+
+    def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
+        """One layer of one slot, a view: uint8, 1-D."""
+        start = self.layout.layer_offset(layer)
+        return self.arena[slot, start : start + self.layout.chunk_layer_bytes[layer]]
+
+    # -- demotion --------------------------------------------------------------------------------
+
+    def dirty_info(self, key: ChunkKey) -> ChunkInfo | None:
+        """Identity of a chunk that still has to be written, else None."""
+        with self._lock:
+            return self._entries[key].info if key in self._dirty else None
+
+    def oldest_dirty(self, count: int) -> list[ChunkInfo]:
+        """Up to ``count`` chunks that still have to be written, least recently used first."""
+        with self._lock:
+            return [self._entries[key].info for key, _ in zip(self._dirty, range(count), strict=False)]
+
+    def mark_clean(self, key: ChunkKey) -> None:
+        """The chunk is on disk now, or never will be: it may be evicted."""
+        with self._lock:
+            if key in self._dirty:
+                del self._dirty[key]
+                self._clean[key] = None
+
+    def forget_all(self) -> None:
+        """Drop every sealed chunk; pinned slots are freed when their last reader is done."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.pins:
+                    self._orphans[entry.slot] = entry
+                else:
+                    self._free.append(entry.slot)
+            self._entries.clear()
+            self._clean.clear()
+            self._dirty.clear()
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.arena.shape[0])
+
+    def counts(self) -> tuple[int, int, int]:
+        """(free slots, clean chunks, dirty chunks); the rest is open."""
+        with self._lock:
+            return len(self._free), len(self._clean), len(self._dirty)
+
+    def _touch(self, key: ChunkKey) -> None:
+        (self._dirty if key in self._dirty else self._clean).move_to_end(key)

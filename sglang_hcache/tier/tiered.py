@@ -1,0 +1,326 @@
+"""Both tiers behind one interface: the only thing ``capture`` and ``restore`` talk to.
+
+A background thread, the demoter, moves chunks from the host to the disk tier: those whose device copy is
+gone (:meth:`TieredStore.demote`), all of them as they are sealed (``write_through``), and the least recently
+used ones when host slots run short. The serving thread only ever touches memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.errors import StoreError, StoreFullError, TierMissError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.store.store import DiskStore, ReadLease, Run
+from sglang_hcache.tier.chunk import ChunkInfo, form_runs
+from sglang_hcache.tier.host import HostTier
+
+logger = logging.getLogger(__name__)
+
+_SPARE_FRACTION = 8  # the demoter keeps one in so many host slots free or clean
+_DEMOTER_TICK_S = 0.5
+
+HOST, DISK = "host", "disk"
+
+
+class ChunkSource(Protocol):
+    """Computes the keys of chunks to demote; called on the demoter's thread."""
+
+    def __call__(self) -> Iterable[ChunkKey]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _HostPart:
+    first: int
+    keys: tuple[ChunkKey, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _DiskPart:
+    first: int
+    lease: ReadLease
+    count: int
+
+
+@dataclass(slots=True)
+class ChunkLease:
+    """Consecutive chunks of one prefix, held in their tiers until closed. Close it from any thread."""
+
+    keys: tuple[ChunkKey, ...]
+    sources: tuple[str, ...]
+    """``HOST`` or ``DISK`` for each key."""
+    _host: HostTier
+    _parts: list[_HostPart | _DiskPart] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let the chunks go. Idempotent."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            if isinstance(part, _DiskPart):
+                part.lease.close()
+            else:
+                for key, slot in zip(part.keys, part.slots, strict=True):
+                    self._host.unpin(key, slot)
+
+    def __enter__(self) -> ChunkLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TieredStore:
+    """Host tier over an optional disk tier.
+
+    Args:
+        host: the host tier.
+        disk: the disk tier, or None to run without one.
+        run_chunks: most chunks of one disk run.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskStore | None,
+        observer: Observer,
+        *,
+        write_policy: WritePolicy,
+        run_chunks: int,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.layout: StateLayout = host.layout
+        self._observer = observer
+        self._write_through = write_policy is WritePolicy.WRITE_THROUGH
+        self._run_chunks = run_chunks
+        self._wake = threading.Condition()
+        self._requests: deque[ChunkSource] = deque()
+        self._busy = False
+        self._stopping = False
+        self._demoter = threading.Thread(target=self._demote_forever, name="hcache-demoter", daemon=True)
+        if disk is not None:
+            self._demoter.start()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def seal(self, slot: int, info: ChunkInfo) -> None:
+        """Publish the filled host ``slot`` as ``info``. Never waits for I/O."""
+        if not self.host.seal(slot, info, on_disk=self.disk is not None and self.disk.contains(info.key)):
+            self._observer.count("host.duplicate_chunks")
+            return
+        self._observer.count("host.chunks_sealed")
+        if self._write_through:
+            self.demote(lambda: (info.key,))
+        elif self._is_short_of_slots():
+            self._notify()
+
+    def demote(self, keys: ChunkSource) -> None:
+        """The chunks named by ``keys()`` left the device: write those that exist only in host memory."""
+        if self.disk is None:
+            return
+        with self._wake:
+            self._requests.append(keys)
+            self._wake.notify()
+
+    def demote_all(self) -> None:
+        """Write every chunk that exists only in host memory."""
+        self.demote(lambda: [info.key for info in self.host.oldest_dirty(self.host.num_slots)])
+
+    # -- finding and reading ---------------------------------------------------------------------
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self.host or (self.disk is not None and self.disk.contains(key))
+
+    def match(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading ``keys`` are in some tier. Memory only."""
+        for count, key in enumerate(keys):
+            if key not in self:
+                return count
+        return len(keys)
+
+    def lease(self, keys: Sequence[ChunkKey]) -> ChunkLease:
+        """Hold ``keys`` where they are.
+
+        Raises:
+            TierMissError: one of them is gone; nothing is held then.
+        """
+        slots = [self.host.pin(key) for key in keys]
+        lease = ChunkLease(tuple(keys), tuple(DISK if slot is None else HOST for slot in slots), self.host)
+        try:
+            for first, stop in _groups([slot is None for slot in slots]):
+                part = tuple(keys[first:stop])
+                held = tuple(slot for slot in slots[first:stop] if slot is not None)
+                if held:
+                    lease._parts.append(_HostPart(first, part, held))
+                elif self.disk is not None:
+                    lease._parts.append(_DiskPart(first, self.disk.lease(part), len(part)))
+                else:
+                    raise TierMissError(f"chunk {part[0].hex()[:16]} is in no tier any more")
+        except BaseException:
+            held_parts = {key for part in lease._parts if isinstance(part, _HostPart) for key in part.keys}
+            lease.close()
+            for key, slot in zip(keys, slots, strict=True):
+                if slot is not None and key not in held_parts:
+                    self.host.unpin(key, slot)
+            raise
+        return lease
+
+    def read_layer(self, lease: ChunkLease, layer: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill ``out`` (uint8, 1-D, ``len(lease.keys)`` chunks of the layer) with one layer of all leased chunks.
+
+        Raises:
+            StoreError: the disk failed or its bytes are wrong.
+        """
+        size = self.layout.chunk_layer_bytes[layer]
+        for part in lease._parts:
+            if isinstance(part, _HostPart):
+                count = len(part.slots)
+                target = out[part.first * size : (part.first + count) * size].reshape(count, size)
+                self.host.read_layer(part.slots, layer, target)
+            else:
+                assert self.disk is not None
+                target = out[part.first * size : (part.first + part.count) * size]
+                self.disk.read_layer(part.lease, layer, target)
+
+    # -- the demoter -----------------------------------------------------------------------------
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the demoter has work."""
+        return self._busy or bool(self._requests)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Write all chunks that exist only in host memory; False if time ran out first."""
+        if self.disk is None:
+            return True
+        self.demote_all()
+        deadline = time.monotonic() + timeout_s
+        while self.is_saving:
+            if time.monotonic() > deadline or not self._demoter.is_alive():
+                return False
+            time.sleep(0.005)
+        return True
+
+    def clear(self) -> None:
+        """Empty both tiers."""
+        with self._wake:
+            self._requests.clear()
+        self.host.forget_all()
+        if self.disk is not None:
+            self.disk.clear()
+
+    def close(self) -> None:
+        """Stop the demoter after the run it is writing and close the disk tier. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._requests.clear()
+            self._wake.notify()
+        if self._demoter.is_alive():
+            self._demoter.join()
+        if self.disk is not None:
+            self.disk.close()
+
+    def _is_short_of_slots(self) -> bool:
+        free, clean, dirty = self.host.counts()
+        return bool(dirty) and free + clean < self.host.num_slots // _SPARE_FRACTION
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _demote_forever(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                while not (self._requests or self._stopping or self._is_short_of_slots()):
+                    self._wake.wait(_DEMOTER_TICK_S)
+                if self._stopping:
+                    return
+                self._busy = True
+                requests = [self._requests.popleft() for _ in range(len(self._requests))]
+            try:
+                self._demote_once(requests)
+            except Exception:
+                # The demoter must outlive anything: what could not be written stays in host memory or is dropped.
+                logger.exception("hcache: demotion failed")
+                self._observer.count("demote.errors")
+                time.sleep(_DEMOTER_TICK_S)
+
+    def _demote_once(self, requests: Sequence[Callable[[], Iterable[ChunkKey]]]) -> None:
+        chunks = {
+            info.key: info
+            for request in requests
+            for key in request()
+            if (info := self.host.dirty_info(key)) is not None
+        }
+        if self._is_short_of_slots():
+            spare = self.host.num_slots // _SPARE_FRACTION
+            chunks.update((info.key, info) for info in self.host.oldest_dirty(max(spare, self._run_chunks)))
+        for run in form_runs(chunks.values(), self._run_chunks):
+            if self._stopping:
+                return
+            self._write_run(run)
+
+    def _write_run(self, run: Sequence[ChunkInfo]) -> None:
+        """Write one run; a chunk that cannot be written is given up, so that its slot can be used again."""
+        assert self.disk is not None
+        pinned = [(info, slot) for info in run if (slot := self.host.pin(info.key)) is not None]
+        try:
+            fresh = [(info, slot) for info, slot in pinned if not self.disk.contains(info.key)]
+            for piece in _consecutive(fresh):
+                infos, slots = zip(*piece, strict=True)
+                self._write_piece(infos, slots)
+        except StoreFullError:
+            self._observer.count("demote.chunks_dropped_full", len(pinned))
+        except StoreError as error:
+            logger.warning("hcache: %d chunks could not be demoted: %s", len(pinned), error)
+            self._observer.count("demote.chunks_dropped_error", len(pinned))
+        finally:
+            for info, slot in pinned:
+                self.host.unpin(info.key, slot)
+                self.host.mark_clean(info.key)
+
+    def _write_piece(self, infos: Sequence[ChunkInfo], slots: Sequence[int]) -> None:
+        assert self.disk is not None
+        run = Run(
+            namespace_id=infos[0].namespace_id,
+            keys=tuple(info.key for info in infos),
+            first_chunk=infos[0].index,
+            chunk_layer_bytes=self.layout.chunk_layer_bytes,
+        )
+        self.disk.write_run(run, lambda layer: [self.host.layer_of(slot, layer) for slot in slots])
+        self._observer.count("demote.chunks_written", len(infos))
+
+
+def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Half-open intervals of equal neighbours."""
+    cuts = [index for index in range(1, len(flags)) if flags[index] != flags[index - 1]]
+    bounds = [0, *cuts, len(flags)] if flags else [0]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:
+    """Split where a chunk in the middle is on disk already."""
+    pieces: list[list[tuple[ChunkInfo, int]]] = []
+    for item in chunks:
+        if pieces and pieces[-1][-1][0].key == item[0].parent:
+            pieces[-1].append(item)
+        else:
+            pieces.append([item])
+    return pieces
