@@ -1,0 +1,134 @@
+"""What the store is told and what it tells: configuration, runs, statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.geometry import BLOCK, MAX_CHUNKS
+
+ENGINES = ("auto", "posix")
+
+FILE_SLACK_BYTES = 16 * 2**10
+"""Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
+
+_INDEX_RESERVE_MIN = 4 * 2**20
+_INDEX_RESERVE_SHARE = 50
+_WAL_BYTES = 3 * 2**19
+_DIRECTORY_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Settings of a :class:`DiskStore`; messages name the flags of ``core.config`` that set them.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+
+    dirs: tuple[Path, ...]
+    """One directory per device, in an order that must never change."""
+    size_bytes: int
+    """Hard cap on physical bytes, all directories together, index included."""
+    free_floor_bytes: int
+    """No new segment if a file system would be left with less than this free."""
+    segment_bytes: int
+    """Size of a segment, all directories together; the unit of eviction."""
+    io_engine: str = "auto"
+    read_threads: int = 8
+    """Threads that move bytes, for all directories together."""
+
+    def __post_init__(self) -> None:
+        if not self.dirs:
+            raise ConfigError("--hcache-dirs: the disk tier needs at least one directory")
+        if len(self.dirs) > 16:
+            raise ConfigError(f"--hcache-dirs: {len(self.dirs)} directories, at most 16 are supported")
+        if self.io_engine not in ENGINES:
+            raise ConfigError(
+                f"--hcache-io-engine: {self.io_engine!r} is not allowed; allowed: {', '.join(ENGINES)}"
+            )
+        if self.read_threads < 1:
+            raise ConfigError(f"read_threads must be at least 1, got {self.read_threads}")
+        least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.index_reserve_bytes
+        if self.size_bytes < least:
+            raise ConfigError(
+                f"--hcache-disk-size: {format_bytes(self.size_bytes)} is too small; segments of "
+                f"{format_bytes(self.segment_bytes)} need at least {format_bytes(least)}"
+            )
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of one directory's file of a segment."""
+        return max(self.segment_bytes // len(self.dirs) // BLOCK, 2) * BLOCK
+
+    @property
+    def index_reserve_bytes(self) -> int:
+        """Part of the cap kept for the index, its log, the directories and their small files."""
+        return max(_INDEX_RESERVE_MIN, self.size_bytes // _INDEX_RESERVE_SHARE)
+
+    @property
+    def index_file_bytes(self) -> int:
+        """Largest size of the SQLite file, without its log."""
+        return self.index_reserve_bytes - _WAL_BYTES - _DIRECTORY_BYTES * len(self.dirs)
+
+    @property
+    def segments_budget_bytes(self) -> int:
+        """Part of the cap that segment files may fill."""
+        return self.size_bytes - self.index_reserve_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive chunks of one prefix to be written together.
+
+    Raises:
+        ValueError: an impossible size.
+    """
+
+    namespace_id: bytes
+    """16 bytes."""
+    keys: tuple[bytes, ...]
+    """Chunk keys, 1 to 64 of them, 32 bytes each."""
+    first_chunk: int
+    """Position of the first chunk's first token, divided by 64."""
+    chunk_layer_bytes: tuple[int, ...]
+    """Bytes of one chunk in each layer."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.keys) <= MAX_CHUNKS:
+            raise ValueError(f"a run has 1 to {MAX_CHUNKS} chunks, got {len(self.keys)}")
+        if any(len(key) != KEY_BYTES for key in self.keys):
+            raise ValueError(f"a chunk key has {KEY_BYTES} bytes")
+        if len(self.namespace_id) != NAMESPACE_ID_BYTES:
+            raise ValueError(f"a namespace id has {NAMESPACE_ID_BYTES} bytes")
+        if not 0 <= self.first_chunk < 2**32:
+            raise ValueError(f"first_chunk {self.first_chunk} is out of range")
+        if not self.chunk_layer_bytes or not all(0 < size < 2**32 for size in self.chunk_layer_bytes):
+            raise ValueError(f"layer sizes must be 1 to 2**32 - 1 bytes, got {self.chunk_layer_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    path: Path
+    physical_bytes: int
+    """Allocated blocks of the store's files in this directory, as ``du`` counts."""
+    free_bytes: int
+    """Free space of its file system for this user; -1 if it cannot be asked."""
+    o_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    chunks: int
+    """Distinct chunk keys that can be read."""
+    runs: int
+    segments: int
+    physical_bytes: int
+    """Sum over the directories, index included; measured, not estimated."""
+    reserved_bytes: int
+    """What the store counts against the cap: never less than ``physical_bytes``."""
+    cap_bytes: int
+    directories: tuple[DirectoryStats, ...]

@@ -1,0 +1,74 @@
+"""Where the bytes of a run lie: blocks, extents and parts (docs/store-format.md, "Runs, extents, parts")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+BLOCK = 4096
+"""Alignment of everything on disk, and the size of an extent's header, bytes."""
+
+MAX_CHUNKS = 64
+"""Chunks in a run at most: what fits a header."""
+
+
+def round_up(count: int) -> int:
+    """``count`` bytes up to whole blocks."""
+    return -(-count // BLOCK) * BLOCK
+
+
+def extent_bytes(num_chunks: int, chunk_bytes: int) -> int:
+    """Header block and padded payload of one layer of a run, bytes."""
+    return BLOCK + round_up(num_chunks * chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunShape:
+    """The geometry of a run; pure arithmetic on its four numbers."""
+
+    num_chunks: int
+    chunk_layer_bytes: tuple[int, ...]
+    """Bytes of one chunk in each layer."""
+    num_stripes: int
+    """Directories of the store."""
+    rotation: int
+    """Layer ``l`` lies in directory ``(l + rotation) % num_stripes``."""
+    layer_offsets: tuple[int, ...] = field(init=False, repr=False)
+    """Where each layer's extent begins inside its part, bytes."""
+    part_bytes: tuple[int, ...] = field(init=False, repr=False)
+    """Bytes the run takes in each directory's file; 0 where it has no layer."""
+
+    def __post_init__(self) -> None:
+        parts = [0] * self.num_stripes
+        offsets = []
+        for layer, chunk_bytes in enumerate(self.chunk_layer_bytes):
+            stripe = self.stripe(layer)
+            offsets.append(parts[stripe])
+            parts[stripe] += extent_bytes(self.num_chunks, chunk_bytes)
+        object.__setattr__(self, "layer_offsets", tuple(offsets))
+        object.__setattr__(self, "part_bytes", tuple(parts))
+
+    def stripe(self, layer: int) -> int:
+        """Directory of ``layer``, counted from 0."""
+        return (layer + self.rotation) % self.num_stripes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all chunks in all layers, without headers and padding."""
+        return self.num_chunks * sum(self.chunk_layer_bytes)
+
+
+class ShapeTable:
+    """Hands out one :class:`RunShape` per distinct geometry, so that a million runs share a few objects."""
+
+    def __init__(self, num_stripes: int) -> None:
+        self._num_stripes = num_stripes
+        self._shapes: dict[tuple[int, tuple[int, ...], int], RunShape] = {}
+
+    def get(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...], rotation: int) -> RunShape:
+        """The shape of a run in this store. Safe from several threads."""
+        key = (num_chunks, chunk_layer_bytes, rotation)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = RunShape(num_chunks, chunk_layer_bytes, self._num_stripes, rotation)
+            shape = self._shapes.setdefault(key, shape)
+        return shape

@@ -1,0 +1,105 @@
+"""Writing a run: headers with digests, straight from the caller's memory where alignment allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.store.engine import IOEngine, IOKind, IOOp
+from sglang_hcache.store.geometry import BLOCK, extent_bytes
+from sglang_hcache.store.memory import ByteArray, ScratchPool, check_bytes, is_aligned
+from sglang_hcache.store.record import digest, pack_header
+from sglang_hcache.store.segments import RunPlace, Segment
+from sglang_hcache.store.space import storage_error
+
+BATCH_BYTES = 32 * 2**20
+"""Payload of layers that travel together: bounds the memory a write needs, one layer at least."""
+
+Payload = Callable[[int], Sequence[ByteArray]]
+
+
+class RunWriter:
+    """Stateless but for one scratch buffer a thread."""
+
+    def __init__(self, engine: IOEngine, direct: Sequence[bool]) -> None:
+        self._engine = engine
+        self._direct = direct
+        self._scratch = ScratchPool()
+
+    def write(self, segment: Segment, place: RunPlace, payload: Payload) -> None:
+        """Write all extents of a run and make them durable; the segment is pinned.
+
+        Raises:
+            StoreFullError, StoreIOError: the run must not be put in the index.
+            ValueError: ``payload`` returned something of a wrong shape.
+        """
+        for layers in _batches(place):
+            self._write_layers(segment, place, layers, payload)
+        touched = [stripe for stripe, size in enumerate(place.shape.part_bytes) if size]
+        self._run([IOOp(IOKind.SYNC, stripe, segment.fd(stripe), False) for stripe in touched])
+
+    def _write_layers(
+        self, segment: Segment, place: RunPlace, layers: Sequence[int], payload: Payload
+    ) -> None:
+        shape = place.shape
+        scratch = self._scratch.take(
+            sum(extent_bytes(shape.num_chunks, shape.chunk_layer_bytes[layer]) for layer in layers)
+        )
+        ops = []
+        for layer in layers:
+            chunk_bytes = shape.chunk_layer_bytes[layer]
+            chunks = payload(layer)
+            if len(chunks) != shape.num_chunks:
+                raise ValueError(f"payload({layer}) has {len(chunks)} chunks, the run {shape.num_chunks}")
+            for chunk in chunks:
+                check_bytes(chunk, chunk_bytes, f"a chunk of payload({layer})")
+            size = extent_bytes(shape.num_chunks, chunk_bytes)
+            extent, scratch = scratch[:size], scratch[size:]
+            digests = tuple(digest(chunk.data) for chunk in chunks)
+            extent[:BLOCK] = np.frombuffer(pack_header(place.header(layer, digests)), np.uint8)
+            stripe = shape.stripe(layer)
+            direct = self._direct[stripe]
+            buffers = _buffers(extent, chunks, chunk_bytes, direct)
+            offset = place.extent_offset(layer)
+            ops.append(IOOp(IOKind.WRITE, stripe, segment.fd(stripe), direct, offset, buffers))
+        self._run(ops)
+
+    def _run(self, ops: Sequence[IOOp]) -> None:
+        for op, result in zip(ops, self._engine.run(ops), strict=True):
+            if result.error is not None:
+                raise storage_error(result.error, f"{op.kind.value} failed") from result.error
+            if result.done_bytes != op.size:
+                raise StoreIOError(f"only {result.done_bytes} of {op.size} bytes were written")
+
+
+def _buffers(
+    extent: ByteArray, chunks: Sequence[ByteArray], chunk_bytes: int, direct: bool
+) -> tuple[ByteArray, ...]:
+    """Header, payload and padding to gather; ``extent`` already holds the header and may be filled up."""
+    end = BLOCK + len(chunks) * chunk_bytes
+    grid = chunk_bytes % BLOCK == 0 and all(is_aligned(chunk) for chunk in chunks)
+    if grid or not direct:
+        extent[end:] = 0
+        padding = (extent[end:],) if end < extent.size else ()
+        return (extent[:BLOCK], *chunks, *padding)
+    for index, chunk in enumerate(chunks):
+        extent[BLOCK + index * chunk_bytes : BLOCK + (index + 1) * chunk_bytes] = chunk
+    extent[end:] = 0
+    return (extent,)
+
+
+def _batches(place: RunPlace) -> Iterator[list[int]]:
+    """Layers in order, cut into groups of at most ``BATCH_BYTES`` of payload."""
+    batch: list[int] = []
+    total = 0
+    for layer, chunk_bytes in enumerate(place.shape.chunk_layer_bytes):
+        size = place.shape.num_chunks * chunk_bytes
+        if batch and total + size > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(layer)
+        total += size
+    if batch:
+        yield batch
