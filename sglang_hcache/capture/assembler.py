@@ -18,7 +18,7 @@ import torch
 
 from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
 from sglang_hcache.capture.staging import RowSpan, StagingRing
-from sglang_hcache.core.keys import ChunkKey, iter_chunk_keys, next_key, token_bytes
+from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -123,12 +123,10 @@ class Assembler:
         if len(event.prefix) % CHUNK_TOKENS:
             self._observer.count("capture.requests_unaligned")
             return
-        parent = event.namespace.root_key()
-        for parent in iter_chunk_keys(parent, event.prefix):  # noqa: B007 - the last one is wanted
-            pass
-        self._open[event.rid] = _OpenRequest(
-            event.namespace.namespace_id(), parent, len(event.prefix) // CHUNK_TOKENS
-        )
+        root = event.namespace.root_key()
+        keys = chunk_keys(root, event.prefix)
+        parent = keys[-1] if keys else root
+        self._open[event.rid] = _OpenRequest(event.namespace.namespace_id(), parent, len(keys))
 
     def _add_rows(self, request: _OpenRequest, rows: RequestRows, event: RowsCaptured) -> None:
         if rows.position != request.next_position:

@@ -13,8 +13,8 @@
     |   +-- CorruptExtentError   bytes read are not the bytes written
     +-- TierMissError        a chunk that was promised is not there any more
     +-- RestoreError
-        +-- RestoreCancelled     the request went away
-        +-- RestoreTimeout       the restore overran its deadline
+        +-- RestoreCancelledError     the request went away
+        +-- RestoreTimeoutError       the restore overran its deadline
 
 ``ValueError`` is for a wrong argument to a public function, ``AssertionError`` for our own bugs.
 """
@@ -66,9 +66,9 @@ class RestoreError(HCacheError):
     """A restore failed; its request is recomputed."""
 
 
-class RestoreCancelled(RestoreError):
+class RestoreCancelledError(RestoreError):
     """The request that asked for the restore was aborted."""
 
 
-class RestoreTimeout(RestoreError):
+class RestoreTimeoutError(RestoreError):
     """The restore overran its deadline."""

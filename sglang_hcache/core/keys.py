@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -85,16 +85,11 @@ def next_key(parent: ChunkKey, chunk_token_bytes: bytes) -> ChunkKey:
     return _hash(b"hcache-chunk-1", parent + chunk_token_bytes, KEY_BYTES)
 
 
-def iter_chunk_keys(root: ChunkKey, tokens: Sequence[int]) -> Iterator[ChunkKey]:
+def chunk_keys(root: ChunkKey, tokens: Sequence[int]) -> list[ChunkKey]:
     """Keys of the whole chunks of ``tokens``, which start at position 0; a tail of under 64 is left out."""
     packed = token_bytes(tokens)
     step = 8 * CHUNK_TOKENS
-    parent = root
+    keys: list[ChunkKey] = []
     for start in range(0, len(packed) - step + 1, step):
-        parent = next_key(parent, packed[start : start + step])
-        yield parent
-
-
-def chunk_keys(root: ChunkKey, tokens: Sequence[int]) -> list[ChunkKey]:
-    """All of :func:`iter_chunk_keys` as a list."""
-    return list(iter_chunk_keys(root, tokens))
+        keys.append(next_key(keys[-1] if keys else root, packed[start : start + step]))
+    return keys

@@ -71,7 +71,7 @@ class LlamaFamilyProjector:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         module = self._layers[layer]
         weight, bias = self._kv_rows(module)
-        key, value = nn.functional.linear(hidden, weight, bias).split(module.kv_size, dim=-1)
+        key, value = nn.functional.linear(hidden, weight, bias).chunk(2, dim=-1)
         key_norm = getattr(module, "k_norm", None)
         if key_norm is not None:
             key = key_norm(key.reshape(-1, module.head_dim)).view(-1, module.kv_size)

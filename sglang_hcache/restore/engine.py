@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sglang_hcache.core.errors import RestoreCancelled, RestoreError, StoreError
+from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.device.projector import KVSink, Projector
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
@@ -69,7 +69,7 @@ class RestoreEngine:
         outcome = RestoreState.DONE
         try:
             self._pipeline.run(job)
-        except RestoreCancelled:
+        except RestoreCancelledError:
             outcome = RestoreState.CANCELLED
         except (RestoreError, StoreError) as error:
             logger.warning("hcache: restore of %d tokens failed, recomputing: %s", job.num_tokens, error)

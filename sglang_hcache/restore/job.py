@@ -20,7 +20,7 @@ from enum import Enum
 
 import torch
 
-from sglang_hcache.core.errors import RestoreCancelled, RestoreTimeout
+from sglang_hcache.core.errors import RestoreCancelledError, RestoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.tier.tiered import ChunkLease
 
@@ -70,13 +70,13 @@ class RestoreJob:
         """Seconds left until the deadline.
 
         Raises:
-            RestoreCancelled, RestoreTimeout: the job must not go on.
+            RestoreCancelledError, RestoreTimeoutError: the job must not go on.
         """
         if self._cancelled.is_set():
-            raise RestoreCancelled
+            raise RestoreCancelledError
         left = self.submitted + self.deadline_s - time.monotonic()
         if left <= 0:
-            raise RestoreTimeout(f"restore of {self.num_tokens} tokens overran {self.deadline_s} s")
+            raise RestoreTimeoutError(f"restore of {self.num_tokens} tokens overran {self.deadline_s} s")
         return left
 
 

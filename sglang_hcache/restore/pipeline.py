@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_hcache.core.errors import RestoreTimeout
+from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.device.projector import KVSink, Projector, project_layer
@@ -50,7 +50,7 @@ class LayerPipeline:
         """Write K and V of every layer to ``job.slots``; returns only when all layers were verified.
 
         Raises:
-            RestoreCancelled, RestoreTimeout: the job was stopped.
+            RestoreCancelledError, RestoreTimeoutError: the job was stopped.
             StoreError: a read failed or its bytes are wrong.
         """
         layout = self._tiers.layout
@@ -89,7 +89,7 @@ class LayerPipeline:
         try:
             read.result(timeout=job.remaining_s())
         except FutureTimeout:
-            raise RestoreTimeout(f"a read took longer than {job.deadline_s} s") from None
+            raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
 
     def _project(self, job: RestoreJob, layer: int, buffer: Buffer, positions: torch.Tensor) -> None:
         row_bytes = self._tiers.layout.row_bytes[layer]

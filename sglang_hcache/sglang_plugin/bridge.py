@@ -29,7 +29,7 @@ from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import DeviceTree, ForwardModel, Prompt, SchedulerView
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
-from sglang_hcache.store.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 

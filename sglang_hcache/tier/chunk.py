@@ -37,15 +37,10 @@ def form_runs(chunks: Iterable[ChunkInfo], max_chunks: int) -> Iterator[list[Chu
         children.setdefault(chunk.parent, []).append(chunk)
     heads = [chunk for chunk in remaining.values() if chunk.parent not in remaining]
     while heads:
-        chunk: ChunkInfo | None = heads.pop()
-        run: list[ChunkInfo] = []
-        while chunk is not None:
-            run.append(chunk)
-            following = children.get(chunk.key, [])
-            chunk = following[0] if following else None
+        run = [heads.pop()]
+        while len(run) < max_chunks and (following := children.get(run[-1].key, [])):
+            run.append(following[0])
             heads.extend(following[1:])
-            if len(run) == max_chunks:
-                if chunk is not None:
-                    heads.append(chunk)
-                break
+        if len(run) == max_chunks:
+            heads.extend(children.get(run[-1].key, []))
         yield run

@@ -7,6 +7,7 @@ used ones when host slots run short. The serving thread only ever touches memory
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from sglang_hcache.core.errors import StoreError, StoreFullError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.store.store import DiskStore, ReadLease, Run
+from sglang_hcache.store import DiskStore, ReadLease, Run
 from sglang_hcache.tier.chunk import ChunkInfo, form_runs
 from sglang_hcache.tier.host import HostTier
 
@@ -312,7 +313,7 @@ def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:
     """Half-open intervals of equal neighbours."""
     cuts = [index for index in range(1, len(flags)) if flags[index] != flags[index - 1]]
     bounds = [0, *cuts, len(flags)] if flags else [0]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:
