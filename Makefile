@@ -39,6 +39,7 @@ lock: ## Write requirements.lock again from pyproject.toml.
 clean: ## Remove .venv and the tools' caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-$(STAMP): pyproject.toml requirements.lock
+# No dependency on the sources: the install is editable.
+$(STAMP): pyproject.toml requirements.lock .ci/setup
 	@.ci/setup $(VENV) "$(PYTHON)"
 	@touch $@

@@ -61,8 +61,8 @@ def _print_serve_help(wanted: bool) -> None:
     console = Console()
     console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
     console.print(
-        "Takes the arguments of python -m sglang.launch_server and becomes that server, with the tier switched "
-        "on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
+        "Takes the arguments of python -m sglang.launch_server and becomes that server, with the tier "
+        "switched on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
         "--disable-overlap-schedule and what else SGLang needs there.\n",
         markup=False,
     )

@@ -20,28 +20,30 @@ FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mi
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EOS = "<|end|>"
 _SPECIAL_TOKENS = (EOS, "<|system|>", "<|user|>", "<|assistant|>")
-_SMALLEST_VOCAB = 256 + len(_SPECIAL_TOKENS) + 1
+_SMALLEST_VOCAB = 320
+"""Bytes, special tokens and enough merges that some tokens are whole words."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _TRAINING_TEXT = """\
 When a long conversation returns to the server, the cache of its keys and values has often been evicted. The
-server could compute the whole prompt again, layer by layer, and the reader would wait for every token of it.
-It could also read the keys and values from a disk, which are large, so the disk becomes the narrow place.
-There is a third way. Each layer of the model receives a hidden state for every token, and one matrix turns this
-state into the key and the value. A hidden state is half as large as both of them together, and the product with
-one matrix is much cheaper than the whole layer with its attention and its feed forward network. So the hidden
-states are kept in memory and on disk, and while one layer is projected the next layer is read. Reading and
-computing end at the same time when the plan is good, and neither the disk nor the processor waits for the other.
-A good cache is never slower than no cache, it never gives a wrong answer, and it never takes more space than it
-was given. What was stored must be checked before it is used: a file can be cut short, a disk can be full, and a
-program can be stopped at any moment. Then the work is done again from the tokens, and the answer is the same.
-People ask several questions about one document: what does the author say, who was the first to see it, when did
-it happen, why does it matter, and how would you explain it to a child? The document stays the same while the
-questions change, so its prefix is shared, and only the last words are new. Many users share a system prompt in
-the same way, and every agent that calls a tool comes back a little later with all that was said before.
-Numbers such as 0, 1, 2, 3, 10, 64, 100, 256, 512, 1024 and 4096 appear in text, and so do names, dates and lists.
+server could compute the whole prompt again, layer by layer, and the reader would wait for every token of
+it. It could also read the keys and values from a disk, which are large, so the disk becomes the narrow
+place. There is a third way. Each layer of the model receives a hidden state for every token, and one matrix
+turns this state into the key and the value. A hidden state is half as large as both of them together, and
+the product with one matrix is much cheaper than the whole layer with its attention and its feed forward
+network. So the hidden states are kept in memory and on disk, and while one layer is projected the next
+layer is read. Reading and computing end at the same time when the plan is good, and neither the disk nor
+the processor waits for the other. A good cache is never slower than no cache, it never gives a wrong
+answer, and it never takes more space than it was given. What was stored must be checked before it is used:
+a file can be cut short, a disk can be full, and a program can be stopped at any moment. Then the work is
+done again from the tokens, and the answer is the same. People ask several questions about one document:
+what does the author say, who was the first to see it, when did it happen, why does it matter, and how would
+you explain it to a child? The document stays the same while the questions change, so its prefix is shared,
+and only the last words are new. Many users share a system prompt in the same way, and every agent that
+calls a tool comes back a little later with all that was said before. Numbers such as 0, 1, 2, 3, 10, 64,
+100, 256, 512, 1024 and 4096 appear in text, and so do names, dates and lists.
 """
 
 

@@ -58,7 +58,7 @@ class HCacheConfig(BaseModel):
     host_size: Size = 4 * 2**30
     """Host memory of the tier, staging included."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
-    """When a chunk goes to disk: as its radix node is evicted (write_back) or once it is sealed (write_through)."""
+    """When a chunk goes to disk: as its node is evicted (write_back) or once it is sealed (write_through)."""
     method: RestoreMethod = RestoreMethod.AUTO
     """How layers are restored."""
     io_engine: IOEngineName = IOEngineName.AUTO
@@ -151,7 +151,7 @@ SIZE_ARGUMENT_HELP = f"Size: {SIZE_HELP}."
 
 
 def user_cache_dir() -> Path:
-    """Where this user's built helpers live: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
+    """This user's built helpers: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang-hcache"
 

@@ -1,0 +1,63 @@
+"""The ``hcache`` command as a user types it."""
+
+from __future__ import annotations
+
+import pytest
+
+import sglang_hcache
+from sglang_hcache.cli import main as command
+from sglang_hcache.cli import serve
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.errors import ConfigError
+
+
+def run(monkeypatch, *arguments: str) -> int | str | None:
+    monkeypatch.setattr("sys.argv", ["hcache", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        command.main()
+    return exit_info.value.code
+
+
+def test_version(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"hcache {sglang_hcache.__version__}\n"
+
+
+def test_serve_help_names_every_flag(monkeypatch, capsys):
+    assert run(monkeypatch, "serve", "--help") == 0
+    shown = capsys.readouterr().out
+    for field in HCacheConfig.model_fields.keys() - FILE_ONLY_FIELDS:
+        assert flag_of(field) in shown
+        assert HCacheConfig.model_fields[field].description
+    assert "--hierarchical-cache" in shown
+    assert "--hcache-config" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model-path", "m", "--port", "1", "-tp", "2"],
+        ["--model-path=m", "--no-such-flag", "-x", "word", "--version"],
+        [],
+    ],
+)
+def test_serve_passes_everything_on_in_order(monkeypatch, arguments):
+    seen = []
+    monkeypatch.setattr(serve, "serve", seen.append)
+    assert run(monkeypatch, "serve", *arguments) == 0
+    assert seen == [arguments]
+
+
+def test_our_errors_are_lines_and_status_2(monkeypatch, capsys):
+    def refuse(arguments):
+        raise ConfigError("first\nsecond")
+
+    monkeypatch.setattr(serve, "serve", refuse)
+    assert run(monkeypatch, "serve") == 2
+    assert capsys.readouterr().err == "hcache: error: first\nhcache: error: second\n"
+
+
+def test_tiny_model_refuses_before_writing(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "tiny-model", str(tmp_path / "m"), "--family", "gpt2") == 2
+    assert capsys.readouterr().err.startswith("hcache: error: --family: 'gpt2' is not allowed")
+    assert list(tmp_path.iterdir()) == []

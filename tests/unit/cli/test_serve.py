@@ -1,0 +1,95 @@
+"""The command line that ``hcache serve`` becomes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.cli import serve
+from sglang_hcache.cli.serve import build_launch, prepare_launch
+from sglang_hcache.core.errors import ConfigError
+
+STUB = Path("/cache/stub")
+LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
+CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+MODEL = ["--model-path", "m", "-tp", "1"]
+
+
+def launch(*arguments: str, has_gpu: bool = True) -> list[str]:
+    command, _ = build_launch(arguments, has_gpu=has_gpu, stub_dir=STUB)
+    assert command[:3] == LAUNCH
+    return command[3:]
+
+
+def test_with_gpu_adds_the_tier_only():
+    command, environment = build_launch(MODEL, has_gpu=True, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", *MODEL]
+    assert environment == {}
+
+
+def test_without_gpu_adds_cpu_settings():
+    command, environment = build_launch(MODEL, has_gpu=False, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", *CPU, *MODEL]
+    assert environment == {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(STUB)}
+
+
+@pytest.mark.parametrize("given", [["--hierarchical-cache", "hcache"], ["--hierarchical-cache=hcache"]])
+def test_tier_given_is_not_added_again(given):
+    assert launch(*MODEL, *given) == [*MODEL, *given]
+
+
+@pytest.mark.parametrize("given", [["--hierarchical-cache", "off"], ["--hierarchical-cache=off"]])
+def test_off_is_dropped(given):
+    assert launch(*given, *MODEL) == MODEL
+    assert launch(*MODEL, *given, has_gpu=False) == [*CPU, *MODEL]
+
+
+def test_last_tier_setting_wins():
+    both = ["--hierarchical-cache", "hcache", "--hierarchical-cache", "off"]
+    assert launch(*both, *MODEL) == MODEL
+    assert launch(*reversed(both)) == list(reversed(both))
+
+
+def test_wrong_tier_value_is_left_for_sglang_to_refuse():
+    assert launch("--hierarchical-cache", "on") == ["--hierarchical-cache", "on"]
+
+
+def test_given_cpu_settings_are_kept():
+    given = ["--device=cpu", "--attention-backend", "intel_amx"]
+    added = ["--hierarchical-cache", "hcache", "--disable-overlap-schedule"]
+    assert launch(*given, has_gpu=False) == [*added, *given]
+
+
+def test_another_device_gets_no_cpu_settings():
+    command, environment = build_launch(["--device", "xpu"], has_gpu=False, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", "--device", "xpu"]
+    assert environment == {}
+
+
+def test_similar_flags_are_not_ours():
+    given = ["--device-memory", "off", "--hierarchical-cache-x=off"]
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+def test_prepare_builds_the_stub_on_cpu_only(monkeypatch):
+    def no_compiler():
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(serve, "ensure_stub", no_compiler)
+    monkeypatch.setattr(serve, "has_gpu", lambda: True)
+    assert prepare_launch(MODEL)[0] == [*LAUNCH, "--hierarchical-cache", "hcache", *MODEL]
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="no compiler"):
+        prepare_launch(MODEL)
+
+
+def test_prepare_returns_the_whole_environment(monkeypatch):
+    monkeypatch.setattr(serve, "ensure_stub", lambda: STUB)
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = prepare_launch(MODEL)[1]
+    assert environment["LD_LIBRARY_PATH"] == f"{STUB}:/mine"
+    assert environment["KEPT"] == "yes"
