@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from sglang_hcache.core.errors import StoreFormatError, StoreFullError, StoreIOError
+from sglang_hcache.core.errors import StoreFormatError, StoreFullError, StoreIOError, StoreLockedError
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
 from sglang_hcache.store.geometry import MAX_CHUNKS
 from sglang_hcache.store.record import FORMAT_VERSION, RUN_ID_BYTES
@@ -64,6 +64,8 @@ class Index:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self.complete = False
+        """Whether every run known to the store has its row."""
 
     @classmethod
     def create(cls, path: Path, store_id: str, max_bytes: int) -> Index:
@@ -93,6 +95,7 @@ class Index:
 
         Raises:
             StoreFormatError: missing, damaged, incomplete or of another store; rebuild it.
+            StoreLockedError: another program, such as a SQLite shell, has it open.
         """
         if not path.is_file():
             raise StoreFormatError(f"the index {path} is missing")
@@ -100,8 +103,11 @@ class Index:
         try:
             index._configure(max_bytes)
             index._verify(store_id)
+            index.complete = True
         except (sqlite3.Error, StoreFormatError) as error:
             index.close()
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
+                raise StoreLockedError(f"{path} is open in another program; close that first") from None
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
         return index
 
@@ -109,24 +115,22 @@ class Index:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
         with self._transaction():
             self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('complete', '1')")
+        self.complete = True
 
     def load(self, num_stripes: int) -> tuple[list[tuple[int, RunRow]], list[int], dict[int, int]]:
         """Everything: (row number, row) by age, row numbers that make no sense, recency by segment.
 
         Raises:
-            StoreFormatError: the file is damaged.
+            StoreIOError: it cannot be read.
         """
         good: list[tuple[int, RunRow]] = []
         bad: list[int] = []
-        try:
-            with self._lock:
-                rows = self._connection.execute(
-                    "SELECT run, run_id, segment, namespace_id, first_chunk, rotation, keys, layer_bytes, "
-                    "offsets FROM runs ORDER BY run"
-                ).fetchall()
-                recency = dict(self._connection.execute("SELECT segment, last_used FROM segments"))
-        except sqlite3.Error as error:
-            raise StoreFormatError(f"the index is damaged: {error}") from None
+        with self._lock, self._translated():
+            rows = self._connection.execute(
+                "SELECT run, run_id, segment, namespace_id, first_chunk, rotation, keys, layer_bytes, "
+                "offsets FROM runs ORDER BY run"
+            ).fetchall()
+            recency = dict(self._connection.execute("SELECT segment, last_used FROM segments"))
         for number, *fields in rows:
             row = _decode(fields, num_stripes)
             if row is None:
@@ -239,7 +243,8 @@ class Index:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=32)
+    # No waiting for locks: the directory's lock makes us the only user.
+    return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
 
 
 def _batches(items: Iterable[int]) -> Iterator[list[int]]:

@@ -48,7 +48,12 @@ def recover(
     """
     sizes = [directory.segment_sizes() for directory in directories]
     numbers = sorted(set().union(*sizes))
-    index, rows, recency = _load_or_rebuild(config, directories, store_id, numbers, shapes, observer)
+    index = _open_index(config, directories, store_id, bool(numbers), observer)
+    try:
+        rows, recency = _rows(index, directories, numbers, shapes, observer)
+    except BaseException:
+        index.close()
+        raise
     catalog = Catalog()
     segments: dict[int, Segment] = {}
     unusable = []
@@ -78,33 +83,44 @@ def recover(
     return Recovered(index, catalog, list(segments.values()), leftovers, next_number)
 
 
-def _load_or_rebuild(
+def _open_index(
     config: StoreConfig,
     directories: Sequence[StoreDirectory],
     store_id: str,
-    numbers: Sequence[int],
-    shapes: ShapeTable,
+    has_data: bool,
     observer: Observer,
-) -> tuple[Index, list[tuple[int, RunRow]], dict[int, int]]:
+) -> Index:
+    """The index of the first directory, or an empty incomplete one in its place."""
     path = directories[0].path / INDEX_NAME
     try:
         index = Index.open(path, store_id, config.index_file_bytes)
-        try:
-            rows, bad, recency = index.load(len(directories))
-            if index.file_bytes() > config.index_file_bytes:
-                raise StoreFormatError("the index is larger than the new --hcache-disk-size allows")
-        except StoreError:
-            index.close()
-            raise
+    except StoreFormatError as error:
+        if has_data or path.exists():
+            _log.warning("%s; rebuilding it from the segments", error)
+            observer.count("store.index_rebuilds")
+        return Index.create(path, store_id, config.index_file_bytes)
+    if index.file_bytes() <= config.index_file_bytes:
+        return index
+    index.close()
+    _log.warning("the index is larger than the new --hcache-disk-size allows; rebuilding it")
+    observer.count("store.index_rebuilds")
+    return Index.create(path, store_id, config.index_file_bytes)
+
+
+def _rows(
+    index: Index,
+    directories: Sequence[StoreDirectory],
+    numbers: Sequence[int],
+    shapes: ShapeTable,
+    observer: Observer,
+) -> tuple[list[tuple[int, RunRow]], dict[int, int]]:
+    """(row number, row) of all runs by age, and the recency of segments; fills an incomplete index."""
+    if index.complete:
+        rows, bad, recency = index.load(len(directories))
         if bad:
             observer.count("store.runs_lost", len(bad))
             _try_delete(index, bad, observer)
-        return index, rows, recency
-    except StoreError as error:
-        if numbers or path.exists():
-            _log.warning("%s; rebuilding it from %d segments", error, len(numbers))
-            observer.count("store.index_rebuilds")
-    index = Index.create(path, store_id, config.index_file_bytes)
+        return rows, recency
     found: list[tuple[int, RunRow]] = []
     try:
         for number in numbers:
@@ -112,7 +128,7 @@ def _load_or_rebuild(
     except StoreFullError as error:
         _log.warning("not all stored runs fit the index: %s", error)
     index.mark_complete()
-    return index, found, {number: number for number in numbers}
+    return found, {number: number for number in numbers}
 
 
 def _place(row: RunRow, shapes: ShapeTable) -> RunPlace:

@@ -1,0 +1,1 @@
+"""Contract tests, fault and latency wrappers, tiny models: imported by tests only."""

@@ -1,0 +1,184 @@
+"""One test per way a file can be bad. A damaged run is a miss; the others are still served."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.geometry import BLOCK
+from sglang_hcache.store.record import ExtentHeader, pack_header
+from sglang_hcache.testing.stored_chunks import (
+    find_extents,
+    make_keys,
+    read_keys,
+    small_config,
+    write_keys,
+)
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 5000, 8192)
+BAD, GOOD = make_keys(0, 4), make_keys(10, 4)
+
+
+@pytest.fixture
+def store(tmp_path: Path, open_store: OpenStore) -> DiskStore:
+    store = open_store(small_config(tmp_path, 2))
+    write_keys(store, BAD, LAYERS)
+    write_keys(store, GOOD, LAYERS)
+    return store
+
+
+def extent_of(base: Path, layer: int, keys: tuple[bytes, ...] = BAD) -> tuple[Path, int, ExtentHeader]:
+    found = [item for number in (0, 1) for item in find_extents(base / f"disk{number}")]
+    (extent,) = [item for item in found if item[2].layer == layer and item[2].keys == keys]
+    return extent
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rewrite_header(base: Path, layer: int, /, **changes: object) -> None:
+    """Another header with a valid digest."""
+    path, offset, header = extent_of(base, layer)
+    overwrite(path, offset, pack_header(replace(header, **changes)))  # type: ignore[arg-type]
+
+
+def expect_corrupt(store: DiskStore, counters: Counters, match: str) -> None:
+    with pytest.raises(CorruptExtentError, match=match):
+        read_keys(store, BAD)
+    assert counters["store.corrupt_extents"] == 1
+    assert store.match(BAD) == 0
+    assert not any(store.contains(key) for key in BAD)
+    read_keys(store, GOOD)
+
+
+def test_bad_magic(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    path, offset, _ = extent_of(tmp_path, 1)
+    overwrite(path, offset, b"x")
+    expect_corrupt(store, counters, "magic")
+
+
+def test_bad_version(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    path, offset, _ = extent_of(tmp_path, 1)
+    overwrite(path, offset + 8, b"\x09")
+    expect_corrupt(store, counters, "version 9")
+
+
+def test_bad_header_digest(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    path, offset, _ = extent_of(tmp_path, 1)
+    overwrite(path, offset + 4000, b"x")
+    expect_corrupt(store, counters, "header digest")
+
+
+def test_wrong_namespace(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    rewrite_header(tmp_path, 1, namespace_id=b"another tenant's")
+    expect_corrupt(store, counters, "namespace_id")
+
+
+def test_wrong_key(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    rewrite_header(tmp_path, 1, keys=(*BAD[:3], b"k" * 32))
+    expect_corrupt(store, counters, "keys")
+
+
+def test_wrong_layer(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    rewrite_header(tmp_path, 1, layer=2)
+    expect_corrupt(store, counters, "layer")
+
+
+def test_wrong_chunk_bytes(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    rewrite_header(tmp_path, 1, chunk_bytes=4999)
+    expect_corrupt(store, counters, "chunk_bytes")
+
+
+def test_an_extent_of_another_run_of_the_same_keys(
+    tmp_path: Path, store: DiskStore, counters: Counters
+) -> None:
+    rewrite_header(tmp_path, 1, run_id=b"i" * 16)
+    expect_corrupt(store, counters, "run_id")
+
+
+def test_the_whole_extent_of_another_layer(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    path, offset, header = extent_of(tmp_path, 2)
+    data = path.read_bytes()[offset : offset + header.extent_bytes]
+    path, offset, _ = extent_of(tmp_path, 0)
+    overwrite(path, offset, data)
+    expect_corrupt(store, counters, "layer 2")
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_payload_bit_flip(
+    tmp_path: Path, store: DiskStore, counters: Counters, layer: int, chunk: int
+) -> None:
+    path, offset, header = extent_of(tmp_path, layer)
+    at = offset + BLOCK + chunk * header.chunk_bytes + 123
+    overwrite(path, at, bytes([path.read_bytes()[at] ^ 4]))
+    expect_corrupt(store, counters, f"chunk {chunk} of layer {layer}")
+
+
+def test_a_bit_flip_outside_the_chunks_read_does_not_matter(tmp_path: Path, store: DiskStore) -> None:
+    path, offset, header = extent_of(tmp_path, 0)
+    overwrite(path, offset + BLOCK + 3 * header.chunk_bytes, b"damaged")
+    read_keys(store, BAD[:3])
+    with pytest.raises(CorruptExtentError):
+        read_keys(store, BAD[1:])
+    assert store.match(BAD) == 0
+
+
+def test_truncated_file(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    path, offset, _ = extent_of(tmp_path, 2)
+    os.truncate(path, offset + BLOCK + 8192)
+    with pytest.raises(CorruptExtentError, match="the file ends"):
+        read_keys(store, BAD)
+    assert counters["store.corrupt_extents"] == 1
+    assert store.match(BAD) == 0
+
+
+def test_file_truncated_off_the_block_grid(tmp_path: Path, store: DiskStore) -> None:
+    path, offset, _ = extent_of(tmp_path, 2)
+    os.truncate(path, offset + BLOCK + 777)
+    with pytest.raises(CorruptExtentError, match="the file ends"):
+        read_keys(store, BAD)
+
+
+def test_missing_segment_file_while_running(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
+    extent_of(tmp_path, 1)[0].unlink()
+    with pytest.raises(StoreIOError, match="cannot open"):
+        read_keys(store, BAD)
+    assert counters["store.io_errors"] == 1
+    assert store.match(BAD) == 0
+
+
+def test_a_damaged_run_stays_forgotten(
+    tmp_path: Path, store: DiskStore, counters: Counters, open_store: OpenStore
+) -> None:
+    path, offset, _ = extent_of(tmp_path, 0)
+    overwrite(path, offset, b"x")
+    expect_corrupt(store, counters, "magic")
+    store.close()
+    store = open_store(small_config(tmp_path, 2))
+    assert store.match(BAD) == 0
+    read_keys(store, GOOD)
+
+
+def test_one_bad_run_of_a_lease_leaves_the_other_in_place(tmp_path: Path, store: DiskStore) -> None:
+    path, offset, _ = extent_of(tmp_path, 0)
+    overwrite(path, offset + BLOCK, b"damaged")
+    with pytest.raises(CorruptExtentError):
+        read_keys(store, [*GOOD, *BAD])
+    assert store.match(GOOD) == 4
+    assert store.match(BAD) == 0
+    write_keys(store, BAD, LAYERS)
+    read_keys(store, [*GOOD, *BAD])

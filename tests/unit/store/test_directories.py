@@ -1,0 +1,213 @@
+"""Private, locked, in the right order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import (
+    ConfigError,
+    StoreError,
+    StoreFormatError,
+    StoreIOError,
+    StoreLockedError,
+)
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+
+OpenStore = Callable[..., DiskStore]
+
+
+def open_fails(config: StoreConfig, kind: type[StoreError], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        DiskStore.open(config, Counters())
+
+
+def test_everything_is_private_whatever_the_umask(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path / "parent", 2)
+    old = os.umask(0)
+    try:
+        store = open_store(config)
+        write_keys(store, make_keys(0, 2), (4096, 4096))
+    finally:
+        os.umask(old)
+    for directory in config.dirs:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        names = {path.name for path in directory.iterdir()}
+        assert {"lock", "superblock.json", "segment-00000000.seg"} <= names
+        assert "probe.tmp" not in names
+        for path in directory.iterdir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    assert (config.dirs[0] / "index.sqlite-wal").exists()
+
+
+def test_a_directory_others_may_read_is_closed(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    config.dirs[0].mkdir(mode=0o755)
+    open_store(config)
+    assert stat.S_IMODE(config.dirs[0].stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_directory_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    config = small_config(tmp_path)
+    config.dirs[0].mkdir()
+    config.dirs[0].chmod(mode)
+    open_fails(config, StoreFormatError, "can be written by other users.*chmod 700")
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path)
+    config.dirs[0].mkdir(mode=0o700)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    open_fails(config, StoreFormatError, "belongs to user")
+
+
+def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.dirs[0].write_text("")
+    open_fails(config, StoreFormatError, "not a directory.*--hcache-dirs")
+
+
+def test_a_directory_with_files_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.dirs[0].mkdir(mode=0o700)
+    (config.dirs[0] / "thesis.tex").write_text("")
+    open_fails(config, StoreFormatError, "holds other files.*thesis")
+    assert not (config.dirs[0] / "superblock.json").exists()
+
+
+SECOND = """
+import sys
+from pathlib import Path
+from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import small_config
+try:
+    DiskStore.open(small_config(Path(sys.argv[1])), Counters()).close()
+except StoreLockedError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def test_a_second_process_is_told_who_has_the_directory(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path))
+    command = [sys.executable, "-c", SECOND, str(tmp_path)]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 3, second.stderr
+    assert f"in use by process {os.getpid()};" in second.stdout
+    assert "--hcache-dirs" in second.stdout
+    store.close()
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_failed_open_keeps_no_lock(tmp_path: Path, open_store: OpenStore) -> None:
+    open_store(small_config(tmp_path / "b"))
+    dirs = (tmp_path / "a" / "disk0", tmp_path / "b" / "disk0")
+    config = StoreConfig(dirs=dirs, size_bytes=2**24, free_floor_bytes=0, segment_bytes=2**18)
+    open_fails(config, StoreLockedError, "in use by")
+    open_store(small_config(tmp_path / "a"))
+
+
+def stored(base: Path, num_dirs: int, open_store: OpenStore) -> StoreConfig:
+    config = small_config(base, num_dirs)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), (4096,) * 4)
+    store.close()
+    return config
+
+
+def test_swapped_directories(tmp_path: Path, open_store: OpenStore) -> None:
+    config = stored(tmp_path, 2, open_store)
+    first, second = config.dirs
+    swapped = StoreConfig(
+        dirs=(second, first), size_bytes=config.size_bytes, free_floor_bytes=0, segment_bytes=2**18
+    )
+    open_fails(swapped, StoreFormatError, "directory 2 of 2 .* as 1 of 2; restore the old list")
+    read_keys(open_store(config), make_keys(0, 2))
+
+
+def test_another_number_of_directories(tmp_path: Path, open_store: OpenStore) -> None:
+    config = stored(tmp_path, 2, open_store)
+    open_fails(small_config(tmp_path, 1), StoreFormatError, "1 of 2 .* as 1 of 1")
+    open_fails(small_config(tmp_path, 3), StoreFormatError, "1 of 2 .* as 1 of 3")
+    read_keys(open_store(config), make_keys(0, 2))
+
+
+def test_directories_of_two_stores(tmp_path: Path, open_store: OpenStore) -> None:
+    stored(tmp_path / "a", 2, open_store)
+    stored(tmp_path / "b", 2, open_store)
+    dirs = (tmp_path / "a" / "disk0", tmp_path / "b" / "disk1")
+    config = StoreConfig(dirs=dirs, size_bytes=2**24, free_floor_bytes=0, segment_bytes=2**18)
+    open_fails(config, StoreFormatError, "mixes directories of different stores")
+
+
+def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:
+    config = stored(tmp_path, 1, open_store)
+    path = config.dirs[0] / "superblock.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
+    open_fails(config, StoreFormatError, "store format 2, this version reads 1")
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "[]", "{}", '{"format_version": "1"}'])
+def test_a_damaged_superblock(tmp_path: Path, open_store: OpenStore, text: str) -> None:
+    config = stored(tmp_path, 1, open_store)
+    (config.dirs[0] / "superblock.json").write_text(text)
+    open_fails(config, StoreFormatError, "superblock.json is damaged")
+
+
+def test_an_emptied_disk_is_not_taken_for_a_new_one(tmp_path: Path, open_store: OpenStore) -> None:
+    config = stored(tmp_path, 2, open_store)
+    for path in config.dirs[1].iterdir():
+        path.unlink()
+    open_fails(config, StoreFormatError, "no superblock although the store holds data")
+
+
+def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    for path in config.dirs[1].iterdir():
+        path.unlink()
+    store = open_store(config)
+    write_keys(store, make_keys(0, 1), (4096, 4096))
+    read_keys(store, make_keys(0, 1))
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    config = small_config(Path("/proc/self"))
+    open_fails(config, StoreIOError, "--hcache-dirs")
+
+
+def test_no_o_direct_is_said_once_a_directory(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("sglang_hcache.store.directory._direct_works", refuse)
+    with caplog.at_level(logging.WARNING):
+        store = open_store(small_config(tmp_path, 2))
+        for number in range(3):
+            write_keys(store, make_keys(4 * number, 2), (5000, 4096))
+            read_keys(store, make_keys(4 * number, 2))
+    assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 2
+
+
+def test_configuration_errors_name_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--hcache-dirs"):
+        StoreConfig(dirs=(), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20)
+    with pytest.raises(ConfigError, match=r"--hcache-io-engine.*'uring'.*auto, posix"):
+        StoreConfig(
+            dirs=(tmp_path,), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20, io_engine="uring"
+        )

@@ -1,0 +1,211 @@
+"""The extent header, byte by byte (docs/store-format.md)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hcache.core.errors import CorruptExtentError
+from sglang_hcache.store.geometry import BLOCK, RunShape, extent_bytes
+from sglang_hcache.store.record import (
+    ExtentHeader,
+    check_digests,
+    check_header,
+    digest,
+    pack_header,
+    parse_header,
+)
+
+u16 = st.integers(0, 2**16 - 1)
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+blocks = st.integers(0, 2**40).map(lambda count: count * BLOCK)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> ExtentHeader:
+    num_chunks = draw(st.integers(1, 64))
+    num_layers, num_stripes = draw(st.integers(1, 2**32 - 1)), draw(st.integers(1, 2**16 - 1))
+    return ExtentHeader(
+        namespace_id=draw(st.binary(min_size=16, max_size=16)),
+        run_id=draw(st.binary(min_size=16, max_size=16)),
+        layer=draw(st.integers(0, num_layers - 1)),
+        num_layers=num_layers,
+        first_chunk=draw(u32),
+        chunk_bytes=draw(st.integers(1, 2**56)),
+        stripe=draw(st.integers(0, num_stripes - 1)),
+        num_stripes=num_stripes,
+        rotation=draw(st.integers(0, num_stripes - 1)),
+        segment=draw(u64),
+        part_offset=draw(blocks),
+        part_bytes=draw(blocks),
+        extent_offset=draw(blocks),
+        keys=tuple(draw(st.binary(min_size=32, max_size=32)) for _ in range(num_chunks)),
+        digests=tuple(draw(st.lists(u64, min_size=num_chunks, max_size=num_chunks))),
+    )
+
+
+def example(**changes: object) -> ExtentHeader:
+    """The worked example of docs/store-format.md."""
+    header = ExtentHeader(
+        namespace_id=bytes(range(16)),
+        run_id=bytes(range(16, 32)),
+        layer=3,
+        num_layers=4,
+        first_chunk=5,
+        chunk_bytes=8192,
+        stripe=0,
+        num_stripes=2,
+        rotation=1,
+        segment=42,
+        part_offset=0x10000,
+        part_bytes=2 * (4096 + 2 * 8192),
+        extent_offset=4096 + 2 * 8192,
+        keys=(b"\xaa" * 32, b"\xbb" * 32),
+        digests=(0x1122334455667788, 0x99AABBCCDDEEFF00),
+    )
+    return replace(header, **changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(headers())
+def test_what_is_packed_is_parsed(header: ExtentHeader) -> None:
+    block = pack_header(header)
+    assert len(block) == BLOCK
+    assert parse_header(block) == header
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, BLOCK * 8 - 1))
+def test_any_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
+    block = bytearray(pack_header(example()))
+    block[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CorruptExtentError):
+        parse_header(block)
+
+
+def test_a_header_has_the_documented_bytes() -> None:
+    block = pack_header(example())
+    assert block[0:8] == b"HCEXTENT"
+    assert struct.unpack_from("<II", block, 8) == (1, 4096)
+    zeroed = block[:16] + bytes(8) + block[24:]
+    assert struct.unpack_from("<Q", block, 16) == (xxhash.xxh3_64_intdigest(zeroed),)
+    assert block[24:40] == bytes(range(16))
+    assert block[40:56] == bytes(range(16, 32))
+    assert struct.unpack_from("<IIII", block, 56) == (3, 4, 5, 2)
+    assert struct.unpack_from("<QQ", block, 72) == (8192, 16384)
+    assert struct.unpack_from("<HHHH", block, 88) == (0, 2, 1, 0)
+    assert struct.unpack_from("<QQQQ", block, 96) == (42, 0x10000, 40960, 20480)
+    assert block[128:192] == b"\xaa" * 32 + b"\xbb" * 32
+    assert block[192:2176] == bytes(2176 - 192)
+    assert struct.unpack_from("<QQ", block, 2176) == (0x1122334455667788, 0x99AABBCCDDEEFF00)
+    assert block[2192:] == bytes(BLOCK - 2192)
+
+
+def test_the_worked_example_of_the_document_is_true() -> None:
+    assert pack_header(example())[16:24].hex() == "692320d862cd8229"
+
+
+def test_bad_magic() -> None:
+    block = b"NOTMAGIC" + pack_header(example())[8:]
+    with pytest.raises(CorruptExtentError, match="magic"):
+        parse_header(block)
+
+
+def test_bad_version_even_with_a_good_digest() -> None:
+    block = bytearray(pack_header(example()))
+    struct.pack_into("<I", block, 8, 2)
+    struct.pack_into("<QI", block, 16, 0, 0)
+    struct.pack_into("<Q", block, 16, digest(block))
+    with pytest.raises(CorruptExtentError, match="version 2"):
+        parse_header(block)
+
+
+def test_short_header() -> None:
+    with pytest.raises(CorruptExtentError, match="100 of 4096"):
+        parse_header(pack_header(example())[:100])
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value"), [(68, "<I", 0), (68, "<I", 65), (80, "<Q", 1), (56, "<I", 4)]
+)
+def test_contradicting_fields_even_with_a_good_digest(at: int, form: str, value: int) -> None:
+    block = bytearray(pack_header(example()))
+    struct.pack_into(form, block, at, value)
+    struct.pack_into("<Q", block, 16, 0)
+    struct.pack_into("<Q", block, 16, digest(block))
+    with pytest.raises(CorruptExtentError):
+        parse_header(block)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": ()},
+        {"keys": (b"k" * 32,) * 65, "digests": (0,) * 65},
+        {"digests": (1,)},
+        {"keys": (b"short", b"k" * 32)},
+        {"run_id": b"short"},
+        {"stripe": 2**16},
+    ],
+)
+def test_impossible_headers_are_not_written(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        pack_header(example(**change))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("namespace_id", b"x" * 16),
+        ("run_id", b"x" * 16),
+        ("keys", (b"\xaa" * 32, b"\xcc" * 32)),
+        ("layer", 1),
+        ("num_layers", 5),
+        ("first_chunk", 6),
+        ("chunk_bytes", 4096),
+        ("rotation", 0),
+        ("segment", 41),
+        ("part_offset", 0),
+    ],
+)
+def test_every_identity_field_is_compared(field: str, value: object) -> None:
+    with pytest.raises(CorruptExtentError, match=field):
+        check_header(example(**{field: value}), example())
+
+
+def test_digests_are_not_part_of_the_identity() -> None:
+    check_header(example(digests=(1, 2)), example(digests=()))
+
+
+def test_a_prefix_and_a_middle_of_a_run_can_be_verified_alone() -> None:
+    chunks = [bytes([number]) * 64 for number in range(3)]
+    header = example(keys=(b"k" * 32,) * 3, digests=tuple(digest(chunk) for chunk in chunks))
+    check_digests(header, chunks[:2], 0)
+    check_digests(header, chunks[1:2], 1)
+    with pytest.raises(CorruptExtentError, match="chunk 2"):
+        check_digests(header, chunks[1:2], 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 64),
+    st.lists(st.integers(1, 50_000), min_size=1, max_size=12),
+    st.integers(1, 5).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))),
+)
+def test_extents_of_a_run_tile_its_parts(chunks: int, layers: list[int], stripes: tuple[int, int]) -> None:
+    num_stripes, rotation = stripes
+    shape = RunShape(chunks, tuple(layers), num_stripes, rotation)
+    ends = [0] * num_stripes
+    for layer, chunk_bytes in enumerate(layers):
+        stripe = shape.stripe(layer)
+        assert stripe == (layer + rotation) % num_stripes
+        assert shape.layer_offsets[layer] == ends[stripe]
+        ends[stripe] += extent_bytes(chunks, chunk_bytes)
+        assert ends[stripe] % BLOCK == 0
+    assert shape.part_bytes == tuple(ends)

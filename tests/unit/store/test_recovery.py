@@ -1,0 +1,347 @@
+"""Restarts: clean, killed, without an index, without a file."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
+from sglang_hcache.store.geometry import BLOCK
+from sglang_hcache.store.record import pack_header
+from sglang_hcache.testing.stored_chunks import (
+    find_extents,
+    make_key,
+    make_keys,
+    make_run,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 5000, 4096, 100)
+RUNS = 6
+
+
+@pytest.fixture(params=[1, 3])
+def closed(request: pytest.FixtureRequest, tmp_path: Path, open_store: OpenStore) -> StoreConfig:
+    """A closed store with six runs of four chunks in several segments."""
+    config = small_config(tmp_path, request.param, segment=2**18)
+    store = open_store(config)
+    for number in range(RUNS):
+        write_keys(store, run_keys(number), LAYERS)
+    assert store.stats().segments >= 2
+    store.close()
+    return config
+
+
+def run_keys(number: int) -> tuple[bytes, ...]:
+    return make_keys(10 * number, 4)
+
+
+def readable(store: DiskStore) -> list[int]:
+    """Numbers of the runs that are present; reads and verifies them all."""
+    present = [number for number in range(RUNS) if store.match(run_keys(number)) == 4]
+    for number in present:
+        read_keys(store, run_keys(number))
+    return present
+
+
+def index_path(config: StoreConfig) -> Path:
+    return config.dirs[0] / "index.sqlite"
+
+
+def test_a_restart_serves_what_was_stored(
+    closed: StoreConfig, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert counters["store.runs_recovered"] == RUNS
+    assert counters["store.index_rebuilds"] == 0
+    assert counters["store.torn_bytes_reclaimed"] == 0
+    write_keys(store, make_keys(900, 4), LAYERS)
+    read_keys(store, make_keys(900, 4))
+
+
+def test_missing_sqlite(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
+    index_path(closed).unlink()
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert counters["store.index_rebuilds"] == 1
+    store.close()
+    assert readable(open_store(closed)) == list(range(RUNS))
+    assert counters["store.index_rebuilds"] == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["text", "empty", "half", "header", "other store", "incomplete", "version"]
+)
+def test_garbage_sqlite(closed: StoreConfig, open_store: OpenStore, counters: Counters, damage: str) -> None:
+    path = index_path(closed)
+    data = path.read_bytes()
+    if damage == "text":
+        path.write_bytes(b"this is no database " * 1000)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "header":
+        path.write_bytes(data[:100] + bytes(4000) + data[4100:])
+    else:
+        statement = {
+            "other store": "UPDATE meta SET value = 'else' WHERE name = 'store_id'",
+            "incomplete": "DELETE FROM meta WHERE name = 'complete'",
+            "version": "PRAGMA user_version = 77",
+        }[damage]
+        with sqlite3.connect(path) as connection:
+            connection.execute(statement)
+        connection.close()
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert counters["store.index_rebuilds"] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "keys = x'00'",
+        "keys = x''",
+        "layer_bytes = x'0000'",
+        "layer_bytes = x''",
+        "offsets = x'00'",
+        "rotation = 17",
+        "rotation = 1.5",
+        "segment = -1",
+        "segment = 'x'",
+        "first_chunk = -1",
+        "namespace_id = 'text'",
+        "run_id = x'01'",
+    ],
+)
+def test_a_row_that_makes_no_sense_is_dropped(
+    closed: StoreConfig, open_store: OpenStore, counters: Counters, change: str
+) -> None:
+    with sqlite3.connect(index_path(closed)) as connection:
+        connection.execute(f"UPDATE runs SET {change} WHERE run = 2")
+    connection.close()
+    store = open_store(closed)
+    assert readable(store) == [0, 2, 3, 4, 5]
+    assert counters["store.runs_lost"] == 1
+    store.close()
+    open_store(closed)
+    assert counters["store.runs_lost"] == 1
+
+
+def test_rows_pointing_behind_the_file_or_off_the_grid_are_dropped(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    dirs = len(closed.dirs)
+    with sqlite3.connect(index_path(closed)) as connection:
+        for row, offset in ((1, 2**40), (2, 100)):
+            blob = offset.to_bytes(8, "little") * dirs
+            connection.execute("UPDATE runs SET offsets = ? WHERE run = ?", (blob, row))
+    connection.close()
+    assert readable(open_store(closed)) == [2, 3, 4, 5]
+
+
+def test_missing_segment_file(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
+    lost = sorted(closed.dirs[-1].glob("segment-*"))[0]
+    names = {header.keys[0] for _, _, header in find_extents(closed.dirs[-1]) if header.segment == 0}
+    lost.unlink()
+    store = open_store(closed)
+    gone = [number for number in range(RUNS) if run_keys(number)[0] in names]
+    assert gone
+    assert readable(store) == [number for number in range(RUNS) if number not in gone]
+    assert counters["store.runs_lost"] == len(gone)
+    assert not any((directory / lost.name).exists() for directory in closed.dirs)
+
+
+def test_truncated_segment_file(closed: StoreConfig, open_store: OpenStore) -> None:
+    path = sorted(closed.dirs[0].glob("segment-*"))[0]
+    os.truncate(path, path.stat().st_size - BLOCK)
+    store = open_store(closed)
+    present = readable(store)
+    assert 0 in present
+    assert len(present) == RUNS - 1
+
+
+def test_segment_files_without_rows_are_deleted(closed: StoreConfig, open_store: OpenStore) -> None:
+    for directory in closed.dirs:
+        (directory / "segment-00000077.seg").write_bytes(bytes(8 * BLOCK))
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert not any((directory / "segment-00000077.seg").exists() for directory in closed.dirs)
+    write_keys(store, make_keys(900, 1), LAYERS)
+    assert (closed.dirs[0] / "segment-00000078.seg").exists(), "numbers are not used again"
+
+
+def test_torn_tail(closed: StoreConfig, open_store: OpenStore, counters: Counters) -> None:
+    """A run whose data is there but whose row is not: the crash came between the two."""
+    for directory in closed.dirs:
+        path, offset, header = find_extents(directory)[-1]
+        end = offset + header.extent_bytes
+        torn = replace(
+            header, part_offset=end, extent_offset=0, run_id=b"t" * 16, part_bytes=header.extent_bytes
+        )
+        with open(path, "r+b") as file:
+            file.seek(end)
+            file.write(pack_header(torn) + bytes(header.extent_bytes - BLOCK))
+    before = physical_bytes(closed.dirs)
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    assert counters["store.torn_bytes_reclaimed"] > 0
+    store.close()
+    assert physical_bytes(closed.dirs) < before
+    for directory in closed.dirs:
+        assert not any(header.run_id == b"t" * 16 for _, _, header in find_extents(directory))
+
+
+def test_a_rebuild_skips_runs_with_missing_or_damaged_headers(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    index_path(closed).unlink()
+    path, offset, header = find_extents(closed.dirs[0])[1]
+    damaged = next(number for number in range(RUNS) if run_keys(number) == header.keys)
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"xxxx")
+    store = open_store(closed)
+    assert readable(store) == [number for number in range(RUNS) if number != damaged]
+
+
+def test_a_rebuild_finds_runs_behind_a_hole(closed: StoreConfig, open_store: OpenStore) -> None:
+    index_path(closed).unlink()
+    path, _, header = find_extents(closed.dirs[0])[0]
+    with open(path, "r+b") as file:
+        file.write(bytes(header.part_bytes))
+    store = open_store(closed)
+    assert readable(store) == list(range(1, RUNS))
+
+
+def test_a_rebuild_does_not_believe_a_file_under_another_name(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    index_path(closed).unlink()
+    for directory in closed.dirs:
+        first, second = sorted(directory.glob("segment-*"))[:2]
+        first.rename(directory / "swap")
+        second.rename(first)
+        (directory / "swap").rename(second)
+    store = open_store(closed)
+    swapped = store.stats()
+    assert swapped.runs < RUNS
+    readable(store)
+
+
+def test_an_interrupted_rebuild_starts_over(
+    closed: StoreConfig, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index_path(closed).unlink()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_hcache.store.index.Index.mark_complete", killed)
+    with pytest.raises(KeyboardInterrupt):
+        DiskStore.open(closed, counters)
+    monkeypatch.undo()
+    assert readable(open_store(closed)) == list(range(RUNS))
+
+
+def test_an_index_open_in_a_sqlite_shell_is_not_thrown_away(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    shell = sqlite3.connect(index_path(closed))
+    shell.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreLockedError, match="another program"):
+        DiskStore.open(closed, Counters())
+    shell.close()
+    assert readable(open_store(closed)) == list(range(RUNS))
+
+
+def test_an_index_too_large_for_a_smaller_cap_is_rebuilt(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path, size=512 * 2**20, segment=2**20))
+    payload = [aligned_empty(1) for _ in range(64)]
+    for number in range(1100):
+        store.write_run(make_run(make_keys(64 * number, 64), (1,)), lambda _: payload)
+    store.close()
+    small = small_config(tmp_path, size=10 * 2**20, segment=2**20)
+    assert index_path(small).stat().st_size > small.index_file_bytes
+    store = open_store(small)
+    assert counters["store.index_rebuilds"] == 1
+    assert physical_bytes(small.dirs) <= small.size_bytes
+    assert store.stats().runs > 0
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+base, first, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+store = DiskStore.open(small_config(base, 2, size=size, segment=2**19), Counters())
+for turn in range(100_000):
+    number = first + turn
+    write_keys(store, make_keys(10 * number, 4), (8192, 5000, 8192))
+    print(number, flush=True)
+"""
+
+
+def run_and_kill(base: Path, first: int, size: int, runs: int) -> list[int]:
+    """Start a writing process, kill it -9 some time after it has written ``runs``; returns what it reported."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(base), str(first), str(size)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    acknowledged = [int(process.stdout.readline()) for _ in range(runs)]
+    process.send_signal(signal.SIGKILL)
+    rest, _ = process.communicate()
+    return acknowledged + [int(line) for line in rest.split("\n")[:-1]]
+
+
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, open_store: OpenStore) -> None:
+    size = 256 * 2**20
+    written: list[int] = []
+    chance = random.Random(5)
+    for turn in range(3):
+        written += run_and_kill(tmp_path, 10_000 * turn, size, chance.randrange(1, 60))
+        store = open_store(small_config(tmp_path, 2, size=size, segment=2**19))
+        for number in written:
+            assert store.match(make_keys(10 * number, 4)) == 4
+        for number in random.Random(turn).sample(written, min(10, len(written))):
+            read_keys(store, make_keys(10 * number, 4))
+        store.close()
+
+
+def test_kill_9_while_evicting_leaves_only_verified_data_within_the_cap(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    size = 8 * 2**20
+    config = small_config(tmp_path, 2, size=size, segment=2**19)
+    for turn in range(2):
+        written = run_and_kill(tmp_path, 10_000 * turn, size, 60 + 7 * turn)
+        store = open_store(config)
+        assert physical_bytes(config.dirs) <= size
+        assert store.match(make_keys(10 * written[-1], 4)) == 4
+        for number in written:
+            if store.contains(make_key(10 * number)):
+                read_keys(store, make_keys(10 * number, 4))
+        assert store.stats().runs < len(written)
+        store.close()
+    assert counters["store.corrupt_extents"] == 0

@@ -1,0 +1,289 @@
+"""The cap, the floor, what is evicted and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store.directory import StoreDirectory
+from sglang_hcache.testing.stored_chunks import (
+    make_key,
+    make_keys,
+    make_run,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
+
+OpenStore = Callable[..., DiskStore]
+
+MIB = 2**20
+LAYERS = (32768,) * 3
+"""Six chunks of it fill more than half of a segment of 1 MiB: one run a segment."""
+
+
+def fill(store: DiskStore, first: int, runs: int) -> list[tuple[bytes, ...]]:
+    written = [make_keys(first + 6 * number, 6) for number in range(runs)]
+    for keys in written:
+        write_keys(store, keys, LAYERS)
+    return written
+
+
+@pytest.mark.parametrize("num_dirs", [1, 3])
+def test_the_cap_is_never_exceeded(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, num_dirs: int
+) -> None:
+    config = small_config(tmp_path, num_dirs, size=10 * MIB, segment=MIB)
+    store = open_store(config)
+    rng = np.random.default_rng(1)
+    highest = 0
+    for turn in range(60):
+        count = int(rng.integers(1, 12))
+        write_keys(store, make_keys(100 * turn, count), tuple(int(n) for n in rng.integers(1, 30_000, 3)))
+        measured = physical_bytes(config.dirs)
+        stats = store.stats()
+        assert stats.physical_bytes == measured
+        assert measured <= stats.reserved_bytes <= stats.cap_bytes == 10 * MIB
+        highest = max(highest, measured)
+    assert counters["store.segments_evicted"] > 3
+    assert highest > 4 * MIB, "the test should come close to what segments may fill"
+    store.close()
+    assert physical_bytes(config.dirs) <= 10 * MIB
+
+
+def test_the_index_stays_in_its_share_of_the_cap(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, size=10 * MIB, segment=MIB)
+    store = open_store(config)
+    payload = [aligned_empty(1) for _ in range(64)]
+    largest = 0
+    for turn in range(1500):
+        store.write_run(make_run(make_keys(64 * turn, 64), (1,)), lambda _: payload)
+        if turn % 10 == 0:
+            index = sum(path.stat().st_size for path in config.dirs[0].glob("index.sqlite*"))
+            largest = max(largest, index)
+    assert 2 * MIB < largest < config.index_reserve_bytes, largest
+
+
+def test_the_least_recently_used_segment_goes_first(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    a, b, c = fill(store, 0, 3)
+    read_keys(store, a)
+    store.lease(b[:1]).close()
+    written = 3
+    while counters["store.segments_evicted"] == 0:
+        fill(store, 1000 * written, 1)
+        written += 1
+    assert (store.match(a), store.match(b), store.match(c)) == (6, 6, 0)
+    assert counters["store.chunks_evicted"] == 6
+    fill(store, 100_000, 1)
+    assert (store.match(a), store.match(b)) == (0, 6) or (store.match(a), store.match(b)) == (6, 0)
+
+
+def test_recency_survives_a_restart(tmp_path: Path, open_store: OpenStore, counters: Counters) -> None:
+    config = small_config(tmp_path, size=8 * MIB, segment=MIB)
+    store = open_store(config)
+    a, b = fill(store, 0, 2)
+    read_keys(store, a)
+    store.close()
+    store = open_store(config)
+    number = 2
+    while counters["store.segments_evicted"] == 0:
+        fill(store, 1000 * number, 1)
+        number += 1
+    assert (store.match(a), store.match(b)) == (6, 0)
+
+
+def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    (held,) = fill(store, 0, 1)
+    lease = store.lease(held)
+    fill(store, 1000, 20)
+    assert store.match(held) == 6
+    store.read_layer(lease, 0, aligned_empty(6 * LAYERS[0]))
+    lease.close()
+    lease.close()
+    fill(store, 5000, 20)
+    assert store.match(held) == 0
+
+
+def test_when_everything_is_leased_a_write_is_refused_and_works_later(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    leases = []
+
+    def fill_and_hold() -> None:
+        for number in range(50):
+            (keys,) = fill(store, 1000 * number, 1)
+            leases.append(store.lease(keys))
+
+    with pytest.raises(StoreFullError, match="--hcache-disk-size"):
+        fill_and_hold()
+    assert counters["store.writes_refused"] == 1
+    assert counters["store.segments_evicted"] == 0
+    for lease in leases:
+        store.read_layer(lease, 2, aligned_empty(6 * LAYERS[2]))
+        lease.close()
+    fill(store, 90_000, 1)
+    assert counters["store.segments_evicted"] == 1
+
+
+def test_the_free_floor_forbids_growth_and_nothing_is_evicted_in_vain(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path, 2, size=16 * MIB, segment=MIB, floor=100 * MIB))
+    free = 200 * MIB
+    monkeypatch.setattr(StoreDirectory, "free_bytes", lambda self: free)
+    written = fill(store, 0, 3)
+    free = 90 * MIB
+    with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
+        fill(store, 1000, 1)
+    assert counters["store.segments_evicted"] == 0
+    assert all(store.match(keys) == 6 for keys in written)
+
+
+def test_near_the_floor_old_segments_make_room(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2, size=16 * MIB, segment=MIB, floor=100 * MIB)
+    store = open_store(config)
+    before = physical_bytes(config.dirs)
+    monkeypatch.setattr(
+        StoreDirectory, "free_bytes", lambda self: 103 * MIB - (physical_bytes(config.dirs) - before)
+    )
+    for number in range(10):
+        fill(store, 1000 * number, 1)
+        assert physical_bytes(config.dirs) - before <= 3 * MIB
+    assert counters["store.segments_evicted"] > 5
+    assert store.match(make_keys(9000, 6)) == 6
+
+
+def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, size=8 * MIB, segment=MIB)
+    store = open_store(config)
+    (stuck,) = fill(store, 0, 1)
+    victim = config.dirs[0] / "segment-00000000.seg"
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == victim:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    for number in range(1, 20):
+        fill(store, 1000 * number, 1)
+        assert physical_bytes(config.dirs) <= store.stats().reserved_bytes <= 8 * MIB
+    assert counters["store.unlink_failures"] >= 1
+    assert counters["store.segments_evicted"] > 5
+    assert victim.exists()
+    assert store.match(stuck) == 0
+    monkeypatch.undo()
+    fill(store, 50_000, 3)
+    assert not victim.exists()
+
+
+def test_a_smaller_cap_is_obeyed_at_the_next_start(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, size=16 * MIB, segment=MIB))
+    written = fill(store, 0, 12)
+    store.close()
+    small = small_config(tmp_path, size=8 * MIB, segment=MIB)
+    store = open_store(small)
+    assert physical_bytes(small.dirs) <= 8 * MIB
+    assert store.match(written[-1]) == 6
+    assert store.match(written[0]) == 0
+    read_keys(store, written[-1])
+
+
+def test_the_tail_of_a_sealed_segment_is_given_back(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, size=16 * MIB, segment=4 * MIB)
+    store = open_store(config)
+    write_keys(store, (make_key(1),), (4096,))
+    assert (config.dirs[0] / "segment-00000000.seg").stat().st_size == 4 * MIB
+    store.close()
+    assert (config.dirs[0] / "segment-00000000.seg").stat().st_size == 8192
+
+
+def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, 2, segment=MIB)
+    store = open_store(config)
+    written = fill(store, 0, 3)
+    lease = store.lease(written[0])
+    store.clear()
+    assert all(store.match(keys) == 0 for keys in written)
+    assert store.stats().chunks == store.stats().runs == store.stats().segments == 0
+    for layer, size in enumerate(LAYERS):
+        store.read_layer(lease, layer, aligned_empty(6 * size))
+    assert len(list(config.dirs[0].glob("segment-*"))) == 1
+    lease.close()
+    assert not list(config.dirs[0].glob("segment-*"))
+    (again,) = fill(store, 0, 1)
+    read_keys(store, again)
+    store.close()
+    store = open_store(config)
+    assert store.stats().chunks == 6
+    read_keys(store, again)
+
+
+def test_a_cap_too_small_names_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--hcache-disk-size: 5\.2 MB is too small"):
+        small_config(tmp_path, size=5 * MIB, segment=MIB)
+
+
+def test_a_run_larger_than_the_store_is_refused_without_evicting(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    (kept,) = fill(store, 0, 1)
+    with pytest.raises(StoreFullError):
+        write_keys(store, make_keys(50, 10), (MIB,))
+    assert counters["store.segments_evicted"] == 0
+    read_keys(store, kept)
+
+
+def test_a_segment_that_cannot_be_created_leaves_nothing(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    real = StoreDirectory.open_segment
+
+    def refuse(self: StoreDirectory, segment: int, create: bool = False) -> int:
+        if self.stripe == 1:
+            raise OSError(30, "Read-only file system")
+        return real(self, segment, create)
+
+    monkeypatch.setattr(StoreDirectory, "open_segment", refuse)
+    for _ in range(3):
+        with pytest.raises(StoreIOError, match="Read-only"):
+            write_keys(store, make_keys(0, 1), (4096,))
+    assert not list(config.dirs[0].glob("segment-*"))
+    monkeypatch.undo()
+    write_keys(store, make_keys(0, 1), (4096,))
+    read_keys(store, make_keys(0, 1))
+
+
+def test_a_file_system_without_preallocation(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    config = small_config(tmp_path, size=8 * MIB, segment=MIB)
+    store = open_store(config)
+    for number in range(12):
+        fill(store, 1000 * number, 1)
+        assert physical_bytes(config.dirs) <= store.stats().reserved_bytes <= 8 * MIB
+    read_keys(store, make_keys(11_000, 6))
