@@ -1,0 +1,161 @@
+"""What the end-to-end tests share: a real server with switches, and a client for SGLang's native API."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from sglang_hcache.cli.server_process import ServerProcess
+
+PLUGINS = Path(__file__).parent / "plugins"
+TOLERANCE = 1e-3  # logprobs, float32 models
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached: int
+    device: int
+    host: int
+    disk: int
+    prompt_tokens: int
+
+    @property
+    def restored(self) -> int:
+        return self.host + self.disk
+
+
+class TierServer:
+    """A server under strict memory checks, with the switches of ``plugins/hcache_test_plugin.py``."""
+
+    def __init__(self, folder: Path, args: Sequence[str]) -> None:
+        self.switches = folder / "switches"
+        self.switches.mkdir(parents=True, exist_ok=True)
+        environment = {
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "PYTHONPATH": str(PLUGINS),
+            "HCACHE_TEST_SWITCHES": str(self.switches),
+        }
+        self.process = ServerProcess(args, log=folder / "server.log", extra_env=environment)
+        self._client = httpx.Client(timeout=120, trust_env=False)
+
+    def __enter__(self) -> TierServer:
+        self.process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stop()
+        self._client.close()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        return self._client.post(self.process.url + path, json=body)
+
+    def ask(self, prompt: Sequence[int], *, tokens: int = 8, **fields: Any) -> Answer:
+        """Greedy continuation of a prompt of token ids, with logprobs."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+            **fields,
+        }
+        response = self.post("/generate", body)
+        assert response.status_code == 200, response.text
+        meta = response.json()["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return Answer(
+            tokens=tuple(item[1] for item in meta["output_token_logprobs"]),
+            logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
+            cached=meta["cached_tokens"],
+            device=details.get("device", 0),
+            host=details.get("host", 0),
+            disk=details.get("storage", 0),
+            prompt_tokens=meta["prompt_tokens"],
+        )
+
+    def recompute(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """The same, computed from scratch: a tenant of its own shares no cache with anybody."""
+        answer = self.ask(prompt, extra_key=f"recompute-{random.random()}", **fields)
+        assert answer.cached == 0
+        return answer
+
+    def flush_device(self) -> None:
+        """Drop the device tree; the tiers stay."""
+        wait_for(lambda: self.post("/flush_cache").status_code == 200, "an idle server")
+
+    def settle(self) -> None:
+        """Wait until everything captured is sealed and everything to be demoted is written."""
+        wait_for(lambda: not self.state()["saving"], "saving to end")
+
+    def state(self) -> dict[str, Any]:
+        """The tier's numbers."""
+        response = self._client.get(self.process.url + "/server_info")
+        return dict(response.json()["internal_states"][0]["hcache"])
+
+    def counter(self, name: str) -> int:
+        return int(self.state()["counters"].get(name, 0))
+
+    # -- looking in and breaking -----------------------------------------------------------------
+
+    @contextmanager
+    def switched_on(self, name: str) -> Iterator[None]:
+        switch = self.switches / name
+        switch.touch()
+        try:
+            yield
+        finally:
+            switch.unlink()
+
+    def probe(self, name: str) -> dict[str, torch.Tensor]:
+        """K and V that request ``probe-<name>`` left in the pool: (layers, tokens, heads, head_dim)."""
+        path = self.switches / f"probe-{name}.pt"
+        wait_for(path.exists, f"{path.name}")
+        state: dict[str, torch.Tensor] = torch.load(path)
+        return state
+
+    def assert_nothing_left(self) -> None:
+        """No slot, ticket or open request outlives the requests; the idle memory check has run."""
+
+        def is_idle() -> bool:
+            state = self.state()
+            return (
+                state["in_flight_tokens"] == 0
+                and state["captured_requests"] == 0
+                and not any(state["requests"].values())
+            )
+
+        wait_for(is_idle, "restores, tickets and captures to end")
+        self.flush_device()
+        assert self.process.is_running
+        for line in self.process.log_text().splitlines():
+            assert "leak" not in line.lower() or "server_args" in line, line
+            assert "Traceback" not in line, self.process.log_text()[-4000:]
+
+
+def wait_for(condition: Any, what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def random_prompt(seed: int, length: int, vocabulary: int = 290) -> list[int]:
+    return random.Random(seed).choices(range(10, vocabulary), k=length)
+
+
+def largest_difference(one: Answer, other: Answer) -> float:
+    """Largest difference of logprobs; infinite where the tokens differ."""
+    if one.tokens != other.tokens:
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))

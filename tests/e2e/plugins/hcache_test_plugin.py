@@ -1,0 +1,112 @@
+"""A second SGLang plugin, for the end-to-end tests only: looks into a real server, and damages it on demand.
+
+It changes nothing until a file of a known name appears in the folder ``HCACHE_TEST_SWITCHES``:
+
+* ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice.
+* ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
+* ``fail_read``: reading a layer from a tier fails.
+* ``projector_*``: mutants of the projector, active at start; the self-check must refuse to serve.
+
+When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
+"""
+
+import os
+import time
+from pathlib import Path
+
+_SLOW_S = 0.15
+
+
+def register():
+    folder = os.environ.get("HCACHE_TEST_SWITCHES")
+    if folder is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    switches = Path(folder)
+    # After SGLang has installed the tier's own hooks, which import the classes that are patched here.
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.publish", lambda *_, **__: _patch(switches), HookType.AFTER
+    )
+
+
+def _patch(switches):
+    import sys
+
+    compat = sys.modules.get("sglang_hcache.sglang_plugin.compat.v0_5_17")
+    if compat is None:
+        return
+    _patch_sink(compat.PoolSink, switches)
+    _patch_reads(switches)
+    _patch_projector(switches)
+    _patch_cache(compat.HCacheRadixCache, switches)
+
+
+def _patch_sink(sink, switches):
+    write = sink.write
+
+    def damaged(self, layer, slots, key, value):
+        if (switches / "slow_restore").exists():
+            time.sleep(_SLOW_S)
+        if (switches / "corrupt_restored_key").exists():
+            key = key * 1.05
+        write(self, layer, slots, key, value)
+
+    sink.write = damaged
+
+
+def _patch_reads(switches):
+    from sglang_hcache.core.errors import StoreIOError
+    from sglang_hcache.tier.tiered import TieredStore
+
+    read_layer = TieredStore.read_layer
+
+    def damaged(self, lease, layer, out):
+        if (switches / "fail_read").exists() and layer == 1:
+            raise StoreIOError("injected by a test")
+        read_layer(self, lease, layer, out)
+
+    TieredStore.read_layer = damaged
+
+
+def _patch_projector(switches):
+    from sglang_hcache.device.projector import LlamaFamilyProjector
+
+    project = LlamaFamilyProjector.project
+
+    def damaged(self, layer, hidden, positions):
+        if (switches / "projector_positions").exists():
+            positions = positions + 1
+        if (switches / "projector_bias").exists() and self._layers[layer].qkv_proj.bias is not None:
+            key, value = project(self, layer, hidden, positions)
+            return key, value - self._layers[layer].qkv_proj.bias[-value[0].numel() :].view(value[0].shape)
+        if (switches / "projector_norm").exists():
+            norm = self._layers[layer].__dict__["_modules"].pop("k_norm")
+            try:
+                return project(self, layer, hidden, positions)
+            finally:
+                self._layers[layer].k_norm = norm
+        return project(self, layer, hidden, positions)
+
+    LlamaFamilyProjector.project = damaged
+
+
+def _patch_cache(cache, switches):
+    import torch
+
+    finished = cache.cache_finished_req
+
+    def probing(self, req, is_insert=True, *, kv_len_to_handle):
+        if req.rid.startswith("probe-"):
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)].long()
+            pool = self.token_to_kv_pool_allocator.get_kvcache()
+            state = {
+                "k": torch.stack([layer[slots] for layer in pool.k_buffer]),
+                "v": torch.stack([layer[slots] for layer in pool.v_buffer]),
+            }
+            part = switches / f"{req.rid}.part"
+            torch.save(state, part)
+            part.rename(switches / f"{req.rid}.pt")
+        finished(self, req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    cache.cache_finished_req = probing

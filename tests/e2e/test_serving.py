@@ -1,0 +1,255 @@
+"""One real server with host and disk tier: what it restores equals what it would recompute."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt, wait_for
+
+POOL_TOKENS = 4096
+
+
+def tier_arguments(model: Path, store: Path) -> list[str]:
+    return [
+        *("--model-path", str(model), "--dtype", "float32"),
+        *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "512"),
+        "--enable-cache-report",
+        *("--hcache-dirs", str(store), "--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"),
+        *("--hcache-host-size", "24MB"),  # about 70 chunks: less than the tests use, so the disk is needed
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
+    folder = tmp_path_factory.mktemp("serving")
+    with TierServer(folder, tier_arguments(tiny_model(), folder / "store")) as running:
+        yield running
+        running.assert_nothing_left()
+
+
+def test_restored_from_host_equals_recomputed(server: TierServer) -> None:
+    prompt = random_prompt(1, 900)  # over the chunked-prefill size: captured from two forward passes
+    reference = server.recompute(prompt, rid="probe-host-recomputed")
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    restored = server.ask(prompt, rid="probe-host-restored")
+    assert (restored.restored, restored.device) == (896, 0)
+    assert restored.host > 0
+    assert largest_difference(restored, reference) <= TOLERANCE
+    assert_same_pool(server, "host-restored", "host-recomputed")
+
+
+def test_restored_from_disk_equals_recomputed(server: TierServer) -> None:
+    prompt = random_prompt(2, 700)
+    reference = server.recompute(prompt, rid="probe-disk-recomputed")
+    server.ask(prompt)
+    push_to_disk(server, seed=20)
+    restored = server.ask(prompt, rid="probe-disk-restored")
+    assert (restored.disk, restored.host, restored.device) == (640, 0, 0)
+    assert largest_difference(restored, reference) <= TOLERANCE
+    assert_same_pool(server, "disk-restored", "disk-recomputed")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_equality_tests_notice_a_wrong_key(server: TierServer, tier: str) -> None:
+    seed = {"host": 3, "disk": 4}[tier]
+    prompt = random_prompt(seed, 700)
+    reference = server.recompute(prompt, rid=f"probe-{tier}-right")
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    if tier == "disk":
+        push_to_disk(server, seed=30)
+    with server.switched_on("corrupt_restored_key"):
+        wrong = server.ask(prompt, rid=f"probe-{tier}-wrong")
+    assert wrong.restored == 640
+    assert largest_difference(wrong, reference) > TOLERANCE
+    with pytest.raises(AssertionError):
+        assert_same_pool(server, f"{tier}-wrong", f"{tier}-right")
+    server.flush_device()  # the damaged prefix must not serve the tests that follow
+
+
+def test_a_conversation_restores_what_was_decoded(server: TierServer) -> None:
+    history = random_prompt(5, 300)
+    for turn in range(3):
+        answer = server.ask(history, tokens=100)
+        assert largest_difference(server.recompute(history, tokens=100), answer) <= TOLERANCE
+        if turn:
+            # The chunks that the answer of the turn before filled during decoding came back too.
+            assert answer.restored == len(history[:-1]) // 64 * 64 - missing_tail(history)
+        history = [*history, *answer.tokens, *random_prompt(50 + turn, 80)]
+        server.settle()
+        server.flush_device()
+
+
+def missing_tail(history: list[int]) -> int:
+    """Whole chunks at the end of a turn's prompt that nobody has computed: they reach into the new question."""
+    computed = len(history) - 80 - 1  # the last generated token's state is never computed
+    return len(history[:-1]) // 64 * 64 - computed // 64 * 64
+
+
+def test_many_requests_at_once(server: TierServer) -> None:
+    """Concurrency 16 with a pool that holds 4 of 16 contexts: 300 requests, none wrong, none failed."""
+    prompts = [random_prompt(100 + index, 1000 - 7 * index) for index in range(16)]
+    references = [server.recompute(prompt) for prompt in prompts]
+    done_before = server.counter("restore.done")
+    weights = [1 / (index + 1) for index in range(len(prompts))]
+    order = random.Random(0).choices(range(len(prompts)), weights=weights, k=300)
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda index: (index, server.ask(prompts[index])), order))
+    assert len(answers) == 300
+    for index, answer in answers:
+        assert largest_difference(answer, references[index]) <= TOLERANCE, f"prompt {index}: {answer}"
+    assert any(answer.host for _, answer in answers)
+    assert any(answer.disk for _, answer in answers)
+    assert server.counter("restore.done") - done_before >= 20
+    server.assert_nothing_left()
+
+
+def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
+    prompts = [random_prompt(200 + index, 600) for index in range(6)]
+    references = [server.recompute(prompt) for prompt in prompts]
+    for prompt in prompts:
+        server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    cancelled_before = server.counter("restore.cancelled")
+    with server.switched_on("slow_restore"):
+        threads = [
+            threading.Thread(target=ask_and_expect_abort, args=(server, prompt, f"abort-{index}"))
+            for index, prompt in enumerate(prompts)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore to run")
+        for index in range(len(prompts)):
+            server.post("/abort_request", {"rid": f"abort-{index}"})
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    wait_for(lambda: server.counter("restore.cancelled") > cancelled_before, "a restore to be cancelled")
+    server.assert_nothing_left()
+    for prompt, reference in zip(prompts, references, strict=True):
+        assert largest_difference(server.ask(prompt), reference) <= TOLERANCE
+
+
+def ask_and_expect_abort(server: TierServer, prompt: list[int], rid: str) -> None:
+    body = {"input_ids": prompt, "rid": rid, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    response = server.post("/generate", body)
+    assert response.status_code != 200 or response.json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_aborts_of_running_requests_leave_nothing(server: TierServer) -> None:
+    for index in range(4):
+        body = {"input_ids": random_prompt(300 + index, 400), "sampling_params": {"max_new_tokens": 2000}}
+        with pytest.raises(httpx.ReadTimeout):  # the client goes away, SGLang aborts
+            httpx.post(server.process.url + "/generate", json=body, timeout=0.5)
+    server.assert_nothing_left()
+
+
+def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
+    prompt = random_prompt(6, 600)
+    reference = server.recompute(prompt)
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    with server.switched_on("fail_read"):
+        answer = server.ask(prompt)
+    assert answer.restored == 0
+    assert largest_difference(answer, reference) <= TOLERANCE
+    server.assert_nothing_left()
+
+
+def test_tenants_share_nothing(server: TierServer) -> None:
+    prompt = random_prompt(7, 600)
+    first = server.ask(prompt, extra_key="tenant-a")
+    server.settle()
+    server.flush_device()
+    for stranger in ("tenant-b", "tenant-", None):
+        fields = {} if stranger is None else {"extra_key": stranger}
+        assert server.ask(prompt, **fields).cached == 0
+    same = server.ask(prompt, extra_key="tenant-a")
+    assert same.restored == 576
+    assert largest_difference(same, first) <= TOLERANCE
+
+
+def test_salted_chats_share_nothing(server: TierServer) -> None:
+    def chat(salt: str | None) -> int:
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "What does the author say about hidden states? " * 12}],
+            "max_tokens": 4,
+            "cache_salt": salt,
+        }
+        usage = server.post("/v1/chat/completions", body).json()["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    chat("red")
+    server.settle()
+    server.flush_device()
+    assert chat("blue") == 0
+    assert chat("red") > 0
+
+
+def test_flushing_keeps_the_tiers_and_clearing_empties_them(server: TierServer) -> None:
+    prompt = random_prompt(8, 400)
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    assert server.ask(prompt).restored == 384
+    server.flush_device()
+    assert server.post("/clear_hicache_storage_backend").status_code == 200
+    state = server.state()
+    assert state["disk"]["chunks"] == state["host"]["clean"] == state["host"]["dirty"] == 0
+    assert server.ask(prompt).cached == 0
+
+
+def test_new_weights_restore_nothing_old(server: TierServer, tiny_model: Callable[..., Path]) -> None:
+    prompt = random_prompt(9, 400)
+    old = server.ask(prompt)
+    server.settle()
+    namespace = server.state()["namespace"]
+
+    def load(folder: Path) -> None:
+        response = server.post("/update_weights_from_disk", {"model_path": str(folder)})
+        assert response.json()["success"], response.text
+
+    load(tiny_model(seed=1))
+    assert server.state()["namespace"] != namespace
+    new = server.ask(prompt)
+    assert new.cached == 0
+    assert largest_difference(new, old) > 0.1
+    server.settle()
+    load(tiny_model())
+    assert server.state()["namespace"] == namespace
+    again = server.ask(prompt)  # the first weights are back, and so is what belongs to them
+    assert again.restored == 384
+    assert largest_difference(again, old) <= TOLERANCE
+
+
+def push_to_disk(server: TierServer, seed: int) -> None:
+    """Fill the host tier with other chunks, so that everything before is on disk only."""
+    server.settle()
+    for index in range(8):
+        server.ask(random_prompt(seed * 100 + index, 900), tokens=1)
+        time.sleep(0.02)
+    server.settle()
+    server.flush_device()
+    server.settle()
+
+
+def assert_same_pool(server: TierServer, one: str, other: str) -> None:
+    """K and V of two requests' prompts are equal but for rounding (the last token's is computed in both)."""
+    left, right = server.probe(one), server.probe(other)
+    for name in ("k", "v"):
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-4)
