@@ -18,6 +18,7 @@ help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with the locked dependencies and `hcache` (PYTHON=... picks the interpreter).
+	@:
 
 test: setup ## Run the unit tests, then the end-to-end tests (PYTEST_ARGS=... is passed on).
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TEST_DIRS)
