@@ -168,7 +168,9 @@ def _changed_expressions(tree: ast.Module) -> Iterator[ast.expr]:
             yield from (target for target in node.targets if isinstance(target, ast.Subscript))
         elif isinstance(node, ast.AugAssign):
             yield node.target
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS
+        ):
             yield node.func.value
 
 
