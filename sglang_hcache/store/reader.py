@@ -57,8 +57,12 @@ class SliceFailure:
 
     item: RunSlice
     error: StoreError
-    vanished: bool = False
-    """Its file is not there."""
+
+    @property
+    def error_number(self) -> int | None:
+        """``errno`` of the system call that failed, if one did."""
+        cause = self.error.__cause__
+        return cause.errno if isinstance(cause, OSError) else None
 
 
 class LayerReader:
@@ -101,7 +105,8 @@ class LayerReader:
                 new = list(self._ops(item, layer, plan, header, landing))
             except OSError as error:
                 reason = StoreIOError(f"cannot open a segment file: {error}")
-                failures.append(SliceFailure(item, reason, isinstance(error, FileNotFoundError)))
+                reason.__cause__ = error
+                failures.append(SliceFailure(item, reason))
                 continue
             payload = landing[plan.skip : plan.skip + target.size]
             jobs.append((item, target, header, payload, range(len(ops), len(ops) + len(new))))

@@ -65,7 +65,7 @@ class StoredRun:
         """Number of its row in the index."""
         self.dropped = False
         self.failures = 0
-        """Reads that ended in an I/O error."""
+        """Reads that ended in EIO."""
 
 
 class Segment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 _RECENCY_BATCH = 64
 _FAILURES_ALLOWED = 2
-"""A run is forgotten at this many I/O errors: else one bad sector would delay every restore of it."""
+"""A run is forgotten at this many EIO: else one bad sector would delay every restore of it."""
 
 
 class DiskStore:
@@ -155,7 +156,7 @@ class DiskStore:
 
         Raises:
             CorruptExtentError: not the bytes that were written; the run is forgotten.
-            StoreIOError: a device failed; the run is forgotten at the second time or if its file is gone.
+            StoreIOError: a device failed; the run is forgotten at the second EIO or when its file is gone.
             ValueError: a wrong ``layer`` or ``out``, or the lease is closed.
         """
         if not 0 <= layer < len(lease.chunk_layer_bytes):
@@ -251,8 +252,8 @@ class DiskStore:
             self._observer.count("store.corrupt_extents")
         else:
             self._observer.count("store.io_errors")
-            run.failures += 1
-            if run.failures < _FAILURES_ALLOWED and not failure.vanished:
+            run.failures += failure.error_number == errno.EIO
+            if run.failures < _FAILURES_ALLOWED and failure.error_number != errno.ENOENT:
                 return
         if self._catalog.drop_run(run):
             _log.warning("a stored run is forgotten: %s", failure.error)

@@ -106,6 +106,15 @@ def test_a_transient_read_error_is_forgiven_once(
     assert counters["store.io_errors"] == 2
 
 
+def test_errors_that_are_not_the_runs_fault_never_drop_it(store: DiskStore, engine: FaultEngine) -> None:
+    engine.decide = always(IOKind.READ, errno.EMFILE)
+    for _ in range(5):
+        with pytest.raises(StoreIOError):
+            read_keys(store, OLD)
+    heal(engine)
+    read_keys(store, OLD)
+
+
 def test_a_read_that_comes_short_is_corruption(store: DiskStore, engine: FaultEngine) -> None:
     engine.decide = lambda op, number: Fault(0) if op.kind is IOKind.READ else None
     with pytest.raises(CorruptExtentError, match="the file ends"):
