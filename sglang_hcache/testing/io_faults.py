@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from sglang_hcache.store.engine import IOEngine, IOKind, IOOp, IOResult
+from sglang_hcache.store.posix import PosixEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ def seeded(seed: int, rate: float, error_number: int = errno.EIO) -> Decide:
         return Fault(error_number, share_done=0.5) if draw < rate else None
 
     return decide
+
+
+def without_sync() -> FaultEngine:
+    """A real engine that only pretends to sync: for tests that write a lot and lose no power."""
+    return FaultEngine(PosixEngine(1), lambda op, _: Fault() if op.kind is IOKind.SYNC else None)
 
 
 class LatencyEngine:

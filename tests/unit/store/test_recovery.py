@@ -19,6 +19,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.geometry import BLOCK
 from sglang_hcache.store.record import pack_header
+from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_key,
@@ -274,7 +275,7 @@ def test_an_index_open_in_a_sqlite_shell_is_not_thrown_away(
 def test_an_index_too_large_for_a_smaller_cap_is_rebuilt(
     tmp_path: Path, open_store: OpenStore, counters: Counters
 ) -> None:
-    store = open_store(small_config(tmp_path, size=512 * 2**20, segment=2**20))
+    store = open_store(small_config(tmp_path, size=512 * 2**20, segment=2**20), without_sync())
     payload = [aligned_empty(1) for _ in range(64)]
     for number in range(1100):
         store.write_run(make_run(make_keys(64 * number, 64), (1,)), lambda _: payload)

@@ -12,6 +12,7 @@ from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.directory import StoreDirectory
+from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
@@ -60,7 +61,7 @@ def test_the_cap_is_never_exceeded(
 
 def test_the_index_stays_in_its_share_of_the_cap(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path, size=10 * MIB, segment=MIB)
-    store = open_store(config)
+    store = open_store(config, without_sync())
     payload = [aligned_empty(1) for _ in range(64)]
     largest = 0
     for turn in range(1500):
