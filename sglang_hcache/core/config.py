@@ -82,7 +82,7 @@ class HCacheConfig(BaseModel):
     @classmethod
     def _split_dirs(cls, value: Any) -> Any:
         if isinstance(value, str):
-            value = [part for part in value.split(",") if part.strip()]
+            value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(Path(str(item)).expanduser().absolute() for item in value)
 
     @field_validator("dirs")

@@ -292,6 +292,7 @@ class RestoreCoordinator:
             ticket.attempts = _MOST_ATTEMPTS
             ticket.enter(Phase.RESOLVED)
             return
+        self._stalled = 0
         self._in_flight.difference_update(restore.keys)
         tokens = ticket.prompt.tokens[: restore.end]
         slots = torch.cat([restore.prefix, restore.job.slots])

@@ -1,0 +1,231 @@
+"""From rows of forward passes to sealed chunks: tap, staging and assembler together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+LAYERS, WIDTH = 3, 4
+LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+NAMESPACE = Namespace(model=b"m", layout="test")
+
+
+class SavePath:
+    """Plays the serving thread: forward passes whose hidden states say which request and position they are."""
+
+    def __init__(self, slots: int = 64, rows: int = 512) -> None:
+        self.counters = Counters()
+        arena = np.zeros((slots, LAYOUT.chunk_bytes), np.uint8)
+        host = HostTier(arena, LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.ring = StagingRing(torch.zeros(LAYERS, rows, WIDTH))
+        self.assembler = Assembler(self.ring, self.tiers, self.counters)
+        self.tap = Tap(self.ring, self.assembler.publish, self.counters)
+
+    def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
+        self.assembler.publish(RequestBegins(rid, Namespace(b"m", "test", tenant), array("q", prefix)))
+
+    def end(self, rid: str | None) -> None:
+        self.assembler.publish(RequestEnds(rid))
+
+    def forward(self, parts: list[tuple[str, int, list[int]]], *, layers: int = LAYERS) -> None:
+        """One pass over (request, first position, tokens) parts."""
+        tokens = array("q", [token for _, _, part in parts for token in part])
+        self.tap.begin_pass(len(tokens))
+        for layer in range(layers):
+            rows = [state(layer, position + i, t) for _, position, part in parts for i, t in enumerate(part)]
+            self.tap.layer(layer, torch.stack(rows))
+        requests, row = [], 0
+        for rid, position, part in parts:
+            requests.append(RequestRows(rid, position, row, len(part)))
+            row += len(part)
+        self.tap.end_pass(requests, tokens)
+
+    def finish(self) -> None:
+        self.assembler.close()
+
+    def sealed(self, tokens: list[int], tenant: str | None = None) -> list[bool]:
+        """Which chunks of ``tokens`` are stored; those that are hold the right rows."""
+        found = []
+        for index, key in enumerate(chunk_keys(Namespace(b"m", "test", tenant).root_key(), tokens)):
+            slot = self.tiers.host.pin(key)
+            found.append(slot is not None)
+            if slot is not None:
+                for layer in range(LAYERS):
+                    rows = torch.from_numpy(self.tiers.host.layer_of(slot, layer)).view(torch.float32)
+                    first = index * CHUNK_TOKENS
+                    right = [state(layer, p, tokens[p]) for p in range(first, first + CHUNK_TOKENS)]
+                    assert torch.equal(rows.view(CHUNK_TOKENS, WIDTH), torch.stack(right))
+                self.tiers.host.unpin(key, slot)
+        return found
+
+
+def state(layer: int, position: int, token: int) -> torch.Tensor:
+    return torch.tensor([layer, position, token, layer * 1e4 + position * 10 + token], dtype=torch.float32)
+
+
+@pytest.fixture
+def path() -> Iterator[SavePath]:
+    made = SavePath()
+    yield made
+    made.finish()
+
+
+def test_a_prompt_in_pieces_and_its_decoded_tokens(path: SavePath) -> None:
+    tokens = list(range(300))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens[:100])])
+    path.forward([("a", 100, tokens[100:190])])
+    for position in range(190, 260):
+        path.forward([("a", position, [tokens[position]])])
+    path.end("a")
+    path.finish()
+    assert path.sealed(tokens) == [True, True, True, True]
+
+
+def test_requests_share_passes_and_keep_their_rows_apart(path: SavePath) -> None:
+    one, two = [1] * 130, [2] * 130
+    path.begin("a", [], tenant="x")
+    path.begin("b", [], tenant="y")
+    path.forward([("a", 0, one[:70]), ("b", 0, two[:129])])
+    path.forward([("b", 129, two[129:]), ("stranger", 5, [9]), ("a", 70, one[70:])])
+    path.finish()
+    assert path.sealed(one, "x") == [True, True]
+    assert path.sealed(two, "y") == [True, True]
+    assert path.sealed(one) == [False, False]
+
+
+def test_a_request_that_starts_on_a_cached_prefix(path: SavePath) -> None:
+    tokens = list(range(200))
+    path.begin("a", tokens[:128])
+    path.forward([("a", 128, tokens[128:])])
+    path.finish()
+    assert path.sealed(tokens) == [False, False, True]
+
+
+def test_ended_requests_leave_nothing(path: SavePath) -> None:
+    path.begin("a", [])
+    path.begin("b", [])
+    path.forward([("a", 0, [1] * 40), ("b", 0, [2] * 40)])
+    path.end("a")
+    path.forward([("a", 40, [1] * 40), ("b", 40, [2] * 40)])  # a: after its end
+    path.end(None)
+    path.finish()
+    assert path.assembler.open_requests == 0
+    assert path.tiers.host.counts() == (63, 1, 0)
+    assert path.sealed([2] * 64) == [True]
+
+
+def test_a_request_id_that_is_used_again_starts_afresh(path: SavePath) -> None:
+    path.begin("a", [])
+    path.forward([("a", 0, [1] * 40)])
+    path.begin("a", [])
+    path.forward([("a", 0, [3] * 64)])
+    path.finish()
+    assert path.sealed([3] * 64) == [True]
+
+
+def test_a_gap_in_the_positions_ends_the_request(path: SavePath) -> None:
+    path.begin("a", [])
+    path.forward([("a", 0, [1] * 40)])
+    path.forward([("a", 41, [1] * 87)])
+    path.finish()
+    assert path.counters["capture.requests_out_of_order"] == 1
+    assert path.sealed([1] * 128) == [False, False]
+
+
+def test_a_full_staging_ring_drops_rows_counts_them_and_goes_on() -> None:
+    path = SavePath(rows=100)
+    tokens = list(range(256))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens[:192])])  # rows 100 to 191 do not fit
+    path.finish()
+    assert path.counters["capture.rows_dropped_staging_full"] == 92
+    assert path.counters["capture.chunks_dropped_staging_full"] == 2
+    assert path.sealed(tokens[:192]) == [True, False, False]
+
+
+def test_the_chain_of_keys_survives_dropped_rows() -> None:
+    path = SavePath(rows=64)
+    tokens = list(range(256))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens[:128])])
+    while path.assembler.is_busy:
+        pass
+    path.forward([("a", 128, tokens[128:192])])
+    path.finish()
+    assert path.sealed(tokens[:192]) == [True, False, True]
+
+
+def test_a_full_host_tier_drops_chunks_and_counts_them() -> None:
+    path = SavePath(slots=1)
+    path.begin("a", [])
+    path.begin("b", [])
+    path.forward([("a", 0, [1] * 10), ("b", 0, [2] * 64)])
+    path.finish()
+    assert path.counters["capture.chunks_dropped_host_full"] == 1
+    assert path.sealed([2] * 64) == [False]
+
+
+def test_a_pass_that_saw_too_few_layers_is_not_used(path: SavePath) -> None:
+    path.begin("a", [])
+    path.forward([("a", 0, [1] * 64)], layers=LAYERS - 1)
+    path.finish()
+    assert path.sealed([1] * 64) == [False]
+    assert path.counters["capture.rows_dropped_incomplete"] == 64
+    assert path.ring.reserve(path.ring.num_rows) is not None
+
+
+def test_chunks_that_are_stored_already_are_not_copied_again(path: SavePath) -> None:
+    tokens = list(range(64))
+    for rid in ("a", "b"):
+        path.begin(rid, [])
+        path.forward([(rid, 0, tokens)])
+    path.finish()
+    assert path.counters["host.chunks_sealed"] == 1
+    assert path.counters["host.duplicate_chunks"] == 0
+    assert path.tiers.host.counts() == (63, 1, 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_interleaving_of_requests_and_piece_sizes(seed: int) -> None:
+    random = Random(seed)
+    path = SavePath()
+    names = ["a", "b", "c"]
+    tokens = {name: [7 * index + 1] * random.randint(1, 200) for index, name in enumerate(names)}
+    done = dict.fromkeys(names, 0)
+    for name in names:
+        path.begin(name, [])
+    while any(done[name] < len(tokens[name]) for name in names):
+        parts = []
+        random.shuffle(names)
+        for name in names:
+            count = min(random.randint(0, 90), len(tokens[name]) - done[name])
+            if count:
+                parts.append((name, done[name], tokens[name][done[name] : done[name] + count]))
+                done[name] += count
+        if parts:
+            path.forward(parts)
+    path.finish()
+    dropped = path.counters["capture.rows_dropped_staging_full"]
+    for name in names:
+        assert dropped or path.sealed(tokens[name]) == [True] * (len(tokens[name]) // CHUNK_TOKENS)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+
+
+def test_defaults_write_nothing_to_disk() -> None:
+    config = HCacheConfig.from_settings({})
+    assert config.dirs == ()
+    assert config.staging_size * 2 <= config.host_size
+
+
+def test_text_as_on_the_command_line() -> None:
+    config = HCacheConfig.from_settings({"dirs": "/a, /b", "disk_size": "8GB", "host_size": "512MiB"})
+    assert config.dirs == (Path("/a"), Path("/b"))
+    assert (config.disk_size, config.host_size) == (8 * 10**9, 512 * 2**20)
+
+
+def test_it_survives_the_way_through_json() -> None:
+    config = HCacheConfig.from_settings({"dirs": ["/a"], "write_policy": "write_through", "host_size": "1GB"})
+    assert HCacheConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"host_size": "8x"}, ("--hcache-host-size", "'8x'", "GiB")),
+        (
+            {"write_policy": "sometimes"},
+            ("--hcache-write-policy", "'sometimes'", "write_back", "write_through"),
+        ),
+        ({"method": "kv"}, ("--hcache-method", "'kv'", "auto", "hidden")),
+        ({"io_engine": "nixl"}, ("--hcache-io-engine", "'nixl'", "posix")),
+        ({"dirs": "/a,/a"}, ("--hcache-dirs", "twice")),
+        ({"run_chunks": 65}, ("run_chunks", "65", "64")),
+        ({"disk_sise": "1GB"}, ("disk_sise", "disk_size")),
+    ],
+)
+def test_errors_name_flag_value_and_what_is_allowed(
+    settings: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        HCacheConfig.from_settings(settings)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        HCacheConfig.from_settings({"host_size": "x", "disk_size": "y"})
+    assert len(str(error.value).splitlines()) == 2

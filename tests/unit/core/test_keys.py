@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hcache.core.keys import (
+    KEY_BYTES,
+    NAMESPACE_ID_BYTES,
+    Namespace,
+    chunk_keys,
+    next_key,
+    token_bytes,
+)
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+NAMESPACE = Namespace(model=b"m" * 32, layout="float32")
+TOKENS = st.lists(st.integers(0, 2**31), max_size=5 * CHUNK_TOKENS)
+
+
+def test_a_key_names_every_token_before_it() -> None:
+    root = NAMESPACE.root_key()
+    tokens = list(range(4 * CHUNK_TOKENS))
+    keys = chunk_keys(root, tokens)
+    for changed in range(len(tokens)):
+        other = chunk_keys(root, [*tokens[:changed], tokens[changed] + 1, *tokens[changed + 1 :]])
+        first = changed // CHUNK_TOKENS
+        assert other[:first] == keys[:first]
+        assert not set(other[first:]) & set(keys)
+
+
+@given(TOKENS)
+def test_keys_extend_a_prefix(tokens: list[int]) -> None:
+    root = NAMESPACE.root_key()
+    keys = chunk_keys(root, tokens)
+    assert len(keys) == len(tokens) // CHUNK_TOKENS
+    assert chunk_keys(root, tokens[:-1]) == keys[: max(0, len(tokens) - 1) // CHUNK_TOKENS]
+    assert all(len(key) == KEY_BYTES for key in keys)
+
+
+@given(TOKENS)
+def test_arrays_and_lists_give_the_same_keys(tokens: list[int]) -> None:
+    assert token_bytes(tokens) == token_bytes(array("q", tokens))
+
+
+def test_the_chain_can_be_continued_one_chunk_at_a_time() -> None:
+    tokens = list(range(3 * CHUNK_TOKENS))
+    key = NAMESPACE.root_key()
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        key = next_key(key, token_bytes(tokens[start : start + CHUNK_TOKENS]))
+    assert key == chunk_keys(NAMESPACE.root_key(), tokens)[-1]
+    with pytest.raises(ValueError, match="64 tokens"):
+        next_key(key, token_bytes([1]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(NAMESPACE, model=b"n" * 32),
+        replace(NAMESPACE, layout="bfloat16"),
+        replace(NAMESPACE, tenant=""),
+        replace(NAMESPACE, tenant="a"),
+        replace(NAMESPACE, lora_id="a"),
+    ],
+)
+def test_every_field_of_the_namespace_counts(other: Namespace) -> None:
+    assert other.root_key() != NAMESPACE.root_key()
+    assert other.namespace_id() != NAMESPACE.namespace_id()
+    assert len(other.namespace_id()) == NAMESPACE_ID_BYTES
+
+
+@given(*[st.one_of(st.none(), st.text(max_size=4))] * 4)
+def test_fields_are_framed_without_ambiguity(
+    tenant: str | None, lora: str | None, other_tenant: str | None, other_lora: str | None
+) -> None:
+    one = replace(NAMESPACE, tenant=tenant, lora_id=lora)
+    other = replace(NAMESPACE, tenant=other_tenant, lora_id=other_lora)
+    assert (one.root_key() == other.root_key()) == (one == other)
+
+
+def test_keys_are_frozen() -> None:
+    """What is on disk stays readable: these values must never change."""
+    keys = chunk_keys(NAMESPACE.root_key(), list(range(2 * CHUNK_TOKENS)))
+    assert [key.hex()[:16] for key in keys] == FROZEN_KEYS
+    assert NAMESPACE.namespace_id().hex()[:16] == FROZEN_NAMESPACE
+
+
+FROZEN_KEYS = ["b033cd3a98619eb3", "8d2edb080ae66857"]
+FROZEN_NAMESPACE = "465f0851cafc8638"

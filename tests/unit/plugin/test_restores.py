@@ -1,0 +1,346 @@
+"""The coordinator against a plain stand-in for the device tree: who waits, who owns which slots."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin import restores
+from sglang_hcache.sglang_plugin.protocols import DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+LAYOUT = StateLayout.all_hidden(1, 1, 1)
+ROOT = bytes(32)
+CAPACITY = 40 * CHUNK_TOKENS
+
+
+@dataclass
+class ChunkTree:
+    """A device cache of whole chunks: chunk key -> its slots. Locks count per chunk."""
+
+    evictions: int = 0
+    cached: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    locks: dict[bytes, int] = field(default_factory=dict)
+    free_slots: set[int] = field(default_factory=lambda: set(range(CAPACITY)))
+
+    def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
+        path: list[bytes] = []
+        for key in chunk_keys(ROOT, tokens):
+            if key not in self.cached:
+                break
+            path.append(key)
+        slots = [self.cached[key] for key in path] or [torch.zeros(0, dtype=torch.int64)]
+        return DeviceMatch(torch.cat(slots), tuple(path))  # type: ignore[arg-type]
+
+    def lock(self, node: tuple[bytes, ...]) -> None:
+        for key in node:
+            self.locks[key] = self.locks.get(key, 0) + 1
+
+    def unlock(self, node: tuple[bytes, ...]) -> None:
+        for key in node:
+            assert self.locks[key] > 0
+            self.locks[key] -= 1
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        while len(self.free_slots) < count:
+            if not self.evict_one():
+                return None
+        return torch.tensor([self.free_slots.pop() for _ in range(count)])
+
+    def evict_one(self) -> bool:
+        for key in reversed(list(self.cached)):
+            if not self.locks.get(key):
+                self.free(self.cached.pop(key))
+                self.evictions += 1
+                return True
+        return False
+
+    def free(self, slots: torch.Tensor) -> None:
+        freed = set(slots.tolist())
+        assert len(freed) == len(slots)
+        assert not freed & self.free_slots, "a slot was freed twice"
+        self.free_slots |= freed
+
+    def insert_tokens(
+        self, tokens: array[int], tenant: str | None, slots: torch.Tensor
+    ) -> tuple[int, object]:
+        keys = chunk_keys(ROOT, tokens)
+        assert len(slots) == len(tokens)
+        existing = len(self.match_tokens(tokens, tenant))
+        for index, key in enumerate(keys):
+            self.cached.setdefault(key, slots[index * CHUNK_TOKENS : (index + 1) * CHUNK_TOKENS])
+        return existing, tuple(keys)
+
+    def room(self) -> int:
+        unlocked = sum(CHUNK_TOKENS for key in self.cached if not self.locks.get(key))
+        return len(self.free_slots) + unlocked
+
+    def capacity(self) -> int:
+        return CAPACITY
+
+    def compute(self, tokens: list[int]) -> None:
+        """A request without restore prefilled ``tokens``."""
+        have = len(self.match_tokens(array("q", tokens), None))
+        slots = self.allocate(len(tokens) - have)
+        assert slots is not None
+        prefix = self.match_tokens(array("q", tokens), None).slots
+        self.insert_tokens(array("q", tokens), None, torch.cat([prefix, slots]))
+
+    def evict_all(self) -> None:
+        while self.evict_one():
+            pass
+
+
+@dataclass
+class Scheduler:
+    running: bool = False
+    reserved: int = 0
+    waiting: list[str] = field(default_factory=list)
+
+    def is_running(self) -> bool:
+        return self.running
+
+    def waiting_ids(self) -> list[str]:
+        return self.waiting
+
+    def reserved_tokens(self) -> int:
+        return self.reserved
+
+
+@dataclass
+class Engine:
+    """Jobs wait here until the test says how they end."""
+
+    jobs: list[RestoreJob] = field(default_factory=list)
+
+    def submit(self, job: RestoreJob) -> None:
+        self.jobs.append(job)
+
+    def end(self, state: RestoreState) -> None:
+        job = self.jobs.pop(0)
+        job.lease.close()
+        job.state = state
+
+
+class World:
+    def __init__(self) -> None:
+        self.counters = Counters()
+        host = HostTier(np.zeros((64, 64), np.uint8), LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
+        self.coordinator = RestoreCoordinator(
+            self.tree, self.tiers, self.scheduler, HCacheConfig(), self.counters
+        )
+        self.coordinator.attach_engine(self.engine)  # type: ignore[arg-type]
+
+    def store(self, tokens: list[int]) -> None:
+        parent = ROOT
+        for index, key in enumerate(chunk_keys(ROOT, tokens)):
+            slot = self.tiers.host.reserve()
+            assert slot is not None
+            self.tiers.seal(slot, ChunkInfo(key, parent, index, bytes(16)))
+            parent = key
+
+    def queue(self, rid: str, tokens: list[int]) -> None:
+        self.coordinator.queue(Prompt(rid, array("q", tokens), None), chunk_keys(ROOT, tokens))
+        self.scheduler.waiting.append(rid)
+
+    def restore(self, state: RestoreState = RestoreState.DONE) -> None:
+        self.coordinator.tick()
+        self.engine.end(state)
+        self.coordinator.tick()
+
+    def assert_clean(self) -> None:
+        """Nothing locked, every slot free or in the tree once."""
+        assert not any(self.tree.locks.values())
+        in_tree = [slot for slots in self.tree.cached.values() for slot in slots.tolist()]
+        assert len(in_tree) == len(set(in_tree))
+        assert set(in_tree) | self.tree.free_slots == set(range(CAPACITY))
+        assert self.coordinator.in_flight_tokens == 0
+
+
+def tokens(name: int, chunks: int) -> list[int]:
+    return [name] * (chunks * CHUNK_TOKENS)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_restore_from_request_to_admission(world: World) -> None:
+    prompt = [*tokens(1, 2), *tokens(2, 3)]
+    world.store(prompt)
+    world.tree.compute(prompt[: 2 * CHUNK_TOKENS])
+    world.queue("a", prompt)
+    assert not world.coordinator.may_be_admitted("a")
+    world.coordinator.tick()
+    job = world.engine.jobs[0]
+    assert (job.first_position, job.num_tokens) == (2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+    assert world.coordinator.in_flight_tokens == 3 * CHUNK_TOKENS
+    assert not world.coordinator.may_be_admitted("a")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evict_all()  # pinned: it stays for its request
+    assert len(world.tree.match_tokens(array("q", prompt), None)) == len(prompt)
+    restored = world.coordinator.admitted("a", len(prompt))
+    assert (restored.host, restored.disk) == (3 * CHUNK_TOKENS, 0)
+    world.assert_clean()
+
+
+def test_only_tokens_that_were_used_are_reported(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert world.coordinator.admitted("a", 2 * CHUNK_TOKENS).host == 2 * CHUNK_TOKENS
+
+
+def test_nothing_stored_means_no_waiting(world: World) -> None:
+    world.queue("a", tokens(1, 4))
+    assert world.coordinator.may_be_admitted("a")
+    assert world.coordinator.may_be_admitted("never heard of")
+
+
+def test_a_failed_restore_gives_everything_back_and_is_not_tried_again(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore(RestoreState.FAILED)
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evictions += 1
+    assert world.coordinator.may_be_admitted("a")
+    world.assert_clean()
+
+
+def test_two_requests_for_one_prefix_restore_it_once(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.queue("b", tokens(1, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert not world.coordinator.may_be_admitted("b")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("b")
+    assert world.coordinator.admitted("a", 4 * CHUNK_TOKENS).host == 4 * CHUNK_TOKENS
+    assert world.coordinator.admitted("b", 4 * CHUNK_TOKENS).host == 0  # it found them on the device
+    world.assert_clean()
+
+
+def test_what_somebody_computed_meanwhile_is_not_kept_twice(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    world.tree.compute(tokens(1, 2))
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    world.assert_clean()
+    assert len(world.tree.cached) == 4
+
+
+@pytest.mark.parametrize("state", [RestoreState.DONE, RestoreState.CANCELLED, RestoreState.FAILED])
+def test_an_abort_frees_slots_only_when_the_job_is_over(world: World, state: RestoreState) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    free = len(world.tree.free_slots)
+    world.coordinator.drop("a")
+    world.coordinator.tick()
+    assert len(world.tree.free_slots) == free
+    world.engine.end(state)
+    world.coordinator.tick()
+    world.assert_clean()
+    assert len(world.tree.free_slots) == CAPACITY
+
+
+def test_aborts_in_other_phases(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("pending", tokens(1, 4))
+    world.coordinator.drop("pending")
+    world.queue("pinned", tokens(1, 4))
+    world.restore()
+    world.coordinator.drop("pinned")
+    world.assert_clean()
+
+
+def test_running_requests_keep_their_reserve(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 3 * CHUNK_TOKENS
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.scheduler.reserved -= CHUNK_TOKENS
+    world.coordinator.tick()
+    assert world.engine.jobs
+
+
+def test_restores_share_the_pool_with_the_rest(world: World) -> None:
+    """At most half of the pool is in flight or pinned, but one restore may always run alone."""
+    for name in (1, 2):
+        world.store(tokens(name, 24))
+        world.queue(f"r{name}", tokens(name, 24))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert not world.engine.jobs  # the first one is pinned
+    world.coordinator.admitted("r1", 24 * CHUNK_TOKENS)
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_pins_that_block_the_queue_are_given_back(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    for _ in range(restores._STALLED_TICKS - 1):
+        assert any(world.tree.locks.values())
+        world.coordinator.tick()
+    assert not any(world.tree.locks.values())
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evict_all()
+    assert not world.coordinator.may_be_admitted("a")  # evicted before admission: one more restore
+    world.restore()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    world.assert_clean()
+
+
+def test_a_request_that_vanished_does_not_hold_anything(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    world.scheduler.waiting.clear()
+    monkeypatch.setattr(restores, "_PRUNE_EVERY_S", 0.0)
+    world.coordinator.tick()
+    world.assert_clean()
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 0, "running": 0, "pinned": 0}
+
+
+def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("a")
+    monkeypatch.setattr(restores, "_PENDING_LIMIT_S", 0.0)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")

@@ -1,0 +1,175 @@
+"""Restores from a real host tier into a pretend KV pool, with a projector that can be checked by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+LAYERS, WIDTH, SLOTS = 5, 8, 1024
+LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+
+
+class ReadHook(TieredStore):
+    """A tiered store whose reads can be disturbed."""
+
+    before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
+
+    def read_layer(self, lease, layer, out) -> None:  # type: ignore[no-untyped-def]
+        self.before_read(layer)
+        super().read_layer(lease, layer, out)
+
+
+class DoubleAndPosition:
+    """K is twice the hidden state, V is the position."""
+
+    def project(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden[:, None, :] * 2, positions[:, None, None].expand(-1, 1, WIDTH).float()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.k = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
+        self.v = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.k[layer][slots] = key
+        self.v[layer][slots] = value
+
+
+class Bench:
+    def __init__(self, chunks: int = 3) -> None:
+        self.counters = Counters()
+        arena = np.zeros((8, LAYOUT.chunk_bytes), np.uint8)
+        host = HostTier(arena, LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = ReadHook(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
+        self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
+        for index, key in enumerate(self.keys):
+            slot = host.reserve()
+            assert slot is not None
+            rows = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            for layer in range(LAYERS):
+                host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
+            self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+        self.pool = Pool()
+        self.over = threading.Event()
+        self.engine = RestoreEngine(
+            self.tiers,
+            DoubleAndPosition(),
+            self.pool,
+            torch.float32,
+            self.counters,
+            lambda _job: self.over.set(),
+        )
+
+    def run(self, *, first: int = 1, deadline_s: float = 10.0, cancel: bool = False) -> RestoreJob:
+        """Restore the chunks from ``first`` on and wait for the outcome."""
+        lease = self.tiers.lease(self.keys[first:])
+        slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(lease.keys)]
+        job = RestoreJob(lease, first * CHUNK_TOKENS, slots, deadline_s)
+        if cancel:
+            job.cancel()
+        self.engine.submit(job)
+        assert self.over.wait(10)
+        self.over.clear()
+        return job
+
+    def assert_nothing_is_pinned(self) -> None:
+        taken = [self.tiers.host.reserve() for _ in range(8)]
+        assert None not in taken
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
+    for first in (0, 1, 2, 1):
+        job = bench.run(first=first)
+        assert job.state is RestoreState.DONE
+        start = first * CHUNK_TOKENS
+        for layer in range(LAYERS):
+            assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer, start:] * 2)
+            positions = torch.arange(start, start + job.num_tokens).float()
+            assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], positions)
+    bench.assert_nothing_is_pinned()
+
+
+def test_the_next_layer_is_read_while_one_is_projected(bench: Bench) -> None:
+    seen: list[int] = []
+    bench.tiers.before_read = seen.append  # type: ignore[method-assign]
+    blocked = threading.Event()
+    project = DoubleAndPosition.project
+
+    def slow(self: DoubleAndPosition, layer: int, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer == 0:
+            blocked.set()
+            deadline = time.monotonic() + 5
+            while 1 not in seen:
+                assert time.monotonic() < deadline, "layer 1 was not read during the projection of layer 0"
+        return project(self, layer, *args)
+
+    bench.engine._pipeline._projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
+    assert bench.run().state is RestoreState.DONE
+    assert blocked.is_set()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_failing_read_fails_the_job_and_only_that(bench: Bench, layer: int) -> None:
+    def fail(at: int) -> None:
+        if at == layer:
+            raise StoreIOError("broken")
+
+    bench.tiers.before_read = fail  # type: ignore[method-assign]
+    job = bench.run()
+    assert job.state is RestoreState.FAILED
+    assert isinstance(job.error, StoreIOError)
+    bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    assert bench.run().state is RestoreState.DONE
+    bench.assert_nothing_is_pinned()
+
+
+def test_an_error_nobody_foresaw_does_not_end_the_thread(bench: Bench) -> None:
+    def fail(_layer: int) -> None:
+        raise ZeroDivisionError
+
+    bench.tiers.before_read = fail  # type: ignore[method-assign]
+    assert bench.run().state is RestoreState.FAILED
+    bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    assert bench.run().state is RestoreState.DONE
+
+
+def test_a_cancelled_job_writes_nothing_more(bench: Bench) -> None:
+    job = bench.run(cancel=True)
+    assert job.state is RestoreState.CANCELLED
+    assert not bench.pool.k.any()
+    bench.assert_nothing_is_pinned()
+
+
+def test_a_hung_read_ends_with_the_deadline(bench: Bench) -> None:
+    release = threading.Event()
+    bench.tiers.before_read = lambda _layer: release.wait(10)  # type: ignore[method-assign]
+    began = time.monotonic()
+    job = bench.run(deadline_s=0.2)
+    assert time.monotonic() - began < 5
+    assert job.state is RestoreState.FAILED
+    assert isinstance(job.error, RestoreTimeoutError)
+    release.set()

@@ -1,0 +1,143 @@
+"""Host and disk tier together, with real files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.errors import TierMissError
+from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
+
+LAYOUT = StateLayout.all_hidden(num_layers=3, hidden_size=32, dtype_bytes=2)
+
+
+def key(name: int) -> bytes:
+    return name.to_bytes(32, "little")
+
+
+def open_tiers(folder: Path, slots: int = 8, policy: WritePolicy = WritePolicy.WRITE_BACK) -> TieredStore:
+    counters = Counters()
+    store = DiskStore.open(
+        StoreConfig(dirs=(folder,), size_bytes=64 * 2**20, free_floor_bytes=0, segment_bytes=4 * 2**20),
+        counters,
+    )
+    host = HostTier(np.zeros((slots, LAYOUT.chunk_bytes), np.uint8), LAYOUT, counters, keep_dirty=True)
+    return TieredStore(host, store, counters, write_policy=policy, run_chunks=4)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[TieredStore]:
+    opened = open_tiers(tmp_path / "store")
+    yield opened
+    opened.close()
+
+
+def put(tiers: TieredStore, name: int) -> None:
+    slot = tiers.host.reserve()
+    assert slot is not None
+    for layer in range(LAYOUT.num_layers):
+        tiers.host.layer_of(slot, layer)[:] = (name * 10 + layer) % 256
+    tiers.seal(slot, ChunkInfo(key(name), key(name - 1), name - 1, bytes(16)))
+
+
+def read(tiers: TieredStore, names: list[int]) -> tuple[str, ...]:
+    """Check the bytes of ``names``; returns where they came from."""
+    with tiers.lease([key(name) for name in names]) as lease:
+        for layer in range(LAYOUT.num_layers):
+            size = LAYOUT.chunk_layer_bytes[layer]
+            out = np.zeros(len(names) * size, np.uint8)
+            tiers.read_layer(lease, layer, out)
+            for index, name in enumerate(names):
+                assert (out[index * size : (index + 1) * size] == (name * 10 + layer) % 256).all()
+        return lease.sources
+
+
+def test_demoted_chunks_are_read_from_disk_once_the_host_forgot_them(tiers: TieredStore) -> None:
+    for name in range(1, 7):
+        put(tiers, name)
+    tiers.demote(lambda: [key(name) for name in range(1, 5)])
+    wait_until_saved(tiers)
+    assert tiers.host.counts() == (2, 4, 2)
+    assert read(tiers, list(range(1, 7))) == (HOST,) * 6
+    for name in range(7, 11):
+        put(tiers, name)
+    assert [key(name) in tiers.host for name in range(1, 7)] == [False, False, True, True, True, True]
+    assert read(tiers, [1, 2, 3, 4, 5]) == (DISK, DISK, HOST, HOST, HOST)
+    assert tiers.match([key(name) for name in (1, 2, 3, 99, 4)]) == 3
+
+
+def test_write_through_writes_what_is_sealed(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    for name in range(1, 5):
+        put(tiers, name)
+    wait_until_saved(tiers)
+    assert tiers.host.counts() == (4, 4, 0)
+    tiers.close()
+    reopened = open_tiers(tmp_path / "store")
+    assert read(reopened, [1, 2, 3, 4]) == (DISK,) * 4
+    reopened.close()
+
+
+def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", slots=16)
+    for name in range(1, 101):
+        wait_for(lambda: tiers.host.counts()[0] + tiers.host.counts()[1] > 0)
+        put(tiers, name)
+    wait_until_saved(tiers)
+    assert tiers.flush(10)
+    for first in range(1, 101, 10):
+        read(tiers, list(range(first, first + 10)))
+    tiers.close()
+
+
+def test_a_chunk_is_not_written_twice(tiers: TieredStore) -> None:
+    for _ in range(3):
+        for name in range(1, 5):
+            put(tiers, name)
+        tiers.demote_all()
+        wait_until_saved(tiers)
+    assert tiers.disk is not None
+    assert tiers.disk.stats().chunks == 4
+    assert tiers._observer["demote.chunks_written"] == 4  # type: ignore[index]
+
+
+def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:
+    put(tiers, 1)
+    with pytest.raises(TierMissError):
+        tiers.lease([key(1), key(2)])
+    tiers.host.mark_clean(key(1))
+    for name in range(11, 19):
+        put(tiers, name)
+    assert key(1) not in tiers.host  # it was evictable: the failed lease left no pin
+
+
+def test_clear_empties_both(tiers: TieredStore) -> None:
+    for name in range(1, 5):
+        put(tiers, name)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    tiers.clear()
+    assert tiers.match([key(1)]) == 0
+    put(tiers, 1)
+    assert read(tiers, [1]) == (HOST,)
+
+
+def wait_until_saved(tiers: TieredStore) -> None:
+    wait_for(lambda: not tiers.is_saving)
+
+
+def wait_for(condition: object) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
