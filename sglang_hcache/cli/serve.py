@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _CPU_SETTINGS = (
 def _values(arguments: Sequence[str], flag: str) -> list[str | None]:
     """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
     values: list[str | None] = []
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         if argument == flag:
             values.append(following)
         elif argument.startswith(flag + "="):

@@ -169,11 +169,13 @@ class ServerProcess:
         """End gracefully: SIGTERM, ``timeout_s`` seconds to drain and save, then :meth:`kill`. Idempotent."""
         if self._process is None:
             return
-        if self.is_running:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
-        self.kill()
+        try:
+            if self.is_running:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+        finally:  # also when a Ctrl-C ends the wait
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group at once; returns when all of it is gone. Idempotent.

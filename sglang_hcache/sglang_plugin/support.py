@@ -32,7 +32,17 @@ def check_arguments(args: argparse.Namespace) -> None:
         (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
         (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
     ]
-    _raise([f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given])
+    problems = [f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given]
+    if args.disaggregation_mode not in (None, "null"):
+        problems.append(
+            f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
+        )
+    if args.kv_cache_dtype not in (None, "auto"):
+        problems.append(
+            f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: "
+            "restored K and V would be rounded differently; use auto"
+        )
+    _raise([*problems, *_parallelism(args)])
 
 
 def check_server_args(server_args: Any) -> None:
@@ -42,14 +52,14 @@ def check_server_args(server_args: Any) -> None:
         ConfigError: one line per refusal.
     """
     model = server_args.get_model_config()
-    problems = [*_parallelism(server_args), *_memory(server_args), *_model(model)]
+    problems = _model(model)
+    if CHUNK_TOKENS % server_args.page_size:
+        problems.append(
+            f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
+        )
     if str(server_args.device) != "cpu":
         problems.append(
             f"{_FLAG} runs with --device cpu in this version, not {server_args.device!r}: the CUDA path is not built"
-        )
-    if server_args.disaggregation_mode != "null":
-        problems.append(
-            f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
         )
     if not server_args.disable_overlap_schedule:
         problems.append(
@@ -62,32 +72,18 @@ def check_server_args(server_args: Any) -> None:
     _raise(problems)
 
 
-def _parallelism(server_args: Any) -> list[str]:
+def _parallelism(args: argparse.Namespace) -> list[str]:
     return [
         f"{_FLAG} supports {flag} 1 only, got {size}: ranks do not agree on restores yet"
         for flag, size in (
-            ("--tp-size", server_args.tp_size),
-            ("--pp-size", server_args.pp_size),
-            ("--dp-size", server_args.dp_size),
-            ("--attn-cp-size", server_args.attn_cp_size),
-            ("--dcp-size", server_args.dcp_size),
+            ("--tp-size", args.tp_size),
+            ("--pp-size", args.pp_size),
+            ("--dp-size", args.dp_size),
+            ("--attn-cp-size", args.attn_cp_size),
+            ("--dcp-size", args.dcp_size),
         )
-        if size != 1
+        if size not in (None, 1)
     ]
-
-
-def _memory(server_args: Any) -> list[str]:
-    problems = []
-    if server_args.kv_cache_dtype != "auto":
-        problems.append(
-            f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: "
-            "restored K and V would be rounded differently; use auto"
-        )
-    if CHUNK_TOKENS % server_args.page_size:
-        problems.append(
-            f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
-        )
-    return problems
 
 
 def _model(model: Any) -> list[str]:

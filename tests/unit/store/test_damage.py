@@ -164,6 +164,8 @@ def test_missing_segment_file_while_running(tmp_path: Path, store: DiskStore, co
 def test_a_damaged_run_stays_forgotten(
     tmp_path: Path, store: DiskStore, counters: Counters, open_store: OpenStore
 ) -> None:
+    store.close()
+    store = open_store(small_config(tmp_path, 2))
     path, offset, _ = extent_of(tmp_path, 0)
     overwrite(path, offset, b"x")
     expect_corrupt(store, counters, "magic")

@@ -222,6 +222,16 @@ def test_a_rebuild_skips_runs_with_missing_or_damaged_headers(
     assert readable(store) == [number for number in range(RUNS) if number != damaged]
 
 
+def test_a_rebuild_wants_all_headers_of_a_part_to_agree(closed: StoreConfig, open_store: OpenStore) -> None:
+    index_path(closed).unlink()
+    extents = [extent for directory in closed.dirs for extent in find_extents(directory)]
+    path, offset, header = next(extent for extent in extents if extent[2].extent_offset)
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(pack_header(replace(header, namespace_id=b"another tenant's")))
+    assert open_store(closed).stats().runs == RUNS - 1
+
+
 def test_a_rebuild_finds_runs_behind_a_hole(closed: StoreConfig, open_store: OpenStore) -> None:
     index_path(closed).unlink()
     path, _, header = find_extents(closed.dirs[0])[0]

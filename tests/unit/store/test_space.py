@@ -11,7 +11,9 @@ import pytest
 from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.directory import StoreDirectory
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     make_key,
@@ -116,6 +118,41 @@ def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) ->
     assert store.match(held) == 0
 
 
+def test_a_lease_taken_while_a_victim_is_chosen_wins(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    (held,) = fill(store, 0, 1)
+    real = Catalog.coldest
+    leases = []
+
+    def coldest(catalog: Catalog) -> Segment | None:
+        victim = real(catalog)
+        if not leases:
+            leases.append(store.lease(held))
+        return victim
+
+    monkeypatch.setattr(Catalog, "coldest", coldest)
+    fill(store, 1000, 12)
+    assert leases
+    assert store.match(held) == 6
+    leases[0].close()
+
+
+def test_evicting_an_old_run_leaves_the_newer_one_of_the_same_keys(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    fill(store, 0, 1)
+    (keys,) = fill(store, 0, 1)
+    number = 1
+    while counters["store.segments_evicted"] == 0:
+        fill(store, 1000 * number, 1)
+        number += 1
+    assert counters["store.chunks_evicted"] == 0
+    read_keys(store, keys)
+
+
 def test_when_everything_is_leased_a_write_is_refused_and_works_later(
     tmp_path: Path, open_store: OpenStore, counters: Counters
 ) -> None:
@@ -186,6 +223,8 @@ def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
     for number in range(1, 20):
         fill(store, 1000 * number, 1)
         assert physical_bytes(config.dirs) <= store.stats().reserved_bytes <= 8 * MIB
+        segments = config.dirs[0].glob("segment-*")
+        assert sum(path.stat().st_blocks * 512 for path in segments) <= config.segments_budget_bytes
     assert counters["store.unlink_failures"] >= 1
     assert counters["store.segments_evicted"] > 5
     assert victim.exists()

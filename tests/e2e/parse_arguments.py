@@ -1,0 +1,34 @@
+"""Run by test_flags.py in a process of its own: parse command lines as the real server does, print what came out."""
+
+import contextlib
+import io
+import json
+import sys
+
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
+
+
+def parse(arguments: list[str]) -> dict[str, object]:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            parsed = prepare_server_args(arguments)
+        except SystemExit as stop:
+            return {"exit": stop.code, "stderr": errors.getvalue()}
+        except Exception as error:
+            return {"exit": "exception", "stderr": repr(error)}
+    assert isinstance(parsed, ServerArgs)
+    names = (
+        "radix_cache_backend",
+        "enable_hierarchical_cache",
+        "hicache_storage_backend",
+        "hicache_storage_backend_extra_config",
+    )
+    return {"exit": None, "fields": {name: getattr(parsed, name) for name in names}}
+
+
+print("RESULTS " + json.dumps([parse(arguments) for arguments in json.load(sys.stdin)]))

@@ -1,0 +1,177 @@
+"""Command lines of the real server: what is accepted, what is refused and with which words. No model is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hcache.cli.serve import prepare_launch
+
+ON = ["--hierarchical-cache", "hcache"]
+CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Arguments (after model, CPU settings and the tier's flag), and what the message must say."""
+
+    arguments: list[str]
+    says: tuple[str, ...]
+    model: dict[str, Any] | None = None
+
+
+REFUSALS = {
+    "size": Refusal(["--hcache-host-size", "8x"], ("--hcache-host-size", "'8x'", "GiB")),
+    "policy": Refusal(["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")),
+    "method": Refusal(["--hcache-method", "kv"], ("--hcache-method", "'kv'", "hidden")),
+    "engine": Refusal(["--hcache-io-engine", "nixl"], ("--hcache-io-engine", "'nixl'", "posix")),
+    "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
+    "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
+    "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
+    "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
+    "page size": Refusal(["--page-size", "48"], ("--page-size", "48")),
+    "speculative": Refusal(
+        ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"], ("--speculative-algorithm",)
+    ),
+    "kv dtype": Refusal(["--kv-cache-dtype", "fp8_e4m3"], ("--kv-cache-dtype", "fp8_e4m3")),
+    "disaggregation": Refusal(["--disaggregation-mode", "prefill"], ("--disaggregation-mode",)),
+    "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
+    "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),
+    "hicache": Refusal(["--enable-hierarchical-cache"], ("--enable-hierarchical-cache",)),
+    "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
+    "mla": Refusal(
+        [],
+        ("DeepseekV2ForCausalLM", "MLA"),
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "sliding window": Refusal(
+        [],
+        ("MistralForCausalLM", "sliding window"),
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "sliding_window": 128,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All command lines through one process: importing SGLang takes long."""
+    folder = tmp_path_factory.mktemp("flags")
+    model = tiny_model()
+    settings = folder / "settings.yaml"
+    settings.write_text("host_size: 2GB\ndisk_size: 7GB\nrun_chunks: 8\n", encoding="utf-8")
+    (folder / "typo.yaml").write_text("hots_size: 2GB\n", encoding="utf-8")
+    base = ["--model-path", str(model), *CPU]
+    cases = {
+        "off": base,
+        "explicitly off": [*base, "--hierarchical-cache", "off"],
+        "off with our flags": [*base, "--hcache-host-size", "1GB"],
+        "on": [*base, *ON],
+        "flags": [*base, *ON, "--hcache-dirs", "/a,/b", "--hcache-host-size", "512MiB"],
+        "file": [*base, *ON, "--hcache-config", str(settings), "--hcache-disk-size", "9GB"],
+        "typo": [*base, *ON, "--hcache-config", str(folder / "typo.yaml")],
+        "overlap": [*base[:-1], *ON],
+    }
+    for name, refusal in REFUSALS.items():
+        path = model if refusal.model is None else config_only(folder / name, refusal.model)
+        cases[name] = ["--model-path", str(path), *CPU, *ON, *refusal.arguments]
+    _, environment = prepare_launch([])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("parse_arguments.py"))],
+        input=json.dumps(list(cases.values())),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stderr[-4000:]
+    return dict(zip(cases, json.loads(lines[0].removeprefix("RESULTS ")), strict=True))
+
+
+def config_only(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_a_reason(results: dict[str, Any], name: str) -> None:
+    assert results[name]["exit"] == 2, results[name]
+    message = results[name]["stderr"]
+    assert "hcache: error: " in message
+    assert "Traceback" not in message
+    for part in REFUSALS[name].says:
+        assert part in message
+
+
+def test_a_typo_in_the_file_is_refused(results: dict[str, Any]) -> None:
+    assert results["typo"]["exit"] == 2
+    assert "hots_size" in results["typo"]["stderr"]
+    assert "host_size" in results["typo"]["stderr"]
+
+
+def test_overlap_scheduling_is_refused(results: dict[str, Any]) -> None:
+    assert results["overlap"]["exit"] == 2
+    assert "--disable-overlap-schedule" in results["overlap"]["stderr"]
+
+
+@pytest.mark.parametrize("name", ["off", "explicitly off", "off with our flags"])
+def test_without_the_flag_nothing_of_sglang_changes(results: dict[str, Any], name: str) -> None:
+    assert results[name] == {
+        "exit": None,
+        "fields": {
+            "radix_cache_backend": None,
+            "enable_hierarchical_cache": False,
+            "hicache_storage_backend": None,
+            "hicache_storage_backend_extra_config": None,
+        },
+    }
+
+
+def test_the_flag_selects_our_backend(results: dict[str, Any]) -> None:
+    fields = results["on"]["fields"]
+    assert fields["radix_cache_backend"] == "hcache"
+    assert json.loads(fields["hicache_storage_backend_extra_config"])["dirs"] == []
+
+
+def test_flags_reach_the_configuration_and_win_over_the_file(results: dict[str, Any]) -> None:
+    flags = json.loads(results["flags"]["fields"]["hicache_storage_backend_extra_config"])
+    assert (flags["dirs"], flags["host_size"]) == (["/a", "/b"], 512 * 2**20)
+    file = json.loads(results["file"]["fields"]["hicache_storage_backend_extra_config"])
+    assert (file["host_size"], file["disk_size"], file["run_chunks"]) == (2 * 10**9, 9 * 10**9, 8)
