@@ -222,13 +222,16 @@ def test_a_rebuild_skips_runs_with_missing_or_damaged_headers(
     assert readable(store) == [number for number in range(RUNS) if number != damaged]
 
 
-def test_a_rebuild_wants_all_headers_of_a_part_to_agree(closed: StoreConfig, open_store: OpenStore) -> None:
+@pytest.mark.parametrize("change", [{"namespace_id": b"another tenant's"}, {"run_id": b"another run's id"}])
+def test_a_rebuild_wants_all_headers_of_a_part_to_agree(
+    closed: StoreConfig, open_store: OpenStore, change: dict[str, bytes]
+) -> None:
     index_path(closed).unlink()
     extents = [extent for directory in closed.dirs for extent in find_extents(directory)]
     path, offset, header = next(extent for extent in extents if extent[2].extent_offset)
     with open(path, "r+b") as file:
         file.seek(offset)
-        file.write(pack_header(replace(header, namespace_id=b"another tenant's")))
+        file.write(pack_header(replace(header, **change)))
     assert open_store(closed).stats().runs == RUNS - 1
 
 
