@@ -115,3 +115,38 @@ def _tiny_model(
     )
     write_tiny_model(folder, model)
     print(f"wrote {folder}")
+
+
+@app.command("demo")
+def _demo(
+    conversations: Annotated[int, typer.Option(help="Conversations, held in turn; at least 3.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation; at least 2.")] = 4,
+    dirs: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR,...", help="Directories of the disk tier, kept. Default: beside the model."
+        ),
+    ] = "",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep model, disk tier and logs here; a second run finds them again."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print measurements as JSON, no table.")] = False,
+) -> None:
+    """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
+
+    Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
+    the recomputed one.
+    """
+    from sglang_hcache.cli.demo import DemoSettings, run_demo
+    from sglang_hcache.cli.demo_view import choose_view
+
+    folders = tuple(Path(part).expanduser().absolute() for part in dirs.split(",") if part.strip())
+    settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
+    with choose_view(as_json=as_json) as view:
+        report = run_demo(settings, view)
+    if report.failure is not None:
+        print(f"hcache demo: {report.failure}", file=sys.stderr)
+        raise typer.Exit(1)

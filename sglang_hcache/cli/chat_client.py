@@ -1,0 +1,232 @@
+"""Streaming chat over the OpenAI-compatible API, measured: what was answered, when, and from where."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, TypedDict
+
+import httpx
+
+from sglang_hcache.core.errors import HCacheError
+
+_TIMEOUT_S = 300.0
+
+
+class ChatError(HCacheError):
+    """The server refused a request, or failed while answering it."""
+
+
+class Message(TypedDict):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerToken:
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSources:
+    """Where the state of a prompt's tokens came from. The four add up to the prompt."""
+
+    device: int
+    host: int
+    disk: int
+    recomputed: int
+
+    @property
+    def prompt(self) -> int:
+        return self.device + self.host + self.disk + self.recomputed
+
+    @property
+    def restored(self) -> int:
+        """Tokens from either tier."""
+        return self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """One answer and its measurements."""
+
+    text: str
+    tokens: tuple[AnswerToken, ...]
+    sources: TokenSources
+    ttft_s: float
+    """From sending the request to the arrival of the first token, seconds."""
+    total_s: float
+    """From sending the request to the end of the answer, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDifference:
+    """How far two answers to one prompt are apart."""
+
+    same_tokens: bool
+    logprob: float
+    """Largest difference between the logprobs of tokens at the same place; infinite if there is none to compare."""
+
+    def is_within(self, tolerance: float) -> bool:
+        """Whether the answers count as equal."""
+        return self.same_tokens and self.logprob <= tolerance
+
+
+def compare_answers(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference:
+    """Compare token by token."""
+    same_tokens = [token.text for token in one.tokens] == [token.text for token in other.tokens]
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    differences = [abs(a.logprob - b.logprob) for a, b in pairs]
+    # A NaN must not hide: it would compare as neither larger nor smaller.
+    if not differences or any(difference != difference for difference in differences):
+        return AnswerDifference(same_tokens, float("inf"))
+    return AnswerDifference(same_tokens, max(differences))
+
+
+class ChatClient:
+    """A client of one server. Requests are greedy and ask for the answer's logprobs.
+
+    Args:
+        url: base address of the server, as in ``http://127.0.0.1:30000``.
+        timeout_s: longest silence of the server within one request, seconds.
+        transport: for tests; None for the network.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float = _TIMEOUT_S, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False, transport=transport)
+
+    def ask(self, messages: Sequence[Message], *, max_tokens: int, **extra: Any) -> ChatAnswer:
+        """Send a conversation and read its answer to the end. May be called from several threads.
+
+        Args:
+            max_tokens: longest answer, tokens.
+            extra: further fields of the request's body, such as ``cache_salt``.
+
+        Raises:
+            ChatError: the server refused, failed or fell silent.
+        """
+        body = {
+            "model": "default",
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "logprobs": True,
+            "max_completion_tokens": max_tokens,
+            "return_cached_tokens_details": True,
+            **extra,
+        }
+        reader = _StreamReader()
+        try:
+            with self._http.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise ChatError(f"{self._url}: HTTP {response.status_code}: {response.text}")
+                for line in response.iter_lines():
+                    reader.take(line)
+        except httpx.HTTPError as error:
+            raise ChatError(f"{self._url}: {error!r}") from error
+        return reader.answer()
+
+    def tier_state(self) -> dict[str, Any] | None:
+        """The tier's counters and sizes, from ``/server_info``; None if the server runs without the tier.
+
+        Raises:
+            ChatError: no answer.
+        """
+        try:
+            response = self._http.get(f"{self._url}/server_info")
+            response.raise_for_status()
+            states = response.json()["internal_states"]
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise ChatError(f"{self._url}/server_info: {error}") from error
+        state: dict[str, Any] | None = states[0].get("hcache") if states else None
+        return state
+
+    def wait_saved(self, timeout_s: float = 30.0) -> bool:
+        """Wait until the tier has nothing left to save; False if it still has after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.tier_state()) is not None and state["saving"]:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._http.close()
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _StreamReader:
+    """Puts the chunks of one stream together. Time runs from its construction."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._ttft_s: float | None = None
+        self._text: list[str] = []
+        self._tokens: list[AnswerToken] = []
+        self._prompt_tokens: int | None = None
+        self._details: dict[str, Any] = {}
+
+    def take(self, line: str) -> None:
+        """One line of the stream of server-sent events."""
+        field, _, data = line.partition(":")
+        if field != "data" or data.strip() == "[DONE]":
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise ChatError(f"the server sent something that is not JSON: {data[:200]!r}") from None
+        if "error" in chunk:
+            raise ChatError(f"the server failed while answering: {chunk['error']}")
+        for choice in chunk.get("choices") or ():
+            self._take_choice(choice)
+        if chunk.get("usage"):
+            self._prompt_tokens = int(chunk["usage"]["prompt_tokens"])
+        # SGLang's extension; absent when nothing came from a cache.
+        self._details = (chunk.get("sglext") or {}).get("cached_tokens_details") or self._details
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        content = choice["delta"].get("content") or ""
+        logprobs = (choice.get("logprobs") or {}).get("content") or ()
+        if self._ttft_s is None and (content or logprobs):
+            self._ttft_s = time.perf_counter() - self._began
+        self._text.append(content)
+        self._tokens += [AnswerToken(token["token"], token["logprob"]) for token in logprobs]
+
+    def answer(self) -> ChatAnswer:
+        """The whole answer.
+
+        Raises:
+            ChatError: the stream ended without a token or without its usage.
+        """
+        total_s = time.perf_counter() - self._began
+        if self._ttft_s is None or self._prompt_tokens is None:
+            raise ChatError("the server ended its answer early")
+        device, host, disk = (int(self._details.get(name) or 0) for name in ("device", "host", "storage"))
+        return ChatAnswer(
+            text="".join(self._text),
+            tokens=tuple(self._tokens),
+            sources=TokenSources(
+                device=device, host=host, disk=disk, recomputed=self._prompt_tokens - device - host - disk
+            ),
+            ttft_s=self._ttft_s,
+            total_s=total_s,
+        )
