@@ -1,0 +1,106 @@
+"""Every supported family and dtype: the self-check accepts the right projector only, and restored equals recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hcache.cli.server_process import ServerProcessError
+from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
+from tests.e2e.test_serving import assert_same_pool
+
+
+@dataclass(frozen=True)
+class Case:
+    model: dict[str, Any]
+    mutant: str | None = None
+    """Switch that makes the projector wrong for this family."""
+
+
+CASES = {
+    "llama-gqa": Case({"family": "llama", "kv_heads": 2}, "projector_positions"),
+    "qwen2": Case({"family": "qwen2"}, "projector_bias"),
+    "qwen3": Case({"family": "qwen3"}, "projector_norm"),
+    "mistral": Case({"family": "mistral"}),
+}
+
+
+def server_for(folder: Path, model: Path, dtype: str = "float32") -> TierServer:
+    return TierServer(
+        folder,
+        [
+            *("--model-path", str(model), "--dtype", dtype, "--max-total-tokens", "8192"),
+            *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB"),
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_restored_equals_recomputed(name: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with server_for(tmp_path, tiny_model(**CASES[name].model)) as server:
+        prompt = random_prompt(1, 700)
+        recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
+        server.ask(prompt)
+        server.settle()
+        server.flush_device()
+        restored = server.ask(prompt, rid="probe-restored", tokens=16)
+        assert restored.host == 640
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        server.flush_device()
+        with server.switched_on("corrupt_restored_key"):
+            wrong = server.ask(prompt, tokens=16)
+        assert largest_difference(wrong, recomputed) > TOLERANCE
+        server.flush_device()
+        server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mutant])
+def test_the_self_check_refuses_a_wrong_projector(
+    name: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    assert case.mutant is not None
+    server = server_for(tmp_path, tiny_model(**case.model))
+    with server.switched_on(case.mutant), pytest.raises(ServerProcessError, match="died while starting"), server:
+        pass
+    log = server.process.log_text()
+    assert "refuses to serve" in log
+    assert "allowed:" in log
+
+
+def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Restored answers differ from recomputed ones no more than recomputed ones differ among themselves.
+
+    Two recomputations of a prompt differ when it is prefilled in other pieces: other shapes of the same products.
+    """
+    model = tiny_model(dtype="bfloat16")
+    with server_for(tmp_path, model, "bfloat16") as server:
+        among_themselves, restored_differences = [], []
+        for seed in range(8):
+            prompt = random_prompt(seed, 700)
+            whole = score(server, prompt, extra_key=f"whole-{seed}")
+            for warm in (64, 320, 576):  # computed in two pieces: the first is a device hit for the second
+                server.ask(prompt[: warm + 1], tokens=1, extra_key=f"pieces-{warm}-{seed}")
+                pieces = score(server, prompt, extra_key=f"pieces-{warm}-{seed}")
+                assert pieces.device == warm
+                among_themselves.append(largest_difference(pieces, whole))
+            server.ask(prompt, tokens=1)
+            server.settle()
+            server.flush_device()
+            restored = score(server, prompt)
+            assert restored.host == 640
+            restored_differences.append(largest_difference(restored, whole))
+        print(f"bfloat16: recomputed {max(among_themselves):.4f}, restored {max(restored_differences):.4f}")
+        assert 0 < max(among_themselves) < 1
+        assert max(restored_differences) <= max(among_themselves)
+        server.assert_nothing_left()
+
+
+def score(server: TierServer, prompt: list[int], **fields: Any) -> Answer:
+    """One token only: greedy decoding of more would follow different tokens after the first near-tie."""
+    return server.ask(prompt, tokens=1, top_logprobs_num=5, **fields)

@@ -1,0 +1,79 @@
+"""What a new server on the same folder serves, after a graceful stop and after kill -9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
+from tests.e2e.test_serving import assert_same_pool
+
+
+def server_on(folder: Path, model: Path, *more: str) -> TierServer:
+    arguments = [
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "4096"),
+        *("--hcache-dirs", f"{folder / 'one'},{folder / 'two'}"),
+        *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
+        *more,
+    ]
+    return TierServer(folder, arguments)
+
+
+def check_restored(server: TierServer, prompt: list[int], before: Answer) -> None:
+    after = server.ask(prompt)
+    assert (after.disk, after.host, after.device) == ((len(prompt) - 1) // 64 * 64, 0, 0)
+    assert largest_difference(after, before) <= TOLERANCE
+
+
+def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    stopped, evicted, through = (random_prompt(seed, 900) for seed in (1, 2, 3))
+    with server_on(tmp_path, tiny_model()) as server:
+        first = server.ask(stopped)
+        recomputed = server.recompute(evicted, rid="probe-recomputed")
+        server.settle()
+        # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
+        assert server.state()["disk"]["chunks"] == 0
+    with server_on(tmp_path, tiny_model()) as server:
+        check_restored(server, stopped, first)
+        server.ask(evicted)
+        server.settle()
+        server.flush_device()
+        server.settle()
+        server.process.kill()
+    with server_on(tmp_path, tiny_model(), "--hcache-write-policy", "write_through") as server:
+        again = server.ask(evicted, rid="probe-restored")
+        assert again.disk == 896
+        assert largest_difference(again, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        third = server.ask(through)
+        server.settle()
+        assert server.state()["host"]["dirty"] == 0
+        server.process.kill()
+    # Other weights in a folder of the same shape: nothing of the above may be served.
+    with server_on(tmp_path, tiny_model(seed=1)) as server:
+        assert server.state()["disk"]["chunks"] > 0
+        for prompt in (stopped, evicted, through):
+            assert server.ask(prompt).cached == 0
+    with server_on(tmp_path, tiny_model()) as server:
+        check_restored(server, through, third)
+        server.assert_nothing_left()
+
+
+def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    from sglang_hcache.cli.server_process import ServerProcessError
+    from sglang_hcache.core.observer import Counters
+    from sglang_hcache.store import DiskStore, StoreConfig
+
+    folders = (tmp_path / "one", tmp_path / "two")
+    holder = DiskStore.open(
+        StoreConfig(dirs=folders, size_bytes=10**9, free_floor_bytes=10**8, segment_bytes=10**7), Counters()
+    )
+    try:
+        server = server_on(tmp_path, tiny_model())
+        with pytest.raises(ServerProcessError, match="died while starting"), server:
+            pass
+        assert "--hcache-dirs" in server.process.log_text()
+    finally:
+        holder.close()
