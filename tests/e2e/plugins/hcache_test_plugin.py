@@ -34,8 +34,9 @@ def _patch(switches):
     import sys
 
     compat = sys.modules.get("sglang_hcache.sglang_plugin.compat.v0_5_17")
-    if compat is None:
+    if compat is None or hasattr(compat, "patched_by_tests"):  # off, or SGLang published a second time
         return
+    compat.patched_by_tests = True
     _patch_sink(compat.PoolSink, switches)
     _patch_reads(switches)
     _patch_projector(switches)
