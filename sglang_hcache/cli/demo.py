@@ -19,7 +19,7 @@ from sglang_hcache.cli.chat_client import ChatClient, Message
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
-from sglang_hcache.cli.replay import ServerPair, launch_together
+from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import ConfigError
@@ -178,11 +178,13 @@ def _servers(
         ServerProcess(
             [*common, "--hcache-config", str(config)],
             log=folder / "server-with-tier.log",
+            extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         ),
         ServerProcess(
             [*common, "--hierarchical-cache", "off"],
             log=folder / "server-without-tier.log",
+            extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         ),
     )
