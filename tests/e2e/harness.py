@@ -98,10 +98,14 @@ class TierServer:
         """Wait until everything captured is sealed and everything to be demoted is written."""
         wait_for(lambda: not self.state()["saving"], "saving to end")
 
+    def internal_state(self) -> dict[str, Any]:
+        """What the scheduler says of itself."""
+        response = self._client.get(self.process.url + "/server_info")
+        return dict(response.json()["internal_states"][0])
+
     def state(self) -> dict[str, Any]:
         """The tier's numbers."""
-        response = self._client.get(self.process.url + "/server_info")
-        return dict(response.json()["internal_states"][0]["hcache"])
+        return dict(self.internal_state()["hcache"])
 
     def counter(self, name: str) -> int:
         return int(self.state()["counters"].get(name, 0))

@@ -66,7 +66,11 @@ def test_the_self_check_refuses_a_wrong_projector(
     case = CASES[name]
     assert case.mutant is not None
     server = server_for(tmp_path, tiny_model(**case.model))
-    with server.switched_on(case.mutant), pytest.raises(ServerProcessError, match="died while starting"), server:
+    with (
+        server.switched_on(case.mutant),
+        pytest.raises(ServerProcessError, match="died while starting"),
+        server,
+    ):
         pass
     log = server.process.log_text()
     assert "refuses to serve" in log

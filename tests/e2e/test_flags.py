@@ -29,7 +29,9 @@ class Refusal:
 
 REFUSALS = {
     "size": Refusal(["--hcache-host-size", "8x"], ("--hcache-host-size", "'8x'", "GiB")),
-    "policy": Refusal(["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")),
+    "policy": Refusal(
+        ["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")
+    ),
     "method": Refusal(["--hcache-method", "kv"], ("--hcache-method", "'kv'", "hidden")),
     "engine": Refusal(["--hcache-io-engine", "nixl"], ("--hcache-io-engine", "'nixl'", "posix")),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
@@ -38,7 +40,8 @@ REFUSALS = {
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
     "page size": Refusal(["--page-size", "48"], ("--page-size", "48")),
     "speculative": Refusal(
-        ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"], ("--speculative-algorithm",)
+        ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
+        ("--speculative-algorithm",),
     ),
     "kv dtype": Refusal(["--kv-cache-dtype", "fp8_e4m3"], ("--kv-cache-dtype", "fp8_e4m3")),
     "disaggregation": Refusal(["--disaggregation-mode", "prefill"], ("--disaggregation-mode",)),

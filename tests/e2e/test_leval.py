@@ -1,0 +1,244 @@
+"""Real documents and questions: L-Eval through the chat API in a Zipf order, with and without the tier."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, trainers
+
+from sglang_hcache.cli.chat_client import ChatClient, Message
+from sglang_hcache.cli.replay import (
+    FAIR_ENVIRONMENT,
+    LOGPROB_TOLERANCE,
+    PairedAnswer,
+    ServerPair,
+    Summary,
+    Timings,
+    launch_together,
+    replay,
+    zipf_order,
+)
+from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+from tests.e2e.harness import PLUGINS
+
+REPOSITORY = Path(__file__).parents[2]
+TASKS = ("quality", "paper_assistant")
+DOCUMENTS_PER_TASK = 4  # the shortest ones: 39 thousand tokens together
+REQUESTS = 36
+ZIPF_ALPHA = 1.0
+SEED = 7
+ANSWER_TOKENS = 8
+
+MODEL = TinyModel(layers=4, hidden=512, heads=8, vocab=8192, max_position=8192)
+POOL_TOKENS = 10_240  # about two documents
+TIER_CONFIG = """\
+disk_size: 2GB
+disk_free_floor: 256MiB
+segment_size: 32MiB
+host_size: 192MiB  # less than half of the documents' 320 MB
+staging_size: 64MiB
+"""
+
+
+@dataclass(frozen=True)
+class Document:
+    task: str
+    line: int
+    text: str
+    questions: tuple[str, ...]
+    tokens: int
+
+    def ask(self, dice: random.Random) -> list[Message]:
+        """The document first: its questions share it as a prefix."""
+        return [Message(role="user", content=f"{self.text}\n\n{dice.choice(self.questions)}")]
+
+
+@dataclass(frozen=True)
+class Servers:
+    tier: ServerProcess
+    tier_client: ChatClient
+    reference_client: ChatClient
+    switches: Path
+
+
+@pytest.fixture(scope="module")
+def leval() -> Path:
+    for folder in (REPOSITORY, *REPOSITORY.parents):
+        traces = folder / "shared" / "traces" / "leval"
+        if traces.is_dir():
+            return traces
+    pytest.skip("no folder shared/traces/leval beside the repository: L-Eval's documents are not here")
+
+
+@pytest.fixture(scope="module")
+def model(leval: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer knows the documents' words: real text has real numbers of tokens."""
+    folder = tmp_path_factory.mktemp("leval-model")
+    write_tiny_model(folder, MODEL)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    trainer = trainers.BpeTrainer(
+        vocab_size=MODEL.vocab,
+        special_tokens=special,
+        initial_alphabet=sorted(tokenizer.pre_tokenizer.alphabet()),
+        show_progress=False,
+    )
+    texts = [row["input"] for task in TASKS for row in _rows(leval, task)]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def documents(leval: Path, model: Path) -> list[Document]:
+    """The shortest documents of each task, whole."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    chosen: list[Document] = []
+    for task in TASKS:
+        by_text = {
+            row["input"]: Document(
+                task, line, row["input"], tuple(row["instructions"]), len(tokenizer.encode(row["input"]).ids)
+            )
+            for line, row in enumerate(_rows(leval, task), start=1)
+        }  # a text that comes twice counts once
+        chosen += sorted(by_text.values(), key=lambda document: document.tokens)[:DOCUMENTS_PER_TASK]
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("leval")
+    switches = folder / "switches"
+    switches.mkdir()
+    config = folder / "hcache.yaml"
+    config.write_text(TIER_CONFIG)
+    common = [
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS)),
+        *("--chunked-prefill-size", "4096", "--sleep-on-idle"),
+    ]
+    tier = ServerProcess(
+        [*common, "--hcache-config", str(config), "--hcache-dirs", str(folder / "store")],
+        log=folder / "tier.log",
+        extra_env={
+            **FAIR_ENVIRONMENT,
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "PYTHONPATH": str(PLUGINS),
+            "HCACHE_TEST_SWITCHES": str(switches),
+        },
+        startup_timeout_s=400,
+    )
+    reference = ServerProcess(
+        [*common, "--hierarchical-cache", "off"],
+        log=folder / "reference.log",
+        extra_env=FAIR_ENVIRONMENT,
+        startup_timeout_s=400,
+    )
+    try:
+        launch_together([tier, reference])
+        with ChatClient(tier.url) as tier_client, ChatClient(reference.url) as reference_client:
+            yield Servers(tier, tier_client, reference_client, switches)
+    finally:
+        reference.kill()
+        tier.stop()
+
+
+def test_every_answer_equals_the_recomputed_one(
+    servers: Servers, documents: list[Document], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dice = random.Random(SEED)
+    order = zipf_order(len(documents), REQUESTS, alpha=ZIPF_ALPHA, seed=SEED)
+    pair = ServerPair(servers.tier_client, servers.reference_client)
+    answers = replay((documents[item].ask(dice) for item in order), pair, max_tokens=ANSWER_TOKENS)
+    with capsys.disabled():
+        _print_results(documents, order, answers)
+
+    summary = Summary.of(answers)
+    assert summary.requests == REQUESTS
+    assert summary.unequal == 0, f"largest difference of logprobs: {summary.largest_difference}"
+    assert summary.largest_difference <= LOGPROB_TOLERANCE
+    assert summary.host_requests > 0
+    assert summary.disk_requests > 0
+    assert "Traceback" not in servers.tier.log_text()
+
+
+def test_a_wrong_key_is_noticed(servers: Servers, documents: list[Document]) -> None:
+    """The comparison above can fail: with damaged keys it does."""
+    pair = ServerPair(servers.tier_client, servers.reference_client)
+    shortest, *others = sorted(documents, key=lambda document: document.tokens)
+    for document in (shortest, *others[:3]):  # the others push it out of the pool
+        servers.tier_client.ask(document.ask(random.Random(SEED)), max_tokens=1)
+    servers.tier_client.wait_saved()
+    switch = servers.switches / "corrupt_restored_key"
+    switch.touch()
+    try:
+        answer = pair.ask(shortest.ask(random.Random(SEED)), max_tokens=ANSWER_TOKENS)
+    finally:
+        switch.unlink()
+    assert answer.tier.sources.restored > 0
+    assert not answer.is_equal
+
+
+def _rows(leval: Path, task: str) -> list[dict[str, object]]:
+    with (leval / f"{task}.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _print_results(
+    documents: Sequence[Document], order: Sequence[int], answers: Sequence[PairedAnswer]
+) -> None:
+    console = Console(width=110)
+    console.print(
+        f"\nL-Eval: {len(answers)} requests in a Zipf order (alpha {ZIPF_ALPHA:g}); "
+        f"KV pool of {POOL_TOKENS:,} tokens; documents, whole:"
+    )
+    for index, document in enumerate(documents):
+        console.print(
+            f"  {document.task}.jsonl, line {document.line}: {document.tokens:,} tokens, "
+            f"asked {order.count(index)} times"
+        )
+    console.print(_hits(Summary.of(answers)), _timings(answers))
+    difference = Summary.of(answers).largest_difference
+    console.print(f"largest difference of logprobs from the recomputed answers: {difference:.1e}")
+
+
+def _hits(summary: Summary) -> Table:
+    table = Table("prompt tokens from", "tokens", "share", "requests with some")
+    for name, tokens, requests in (
+        ("GPU cache", summary.device_tokens, summary.device_requests),
+        ("host tier", summary.host_tokens, summary.host_requests),
+        ("disk tier", summary.disk_tokens, summary.disk_requests),
+        ("recomputed", summary.recomputed_tokens, summary.requests),
+    ):
+        table.add_row(name, f"{tokens:,}", f"{tokens / summary.prompt_tokens:.0%}", str(requests))
+    return table
+
+
+def _timings(answers: Sequence[PairedAnswer]) -> Table:
+    table = Table(
+        "TTFT", "requests", "mean", "median", "mean, tier off", "median, tier off", "total speed-up"
+    )
+    for name, part in (
+        ("all", answers),
+        ("restored", [answer for answer in answers if answer.tier.sources.restored]),
+    ):
+        timings = Timings.of(part)
+        if timings is not None:
+            table.add_row(
+                name,
+                str(timings.requests),
+                f"{timings.tier_mean_s:.2f} s",
+                f"{timings.tier_median_s:.2f} s",
+                f"{timings.reference_mean_s:.2f} s",
+                f"{timings.reference_median_s:.2f} s",
+                f"{timings.total_speedup:.2f}",
+            )
+    return table
