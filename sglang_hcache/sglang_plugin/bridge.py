@@ -104,14 +104,18 @@ class Bridge:
         """A request enters the waiting queue."""
         self.restores.queue(prompt, chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens))
 
-    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int], newest_kv: float) -> None:
+    def is_capturing(self, rid: str) -> bool:
+        """Whether the request was announced already: a prompt in several pieces."""
+        return rid in self._capturing
+
+    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int], oldest_kv: float) -> None:
         """A request is about to be computed from position ``len(prefix)`` on.
 
         Args:
-            newest_kv: not used for requests without a prefix; else the creation time (``time.monotonic``) of the
-                oldest KV in it: KV of earlier weights must not be continued into chunks of the present ones.
+            oldest_kv: creation time (``time.monotonic``) of the oldest KV in the prefix: KV of earlier weights
+                must not be continued into chunks of the present ones.
         """
-        if rid in self._capturing or (len(prefix) and newest_kv < self._weights_since):
+        if len(prefix) and oldest_kv < self._weights_since:
             return
         self._capturing.add(rid)
         self._assembler.publish(RequestBegins(rid, self._namespace_of(tenant), prefix))
@@ -147,22 +151,30 @@ class Bridge:
 
     # -- the device tree -------------------------------------------------------------------------
 
+    @property
+    def wants_evictions(self) -> bool:
+        """Whether :meth:`evicted` has anything to do."""
+        return self.tiers.disk is not None and self.config.write_policy is WritePolicy.WRITE_BACK
+
     def evicted(self, tokens: array[int], tenant: str | None, first_chunk: int) -> None:
         """The device dropped the KV of ``tokens`` from chunk ``first_chunk`` on: demote those chunks."""
-        if self.config.write_policy is WritePolicy.WRITE_BACK:
-            root = self._namespace_of(tenant).root_key()
-            self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk))
+        root = self._namespace_of(tenant).root_key()
+        self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk))
 
     def device_reset(self) -> None:
         """The device dropped everything."""
         self.tiers.demote_all()
 
-    def weights_changed(self) -> None:
-        """The model's weights were replaced: nothing saved before may be used again."""
-        self._namespace = self._model.namespace()
-        self._weights_since = time.monotonic()
+    def weights_will_change(self) -> None:
+        """The model's weights are about to be replaced: nothing may be projected or captured meanwhile."""
+        self.restores.invalidate()
         self._capturing.clear()
         self._assembler.publish(RequestEnds(None))
+
+    def weights_changed(self) -> None:
+        """They were: nothing saved before may be used again."""
+        self._namespace = self._model.namespace()
+        self._weights_since = time.monotonic()
         logger.info("hcache: weights updated, new namespace %s", self._namespace.namespace_id().hex())
 
     # -- upkeep ----------------------------------------------------------------------------------

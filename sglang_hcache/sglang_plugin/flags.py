@@ -108,8 +108,15 @@ def config_from(args: argparse.Namespace) -> HCacheConfig:
 
 
 def config_of(server_args: Any) -> HCacheConfig:
-    """Configuration carried by a constructed ``ServerArgs``."""
-    return HCacheConfig.model_validate(json.loads(server_args.hicache_storage_backend_extra_config))
+    """Configuration carried by a constructed ``ServerArgs``.
+
+    Raises:
+        ConfigError: it did not come through :func:`from_arguments`, so nothing was checked.
+    """
+    carried = server_args.hicache_storage_backend_extra_config
+    if server_args.hicache_storage_backend != BACKEND or not carried:
+        raise ConfigError("--radix-cache-backend hcache is not set by hand: use --hierarchical-cache hcache")
+    return HCacheConfig.model_validate(json.loads(carried))
 
 
 def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:

@@ -10,7 +10,9 @@ from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.sglang_plugin.compat import v0_5_17 as compat
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache
+from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.flags import BACKEND
 
 _MANAGERS = "sglang.srt.managers"
@@ -23,7 +25,7 @@ def install() -> None:
     Raises:
         ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
     """
-    register_radix_cache_backend(BACKEND, compat.create_cache)
+    register_radix_cache_backend(BACKEND, create_cache)
     targets: dict[str, tuple[Callable[..., Any], HookType]] = {
         f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
@@ -32,7 +34,7 @@ def install() -> None:
         "sglang.srt.model_executor.model_runner.ModelRunner.forward": (_forward, HookType.AROUND),
     }
     for source in ("disk", "tensor", "distributed", "ipc"):
-        targets[f"{_WEIGHTS}.update_weights_from_{source}"] = (_weights_updated, HookType.AFTER)
+        targets[f"{_WEIGHTS}.update_weights_from_{source}"] = (_update_weights, HookType.AROUND)
     for target, (hook, kind) in targets.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
@@ -45,31 +47,32 @@ def install() -> None:
 
 
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
-    scheduler.tree_cache.start(scheduler)
+    cache = scheduler.tree_cache
+    cache.bridge.start(SchedulerOf(scheduler), ForwardOf(cache.runner, cache))
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
     """In place of SGLang's prefetch from its own storage: match on the device, then look into the tiers."""
     req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
-    prompt = compat.prompt_of(req)
+    prompt = batches.prompt_of(req)
     if prompt is not None:
         scheduler.tree_cache.bridge.queue(prompt)
 
 
 def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object) -> None:
     bridge = batch.tree_cache.bridge
-    compat.report_cached_tokens(batch, bridge)
-    compat.begin_captures(batch, bridge)
+    batches.report_cached_tokens(batch, bridge)
+    batches.begin_captures(batch, bridge)
 
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
-    requests = compat.rows_of(forward_batch) if bridge is not None else None
+    requests = batches.rows_of(forward_batch) if bridge is not None else None
     num_rows = sum(rows.count for rows in requests or ())
     if bridge is None or not requests or not bridge.begin_pass([rows.rid for rows in requests], num_rows):
         return original(runner, forward_batch, *args, **kwargs)
     try:
-        tokens: array[int] = compat.tokens_of(forward_batch, num_rows)
+        tokens: array[int] = batches.tokens_of(forward_batch, num_rows)
         output = original(runner, forward_batch, *args, **kwargs)
     except BaseException:
         bridge.abandon_pass()
@@ -78,8 +81,13 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     return output
 
 
-def _weights_updated(_result: Any, updater: Any, *_args: object, **_kwargs: object) -> None:
-    updater.tp_worker.model_runner.hcache_bridge.weights_changed()
+def _update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    bridge = updater.tp_worker.model_runner.hcache_bridge
+    bridge.weights_will_change()
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        bridge.weights_changed()  # also when it failed half-way: the fingerprint says what is loaded now
 
 
 def _internal_state(result: Any, scheduler: Any, *_args: object, **_kwargs: object) -> None:

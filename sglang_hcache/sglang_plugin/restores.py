@@ -157,9 +157,9 @@ class RestoreCoordinator:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
         ticket = self._tickets.pop(rid, None)
         self._stalled = 0
-        if ticket is None:
-            return RestoredTokens(0, 0)
         restored = RestoredTokens(0, 0)
+        if ticket is None:
+            return restored
         if ticket.restore is not None and ticket.restore.job.state is RestoreState.DONE:
             used = max(0, min(prefix_tokens, ticket.restore.end) - ticket.restore.start) // CHUNK_TOKENS
             sources = ticket.restore.job.lease.sources[:used]
@@ -173,6 +173,20 @@ class RestoreCoordinator:
         ticket = self._tickets.pop(rid, None)
         if ticket is not None:
             self._let_go(ticket)
+
+    def invalidate(self) -> None:
+        """The model's weights are about to change: end every restore, and start none for those who wait.
+
+        Returns when no job reads weights any more.
+        """
+        for ticket in self._tickets.values():
+            self._let_go(ticket)
+            ticket.keys = []
+            ticket.restore = None
+            ticket.enter(Phase.RESOLVED)
+        while not self.is_idle:
+            self._over.wait(_WAIT_S)
+            self._finish_jobs()
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""

@@ -31,6 +31,16 @@ def check_arguments(args: argparse.Namespace) -> None:
         (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
         (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
         (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
+        (args.torchao_config, "--torchao-config", "quantised weights are not projected yet"),
+        (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
+        (
+            args.enable_torch_compile,
+            "--enable-torch-compile",
+            "compiled layers do not show their hidden states",
+        ),
+        (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
+        (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
+        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
     ]
     problems = [f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given]
     if args.disaggregation_mode not in (None, "null"):
@@ -95,6 +105,7 @@ def _model(model: Any) -> list[str]:
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
         (model.quantization is not None, f"quantisation {model.quantization!r}"),
+        (bool(getattr(model.hf_config, "dual_chunk_attention_config", None)), "dual chunk attention"),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
 

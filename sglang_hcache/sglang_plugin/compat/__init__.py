@@ -1,1 +1,1 @@
-"""SGLang's classes, subclassed: one file per release."""
+"""SGLang's classes, subclassed: one folder per release."""

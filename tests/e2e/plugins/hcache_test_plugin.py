@@ -33,7 +33,7 @@ def register():
 def _patch(switches):
     import sys
 
-    compat = sys.modules.get("sglang_hcache.sglang_plugin.compat.v0_5_17")
+    compat = sys.modules.get("sglang_hcache.sglang_plugin.compat.v0_5_17.cache")
     if compat is None or hasattr(compat, "patched_by_tests"):  # off, or SGLang published a second time
         return
     compat.patched_by_tests = True

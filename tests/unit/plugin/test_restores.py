@@ -344,3 +344,24 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     monkeypatch.setattr(restores, "_PENDING_LIMIT_S", 0.0)
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
+
+
+def test_new_weights_end_everything(world: World) -> None:
+    """What is RUNNING is cancelled and its slots come back; nobody restores chunks of the old weights afterwards."""
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.restore()
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 0, "running": 2, "pinned": 1}
+
+    def finish_cancelled(_timeout: float) -> None:
+        while world.engine.jobs:
+            world.engine.end(RestoreState.CANCELLED)
+
+    world.coordinator._over.wait = finish_cancelled  # type: ignore[method-assign, assignment]
+    world.coordinator.invalidate()
+    world.assert_clean()
+    world.tree.evict_all()
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert all(world.coordinator.may_be_admitted(f"r{name}") for name in (1, 2, 3))

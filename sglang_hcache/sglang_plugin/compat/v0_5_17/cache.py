@@ -1,9 +1,8 @@
-"""SGLang 0.5.17: the radix cache backend and views of its scheduler and model runner."""
+"""SGLang 0.5.17: the radix cache backend, and views of its scheduler and pools."""
 
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +11,16 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.protocols import DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.protocols import DeviceMatch
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -59,6 +55,7 @@ class HCacheRadixCache(RadixCache):
         self._bridge = Bridge(config_of(context.server_args), model, self, PoolSink(pool))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
+        self.cache_controller = ControllerView()
         # The scheduler reads these to know whether work is in flight; only restores hold device slots.
         self.ongoing_write_through: dict[str, object] = {}
         self.ongoing_load_back: dict[str, object] = {}
@@ -71,9 +68,10 @@ class HCacheRadixCache(RadixCache):
         assert self._bridge is not None
         return self._bridge
 
-    def start(self, scheduler: Scheduler) -> None:
-        """Called once the scheduler is built."""
-        self.bridge.start(SchedulerOf(scheduler), ForwardOf(self._runner, self))
+    @property
+    def runner(self) -> Any:
+        """SGLang's model runner."""
+        return self._runner
 
     # -- RadixCache ------------------------------------------------------------------------------
 
@@ -93,7 +91,7 @@ class HCacheRadixCache(RadixCache):
         self.evictions += 1
         stop = _depth(node)
         first_chunk = (stop - len(node.key)) // CHUNK_TOKENS
-        if first_chunk < stop // CHUNK_TOKENS:
+        if self.bridge.wants_evictions and first_chunk < stop // CHUNK_TOKENS:
             self.bridge.evicted(_path_tokens(node), node.key.extra_key, first_chunk)
         super()._delete_leaf(node)
 
@@ -204,6 +202,12 @@ class HostTierView:
         return self._host.counts()[0] * CHUNK_TOKENS
 
 
+class ControllerView:
+    """What SGLang reads of a cache controller: the name of the storage in ``cached_tokens_details``."""
+
+    storage_backend = type("hcache", (), {})()
+
+
 class PoolSink:
     """Writes K and V rows into the KV pool."""
 
@@ -245,97 +249,6 @@ class SchedulerOf:
         return int(tokens)
 
 
-class ForwardOf:
-    """A forward pass outside the scheduler, for the self-check: one prompt in one borrowed row."""
-
-    def __init__(self, runner: Any, cache: HCacheRadixCache) -> None:
-        self._runner = runner
-        self._cache = cache
-
-    @torch.inference_mode()
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        count, device = len(tokens), self._runner.device
-        slots = self._cache.allocate(_round_up(count, self._cache.page_size))
-        assert slots is not None, "the KV pool is too small for the self-check"
-        row = self._cache.req_to_token_pool.free_slots[0]  # borrowed: nobody runs yet
-        self._cache.req_to_token_pool.req_to_token[row, :count] = slots[:count].to(torch.int32)
-        batch = _extend_batch(tokens, row, slots[:count], device)
-        with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            self._runner.attn_backend.init_forward_metadata(batch)
-            self._runner.model.model(batch.input_ids, batch.positions, batch)
-        return slots[:count]
-
-    def release(self, slots: torch.Tensor) -> None:
-        self._cache.free(slots)
-
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
-        return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
-
-
-# -- what the hooks read of SGLang's objects -----------------------------------------------------
-
-
-def prompt_of(req: Req) -> Prompt | None:
-    """The part of a queued request that a tier may serve; None if its tokens do not determine its KV."""
-    if not _is_plain(req):
-        return None
-    tokens = req.full_untruncated_fill_ids
-    return Prompt(req.rid, tokens[: req._compute_max_prefix_len(len(tokens))], req.extra_key)
-
-
-def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
-    """Announce the requests of a new extend batch to the save path."""
-    for req in batch.reqs:
-        if _is_plain(req):
-            prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
-            bridge.begin_capture(req.rid, req.extra_key, prefix, _oldest_on_path(req.last_node))
-
-
-def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
-    """End the tickets of admitted requests and say in ``cached_tokens_details`` what was restored for them."""
-    for req in batch.reqs:
-        restored = bridge.restores.admitted(req.rid, len(req.prefix_indices))
-        if (
-            restored.host or restored.disk
-        ) and not req.retracted_stain:  # SGLang counts only the first admission
-            req.cached_tokens_device = max(0, req.cached_tokens_device - restored.host - restored.disk)
-            req.cached_tokens_host += restored.host
-            req.cached_tokens_storage += restored.disk
-
-
-def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:
-    """Whose rows a forward pass computes; None for passes that are not captured."""
-    rids = batch.rids or []
-    if batch.forward_mode.is_decode():
-        return [
-            RequestRows(rid, int(length) - 1, row, 1)
-            for row, (rid, length) in enumerate(zip(rids, batch.seq_lens_cpu.tolist(), strict=True))
-        ]
-    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
-        return None
-    requests, row = [], 0
-    for rid, prefix, count in zip(rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
-        requests.append(RequestRows(rid, int(prefix), row, int(count)))
-        row += int(count)
-    return requests
-
-
-def tokens_of(batch: ForwardBatch, count: int) -> array[int]:
-    """The pass's input tokens, one a row."""
-    return array("q", batch.input_ids[:count].tolist())
-
-
-def _is_plain(req: Req) -> bool:
-    return (
-        req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and req.lora_id is None
-        and req.session is None
-    )
-
-
 def _remaining_tokens(req: Req) -> int:
     return max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), _CLIP_NEW_TOKENS))
 
@@ -358,38 +271,3 @@ def _path_tokens(node: TreeNode) -> array[int]:
     for piece in reversed(pieces):
         path.extend(piece)
     return path
-
-
-def _oldest_on_path(node: TreeNode | None) -> float:
-    oldest = time.monotonic()
-    while node is not None and node.parent is not None:
-        oldest = min(oldest, node.creation_time)
-        node = node.parent
-    return oldest
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, device: Any) -> ForwardBatch:
-    count = len(tokens)
-    lengths = torch.tensor([count], device=device)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
-        req_pool_indices=torch.tensor([row], dtype=torch.int64, device=device),
-        seq_lens=lengths,
-        seq_lens_cpu=lengths.cpu(),
-        seq_lens_sum=count,
-        out_cache_loc=slots,
-        positions=torch.arange(count, device=device),
-        extend_num_tokens=count,
-        extend_seq_lens=lengths.to(torch.int32),
-        extend_prefix_lens=zero.to(torch.int32),
-        extend_start_loc=zero.to(torch.int32),
-        extend_seq_lens_cpu=[count],
-        extend_prefix_lens_cpu=[0],
-    )

@@ -1,0 +1,85 @@
+"""What the hooks read of SGLang's requests and batches."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_hcache.capture.events import RequestRows
+from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.protocols import Prompt
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+def prompt_of(req: Req) -> Prompt | None:
+    """The part of a queued request that a tier may serve; None if its tokens do not determine its KV."""
+    if not _is_plain(req):
+        return None
+    tokens = req.full_untruncated_fill_ids
+    return Prompt(req.rid, tokens[: req._compute_max_prefix_len(len(tokens))], req.extra_key)
+
+
+def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
+    """Announce the requests of a new extend batch to the save path."""
+    for req in batch.reqs:
+        if _is_plain(req) and not bridge.is_capturing(req.rid):
+            prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
+            bridge.begin_capture(req.rid, req.extra_key, prefix, _oldest_on_path(req.last_node))
+
+
+def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
+    """End the tickets of admitted requests and say in ``cached_tokens_details`` what was restored for them."""
+    for req in batch.reqs:
+        restored = bridge.restores.admitted(req.rid, len(req.prefix_indices))
+        if (
+            restored.host or restored.disk
+        ) and not req.retracted_stain:  # SGLang counts only the first admission
+            req.cached_tokens_device = max(0, req.cached_tokens_device - restored.host - restored.disk)
+            req.cached_tokens_host += restored.host
+            req.cached_tokens_storage += restored.disk
+
+
+def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:
+    """Whose rows a forward pass computes; None for passes that are not captured."""
+    rids = batch.rids or []
+    if batch.forward_mode.is_decode():
+        return [
+            RequestRows(rid, int(length) - 1, row, 1)
+            for row, (rid, length) in enumerate(zip(rids, batch.seq_lens_cpu.tolist(), strict=True))
+        ]
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        return None
+    requests, row = [], 0
+    for rid, prefix, count in zip(rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True):
+        requests.append(RequestRows(rid, int(prefix), row, int(count)))
+        row += int(count)
+    return requests
+
+
+def tokens_of(batch: ForwardBatch, count: int) -> array[int]:
+    """The pass's input tokens, one a row."""
+    return array("q", batch.input_ids[:count].tolist())
+
+
+def _is_plain(req: Req) -> bool:
+    return (
+        req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and req.multimodal_inputs is None
+        and req.lora_id is None
+        and req.session is None
+    )
+
+
+def _oldest_on_path(node: TreeNode | None) -> float:
+    oldest = time.monotonic()
+    while node is not None and node.parent is not None:
+        oldest = min(oldest, node.creation_time)
+        node = node.parent
+    return oldest
