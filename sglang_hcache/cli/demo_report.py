@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class TurnResult:
             "ttft_without_tier_s": self.answer.reference.ttft_s,
             "device_tokens_without_tier": self.answer.reference.sources.device,
             "speedup": self.answer.speedup,
-            "largest_logprob_difference": self.answer.difference.logprob,
+            "largest_logprob_difference": _or_null(self.answer.difference.logprob),
             "equal": self.answer.is_equal,
         }
 
@@ -84,7 +85,10 @@ class DemoReport:
     def as_json(self) -> dict[str, Any]:
         return {
             "turns": [turn.as_json() for turn in self.turns],
-            "summary": asdict(self.summary),
+            "summary": {
+                **asdict(self.summary),
+                "largest_difference": _or_null(self.summary.largest_difference),
+            },
             "first_turns": asdict(self.first) if self.first else None,
             "returning_turns": asdict(self.returning) if self.returning else None,
             "logprob_tolerance": LOGPROB_TOLERANCE,
@@ -96,3 +100,8 @@ class DemoReport:
             "wall_s": self.wall_s,
             "failure": self.failure,
         }
+
+
+def _or_null(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None

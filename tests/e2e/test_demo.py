@@ -1,0 +1,76 @@
+"""``hcache demo`` as a user runs it, small."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
+from sglang_hcache.core.config import environment_with
+
+HCACHE = Path(sys.executable).parent / "hcache"
+
+
+def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
+    temporary, store = tmp_path / "tmp", tmp_path / "store"
+    temporary.mkdir()
+    command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--dirs", str(store)]
+    result = subprocess.run(
+        command,
+        env=environment_with({"TMPDIR": str(temporary)}),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+
+    assert len(report["turns"]) == report["summary"]["requests"] == 6
+    assert report["summary"]["unequal"] == 0
+    assert report["summary"]["largest_difference"] <= LOGPROB_TOLERANCE
+    assert all(turn["equal"] for turn in report["turns"])
+    first = [turn for turn in report["turns"] if turn["turn"] == 1]
+    returning = [turn for turn in report["turns"] if turn["turn"] == 2]
+    assert all(turn["host_tokens"] + turn["disk_tokens"] == 0 for turn in first)
+    for turn in returning:
+        # What the tier saved is recomputed by the other server, all but a few tokens that all prompts share.
+        assert turn["host_tokens"] + turn["disk_tokens"] > turn["prompt_tokens"] / 2
+        assert turn["device_tokens_without_tier"] < 64
+    assert report["summary"]["host_tokens"] > 0
+    assert report["summary"]["disk_tokens"] > 0
+    assert report["disk_bytes"] > 0
+    assert any(store.iterdir())
+    assert not list(temporary.glob("hcache-demo-*"))
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [str(HCACHE), "demo", "--json"],
+        env=environment_with({"TMPDIR": str(tmp_path)}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert demo.stderr is not None
+        while "Starting two servers" not in (line := demo.stderr.readline()):
+            assert line, "the demo ended early"
+        deadline = time.monotonic() + 30
+        while len(servers := psutil.Process(demo.pid).children(recursive=True)) < 2:
+            assert time.monotonic() < deadline, "no servers were started"
+            time.sleep(0.1)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(30) != 0
+    finally:
+        demo.kill()
+        demo.wait()
+    _, alive = psutil.wait_procs(servers, timeout=5)
+    assert not alive
+    assert not list(tmp_path.glob("hcache-demo-*"))
