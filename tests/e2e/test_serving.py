@@ -151,7 +151,8 @@ def ask_and_expect_abort(server: TierServer, prompt: list[int], rid: str) -> Non
 
 def test_aborts_of_running_requests_leave_nothing(server: TierServer) -> None:
     for index in range(4):
-        body = {"input_ids": random_prompt(300 + index, 400), "sampling_params": {"max_new_tokens": 2000}}
+        sampling = {"max_new_tokens": 3000, "ignore_eos": True}
+        body = {"input_ids": random_prompt(300 + index, 400), "sampling_params": sampling}
         with pytest.raises(httpx.ReadTimeout):  # the client goes away, SGLang aborts
             httpx.post(server.process.url + "/generate", json=body, timeout=0.5)
     server.assert_nothing_left()
