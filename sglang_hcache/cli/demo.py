@@ -104,9 +104,9 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
     """
     began = time.monotonic()
     with _terminated_as_interrupted(), _folder(settings) as folder:
-        view.status("Writing a random model")
         model = folder / "model"
         if not (model / "config.json").exists():
+            view.status("Writing a random model")
             write_tiny_model(model, MODEL)
         scripts = write_scripts(settings.conversations, settings.turns, seed=settings.seed)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))

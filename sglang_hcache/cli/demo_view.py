@@ -90,10 +90,10 @@ class LiveView:
 
     def finish(self, report: DemoReport) -> None:
         self._status = ""
-        self._live.refresh()
+        self._live.stop()  # what is printed while it is live appears above the table
+        self._console.print()
         for line in summary_lines(report):
             self._console.print(Text(line))
-        self._status = "Stopping the servers"
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -165,7 +165,9 @@ def summary_lines(report: DemoReport) -> list[str]:
     """The end of a run, for people."""
     lines = []
     if report.first is not None:
-        lines.append(f"First turns (nothing to restore yet): {_timing(report.first)}")
+        from_before = any(turn.answer.tier.sources.restored for turn in report.turns if not turn.is_returning)
+        why = "restored from an earlier run" if from_before else "nothing to restore yet"
+        lines.append(f"First turns ({why}): {_timing(report.first)}")
     if report.returning is not None:
         lines.append(
             f"Returning turns: {_timing(report.returning)}: {report.returning.median_speedup:.2f} times faster "
