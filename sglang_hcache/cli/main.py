@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sglang_hcache
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import HCacheError
 
 app = typer.Typer(
@@ -54,9 +54,9 @@ def _print_serve_help(wanted: bool) -> None:
         return
     flags = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
     flags.add_row("--hierarchical-cache", "hcache (what this command adds) or off (serve without the tier).")
-    for name, field in HCacheConfig.model_fields.items():
+    for name in HCacheConfig.model_fields:
         if name not in FILE_ONLY_FIELDS:
-            flags.add_row(flag_of(name), escape((field.description or "").replace("``", "")))
+            flags.add_row(flag_of(name), escape(flag_help(name)))
     flags.add_row("--hcache-config", "YAML file with these settings and the rarer ones; flags win over it.")
     console = Console()
     console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)

@@ -17,12 +17,12 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import SIZE_HELP, parse_size
+from sglang_hcache.core.units import format_bytes, parse_size
 
 
 class WritePolicy(StrEnum):
@@ -58,25 +58,29 @@ class HCacheConfig(BaseModel):
     host_size: Size = 4 * 2**30
     """Host memory of the tier, staging included."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
-    """When a chunk goes to disk: as its node is evicted (write_back) or once it is sealed (write_through)."""
+    """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
+    as it is complete (write_through)."""
     method: RestoreMethod = RestoreMethod.AUTO
     """How layers are restored."""
     io_engine: IOEngineName = IOEngineName.AUTO
     """What reads and writes the disk tier."""
 
     # In the file of --hcache-config only: rarely changed.
-    staging_size: Size = Field(default=256 * 2**20, gt=0)
-    """Part of ``host_size`` that receives rows during a forward pass, bytes."""
-    segment_size: Size = Field(default=256 * 2**20, ge=2**20)
-    """Size of one segment file, all directories together, bytes; the unit of disk eviction."""
+    staging_size: Size | None = Field(default=None, gt=0)
+    """Part of ``host_size`` that receives rows during a forward pass, bytes, at most half of it. None: a quarter of
+    it, at most 256 MiB."""
+    segment_size: Size | None = Field(default=None, ge=2**20)
+    """One segment, all directories together, bytes, at most a quarter of ``disk_size``; the unit of disk eviction.
+    None: an eighth of it, at most 256 MiB."""
     run_chunks: int = Field(default=16, ge=1, le=64)
     """Most chunks written together as one run."""
     max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
-    """Share of the KV pool that running restores and their pins may hold."""
+    """Share of the KV pool that running restores and their pins may hold; one restore alone may hold more."""
     restore_deadline_s: float = Field(default=10.0, gt=0)
     """A restore that takes longer is abandoned and its request recomputed."""
-    shutdown_flush_s: float = Field(default=10.0, ge=0)
-    """Longest time a graceful stop may spend on writing host chunks to disk."""
+    shutdown_flush_s: float = Field(default=10.0, ge=0, le=12)
+    """Longest time a graceful stop may spend on writing host chunks to disk. SGLang kills its processes 15 s after
+    it asked them to end."""
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -92,14 +96,29 @@ class HCacheConfig(BaseModel):
             raise ValueError("the same directory is named twice")
         return value
 
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> HCacheConfig:
-        if self.staging_size * 2 > self.host_size:
-            # Most of the budget must be left for chunks; frozen, hence the assignment through object.
-            object.__setattr__(self, "staging_size", self.host_size // 4)
-        if self.dirs and self.segment_size * 4 > self.disk_size:
-            object.__setattr__(self, "segment_size", max(self.disk_size // 8, 2**20))
-        return self
+    @field_validator("staging_size", "segment_size")
+    @classmethod
+    def _fits_into_its_whole(cls, value: int | None, info: ValidationInfo) -> int | None:
+        whole, parts = {"staging_size": ("host_size", 2), "segment_size": ("disk_size", 4)}[
+            str(info.field_name)
+        ]
+        if value is not None and whole in info.data and value * parts > info.data[whole]:
+            raise ValueError(
+                f"at most {format_bytes(info.data[whole] / parts)}, 1/{parts} of {flag_of(whole)}"
+            )
+        return value
+
+    @property
+    def staging_bytes(self) -> int:
+        """``staging_size``, given or derived."""
+        return min(self.host_size // 4, 256 * 2**20) if self.staging_size is None else self.staging_size
+
+    @property
+    def segment_bytes(self) -> int:
+        """``segment_size``, given or derived."""
+        if self.segment_size is None:
+            return max(min(self.disk_size // 8, 256 * 2**20), 2**20)
+        return self.segment_size
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> HCacheConfig:
@@ -135,6 +154,17 @@ def flag_of(field: str) -> str:
     return "--hcache-" + field.replace("_", "-")
 
 
+def flag_help(field: str) -> str:
+    """What ``--help`` says of a field: its meaning, what is allowed, the default."""
+    info = HCacheConfig.model_fields[field]
+    text = " ".join((info.description or "").replace("``", "").split())
+    if isinstance(info.default, StrEnum):
+        return f"{text} Allowed: {', '.join(type(info.default))}; default: {info.default}."
+    if isinstance(info.default, int):
+        return f"{text} E.g. 8GB or 512MiB; default: {format_bytes(info.default)}."
+    return text
+
+
 def _explain(error: dict[str, Any]) -> str:
     field = str(error["loc"][0]) if error["loc"] else ""
     value = error.get("input")
@@ -145,9 +175,6 @@ def _explain(error: dict[str, Any]) -> str:
         return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
     reason = str(error["msg"]).removeprefix("Value error, ")
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
-
-
-SIZE_ARGUMENT_HELP = f"Size: {SIZE_HELP}."
 
 
 def user_cache_dir() -> Path:

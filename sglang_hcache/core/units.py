@@ -18,7 +18,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
-SIZE_HELP = "a number with a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
+SIZE_HELP = "a number of bytes, or one with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024)"
 
 
 def parse_size(text: str | int) -> int:

@@ -1,4 +1,5 @@
-"""Everything that touches SGLang. ``compat/`` subclasses its classes, one file per release; the rest is neutral.
+"""Everything that touches SGLang. ``compat/`` subclasses its classes, one folder per release; ``hooks`` and
+``support`` name its functions and settings; the rest is neutral.
 
 entry -> flags (main process) and hooks (scheduler process) -> compat -> bridge -> capture, restore, tier.
 """

@@ -17,25 +17,24 @@ from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
-from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.memory import available_host_bytes, host_buffer
+from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.device.projector import KVSink
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import DeviceTree, ForwardModel, Prompt, SchedulerView
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_FEWEST_SLOTS = 16
 _SAVING_PAUSE_S = 0.001
 
 
@@ -51,19 +50,21 @@ class Bridge:
         self._weights_since = 0.0
         self._capturing: set[str] = set()
         self._in_pass = False
-        ring_rows, num_slots = _split_budget(config, model)
         layout = model.layout
-        arena = host_buffer(num_slots * layout.chunk_bytes).reshape(num_slots, layout.chunk_bytes)
-        disk = _open_disk(config, self.counters)
+        budget = HostBudget.of(config, layout)
+        arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(
+            budget.num_slots, layout.chunk_bytes
+        )
+        disk_settings = store_config(config)
+        disk = DiskStore.open(disk_settings, self.counters) if disk_settings is not None else None
         host = HostTier(arena, layout, self.counters, keep_dirty=disk is not None)
         self.tiers = TieredStore(
             host, disk, self.counters, write_policy=config.write_policy, run_chunks=config.run_chunks
         )
-        row_bytes = layout.row_bytes[0]
         ring = StagingRing(
-            torch.from_numpy(host_buffer(layout.num_layers * ring_rows * row_bytes))
+            torch.from_numpy(host_buffer(budget.ring_rows * sum(layout.row_bytes)))
             .view(model.dtype)
-            .view(layout.num_layers, ring_rows, model.hidden_size)
+            .view(layout.num_layers, budget.ring_rows, model.hidden_size)
         )
         self._assembler = Assembler(ring, self.tiers, self.counters)
         self._tap = Tap(ring, self._assembler.publish, self.counters)
@@ -182,7 +183,11 @@ class Bridge:
     def tick(self) -> None:
         """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
         self.restores.tick()
-        if not self.restores.wait_for_work() and self.is_saving:
+        if self.restores.scheduler.is_running():
+            return
+        if self.restores.in_flight_tokens:
+            self.restores.wait_for_job()
+        elif self.is_saving:
             # Releases the GIL for the assembler and the demoter; short, for a request may arrive.
             time.sleep(_SAVING_PAUSE_S)
 
@@ -263,37 +268,3 @@ class Bridge:
 
 def _keys_from(root: ChunkKey, tokens: array[int], first_chunk: int) -> list[ChunkKey]:
     return chunk_keys(root, tokens)[first_chunk:]
-
-
-def _split_budget(config: HCacheConfig, model: ServedModel) -> tuple[int, int]:
-    """Rows of the staging ring and slots of the host tier within ``host_size``."""
-    layout = model.layout
-    if config.host_size > available_host_bytes():
-        raise ConfigError(
-            f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
-            f"{format_bytes(available_host_bytes())} available"
-        )
-    rows = config.staging_size // (layout.num_layers * layout.row_bytes[0])
-    slots = (config.host_size - config.staging_size) // layout.chunk_bytes
-    if rows < CHUNK_TOKENS or slots < _FEWEST_SLOTS:
-        need = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
-        raise ConfigError(
-            f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; {CHUNK_TOKENS} tokens of this "
-            f"model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(need)}"
-        )
-    return rows, slots
-
-
-def _open_disk(config: HCacheConfig, counters: Counters) -> DiskStore | None:
-    if not config.dirs:
-        return None
-    return DiskStore.open(
-        StoreConfig(
-            dirs=config.dirs,
-            size_bytes=config.disk_size,
-            free_floor_bytes=config.disk_free_floor,
-            segment_bytes=config.segment_size,
-            io_engine=config.io_engine.value,
-        ),
-        counters,
-    )

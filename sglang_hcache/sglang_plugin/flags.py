@@ -12,15 +12,8 @@ from typing import Any
 
 import yaml
 
-from sglang_hcache.core.config import (
-    FILE_ONLY_FIELDS,
-    HCacheConfig,
-    IOEngineName,
-    RestoreMethod,
-    WritePolicy,
-)
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin import support
 
 logger = logging.getLogger(__name__)
@@ -31,47 +24,15 @@ _FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in F
 
 def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:
     """AFTER hook of ``ServerArgs.add_cli_args``."""
-    default = HCacheConfig()
     group = parser.add_argument_group(
         "hcache", "Hidden-state tier: what the radix cache evicts is kept on host memory and disk."
     )
     group.add_argument(
         "--hierarchical-cache", choices=("off", BACKEND), default="off", help="'hcache' turns the tier on."
     )
-    group.add_argument(
-        "--hcache-dirs",
-        metavar="DIR[,DIR...]",
-        help="Directories of the disk tier, one per device, comma separated. Without it nothing is written to disk.",
-    )
-    for flag, size, text in (
-        ("disk-size", default.disk_size, "Hard cap on the disk tier, all directories together"),
-        (
-            "disk-free-floor",
-            default.disk_free_floor,
-            "Free space that the disk tier leaves on each file system",
-        ),
-        ("host-size", default.host_size, "Host memory of the tier, staging included"),
-    ):
-        group.add_argument(
-            f"--hcache-{flag}",
-            metavar="SIZE",
-            help=f"{text}, e.g. 8GB or 512MiB (default {format_bytes(size)}).",
-        )
-    for flag, choices, text in (
-        (
-            "write-policy",
-            WritePolicy,
-            "write_back: to disk when evicted from the device; write_through: at once",
-        ),
-        ("method", RestoreMethod, "How layers are restored; auto picks hidden in this version"),
-        ("io-engine", IOEngineName, "How the disk is read and written; auto picks posix in this version"),
-    ):
-        field = flag.replace("-", "_")
-        group.add_argument(
-            f"--hcache-{flag}",
-            metavar="{" + ",".join(choices) + "}",
-            help=f"{text} (default {getattr(default, field)}).",
-        )
+    for field in _FLAG_FIELDS:
+        # Values are checked with the file's in HCacheConfig, which says what is allowed.
+        group.add_argument(flag_of(field), metavar="VALUE", help=flag_help(field).replace("%", "%%"))
     group.add_argument("--hcache-config", metavar="FILE", help="YAML file of settings; flags win over it.")
 
 
@@ -85,7 +46,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
         support.check_arguments(args)
         _map_onto_sglang(args, config)
         server_args = original(cls, args, *rest)
-        support.check_server_args(server_args)
+        support.check_server_args(server_args, config)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)
@@ -144,5 +105,5 @@ def _warn_about_ignored(args: argparse.Namespace) -> None:
         field for field in (*_FLAG_FIELDS, "config") if getattr(args, f"hcache_{field}", None) is not None
     ]
     if given:
-        names = ", ".join(f"--hcache-{field.replace('_', '-')}" for field in given)
+        names = ", ".join(flag_of(field) for field in given)
         logger.warning("%s: ignored, because --hierarchical-cache is off", names)

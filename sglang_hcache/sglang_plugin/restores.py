@@ -6,6 +6,8 @@ A request's ticket::
         ^------------------------'          |
         '-----------------------------------'
 
+RESOLVED becomes PENDING again if the device evicts what the request was to find there.
+
 * RESOLVED: nothing to wait for; the request may be admitted.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
@@ -14,7 +16,7 @@ A request's ticket::
 
 Ownership of slots: [0, job.start) belongs to the tree and is locked; [job.start, job.end) belongs to the job
 until :meth:`RestoreCoordinator._finish` inserts it into the tree or frees it. Everything runs on the scheduler's
-thread, except :meth:`RestoreCoordinator._on_over`.
+thread, except :meth:`RestoreCoordinator.on_over`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from enum import Enum
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import StoreError, TierMissError
+from sglang_hcache.core.errors import RestoreTimeoutError, StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
@@ -43,6 +45,7 @@ _MOST_ATTEMPTS = 2  # restores of one request: the second one if its prefix was 
 _PENDING_LIMIT_S = 30.0  # a request that finds no slots for so long is recomputed
 _PIN_LIMIT_S = 10.0
 _PRUNE_EVERY_S = 1.0
+_REST_AFTER_TIMEOUT_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _WAIT_S = 0.005
 
@@ -113,7 +116,7 @@ class RestoreCoordinator:
     ) -> None:
         self._tree = tree
         self._tiers = tiers
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._config = config
         self._observer = observer
         self._engine: RestoreEngine | None = None
@@ -122,6 +125,7 @@ class RestoreCoordinator:
         self._in_flight: set[ChunkKey] = set()
         self._stalled = 0
         self._last_prune = time.monotonic()
+        self._resting_until = 0.0
         self._over = threading.Event()
 
     def attach_engine(self, engine: RestoreEngine) -> None:
@@ -196,12 +200,9 @@ class RestoreCoordinator:
         self._relieve()
         self._start_pending()
 
-    def wait_for_work(self) -> bool:
-        """If all there is to do is a restore, wait a moment for it; True if we did."""
-        if self.in_flight_tokens and not self._scheduler.is_running():
-            self._over.wait(_WAIT_S)
-            return True
-        return False
+    def wait_for_job(self) -> None:
+        """Wait a moment for a job to be over."""
+        self._over.wait(_WAIT_S)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class RestoreCoordinator:
         ticket.seen_evictions = self._tree.evictions
         on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)) // CHUNK_TOKENS
         wanted = ticket.attempts < _MOST_ATTEMPTS and on_device < len(ticket.keys)
-        is_hit = wanted and ticket.keys[on_device] in self._tiers
+        is_hit = wanted and time.monotonic() >= self._resting_until and ticket.keys[on_device] in self._tiers
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
             ticket.enter(phase)
@@ -283,7 +284,7 @@ class RestoreCoordinator:
         held = self.in_flight_tokens + sum(r.job.num_tokens for r in pinned if r is not None)
         if held and held + count > self._config.max_inflight_fraction * self._tree.capacity():
             return False
-        return self._tree.room() - count >= self._scheduler.reserved_tokens()
+        return self._tree.room() - count >= self.scheduler.reserved_tokens()
 
     # -- finishing -------------------------------------------------------------------------------
 
@@ -301,6 +302,9 @@ class RestoreCoordinator:
 
     def _finish(self, ticket: _Ticket, restore: _Restore) -> None:
         if restore.job.state is not RestoreState.DONE:
+            if isinstance(restore.job.error, RestoreTimeoutError):
+                self._observer.count("restore.rests")
+                self._resting_until = time.monotonic() + _REST_AFTER_TIMEOUT_S
             self._take_back(restore)
             ticket.restore = None
             ticket.attempts = _MOST_ATTEMPTS
@@ -343,7 +347,7 @@ class RestoreCoordinator:
 
     def _relieve(self) -> None:
         """Give pins back that are old, or that keep the queue from moving."""
-        waiting_for_nothing = self.is_idle and not self._scheduler.is_running()
+        waiting_for_nothing = self.is_idle and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
         give_all = self._stalled >= _STALLED_TICKS
         for ticket in self._tickets.values():
@@ -357,7 +361,7 @@ class RestoreCoordinator:
         if now - self._last_prune < _PRUNE_EVERY_S:
             return
         self._last_prune = now
-        waiting = set(self._scheduler.waiting_ids())
+        waiting = set(self.scheduler.waiting_ids())
         for rid in [rid for rid in self._tickets if rid not in waiting]:
             self._observer.count("restore.tickets_pruned")
             self.drop(rid)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
+from sglang_hcache.sglang_plugin.model import SUPPORTED_ARCHITECTURES
 
 _FLAG = "--hierarchical-cache hcache"
 
@@ -55,11 +58,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     _raise([*problems, *_parallelism(args)])
 
 
-def check_server_args(server_args: Any) -> None:
+def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     """Refuse resolved settings and models that the tier does not support.
 
     Raises:
-        ConfigError: one line per refusal.
+        ConfigError: one line per refusal; sizes that do not fit this model or machine.
     """
     model = server_args.get_model_config()
     problems = _model(model)
@@ -80,6 +83,10 @@ def check_server_args(server_args: Any) -> None:
             f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"
         )
     _raise(problems)
+    store_config(config)
+    HostBudget.of(
+        config, StateLayout.all_hidden(model.num_hidden_layers, model.hidden_size, model.dtype.itemsize)
+    )
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:
@@ -98,6 +105,9 @@ def _parallelism(args: argparse.Namespace) -> list[str]:
 
 def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
+    if arch not in SUPPORTED_ARCHITECTURES:
+        known = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+        return [f"{_FLAG} does not support {arch}; supported: {known}"]
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
         (model.is_hybrid_swa, "sliding-window layers"),

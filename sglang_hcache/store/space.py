@@ -49,7 +49,7 @@ class Space:
     """Hands out room in segments and takes segments away.
 
     Its lock is held during file operations and index commits; it is never taken while the catalog's lock
-    is held, and nothing on the serving thread waits for it.
+    is held, and the serving thread waits for it only to clear the store or to report its size.
     """
 
     def __init__(

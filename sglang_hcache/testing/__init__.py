@@ -1,1 +1,1 @@
-"""Contract tests, fault and latency wrappers, tiny models: imported by tests only."""
+"""Fault and latency wrappers, chunks with known bytes: imported by tests only."""

@@ -5,7 +5,8 @@ Life of a slot::
     free -- reserve() --> open -- seal() --> dirty -- mark_clean() --> clean -- (evicted by reserve()) --> open
                             \\-- release() --> free
 
-*Dirty* chunks exist nowhere else yet; *clean* ones are also on disk, or there is no disk tier to go to.
+*Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
+there is no disk tier.
 Only clean, unpinned chunks are evicted, least recently used first. Every method is short, takes the one lock
 and never does I/O, so the serving thread may call any of them.
 """

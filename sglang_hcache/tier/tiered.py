@@ -2,7 +2,7 @@
 
 A background thread, the demoter, moves chunks from the host to the disk tier: those whose device copy is
 gone (:meth:`TieredStore.demote`), all of them as they are sealed (``write_through``), and the least recently
-used ones when host slots run short. The serving thread only ever touches memory.
+used ones when host slots run short. The serving thread only ever touches memory, but for :meth:`TieredStore.clear`.
 """
 
 from __future__ import annotations

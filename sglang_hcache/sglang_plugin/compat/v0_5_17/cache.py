@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.flags import config_of
@@ -30,7 +30,11 @@ _CLIP_NEW_TOKENS = 4096  # SGLang's own clip of max_new_tokens when it estimates
 
 def create_cache(context: TreeCacheBuildContext) -> HCacheRadixCache:
     """The factory registered as radix cache backend; the model is loaded when SGLang calls it."""
-    return HCacheRadixCache(context)
+    try:
+        return HCacheRadixCache(context)
+    except HCacheError as error:
+        logger.error("hcache: error: %s", error)  # in one line, before SGLang's traceback
+        raise
 
 
 class HCacheRadixCache(RadixCache):

@@ -1,0 +1,64 @@
+"""What the configured sizes come to for a model; checked before a server is built, used when it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.memory import available_host_bytes
+from sglang_hcache.store import StoreConfig
+
+_FEWEST_SLOTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """How ``host_size`` is divided: rows of the staging ring, slots of one chunk each."""
+
+    ring_rows: int
+    num_slots: int
+
+    @classmethod
+    def of(cls, config: HCacheConfig, layout: StateLayout) -> HostBudget:
+        """Divide it.
+
+        Raises:
+            ConfigError: more than this machine has, or too little for this model.
+        """
+        available = available_host_bytes()
+        if config.host_size > available:
+            raise ConfigError(
+                f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
+                f"{format_bytes(available)} available"
+            )
+        budget = cls(
+            ring_rows=config.staging_bytes // sum(layout.row_bytes),
+            num_slots=(config.host_size - config.staging_bytes) // layout.chunk_bytes,
+        )
+        if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
+            least = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
+            raise ConfigError(
+                f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; {CHUNK_TOKENS} tokens of "
+                f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"
+            )
+        return budget
+
+
+def store_config(config: HCacheConfig) -> StoreConfig | None:
+    """Settings of the disk tier; None without one.
+
+    Raises:
+        ConfigError: sizes or directories that the store cannot work with.
+    """
+    if not config.dirs:
+        return None
+    return StoreConfig(
+        dirs=config.dirs,
+        size_bytes=config.disk_size,
+        free_floor_bytes=config.disk_free_floor,
+        segment_bytes=config.segment_bytes,
+        io_engine=config.io_engine.value,
+    )
