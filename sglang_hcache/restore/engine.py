@@ -20,6 +20,7 @@ from sglang_hcache.tier.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _READER_THREADS = 4
+_CLOSE_S = 1.0
 
 
 class RestoreEngine:
@@ -27,6 +28,7 @@ class RestoreEngine:
 
     Args:
         dtype: element type of the stored hidden states.
+        block_chunks: most chunks of a job's block.
         on_over: called on the compute thread after each job, whatever its outcome.
     """
 
@@ -38,11 +40,13 @@ class RestoreEngine:
         dtype: torch.dtype,
         observer: Observer,
         on_over: OnOver,
+        block_chunks: int,
     ) -> None:
         self._observer = observer
         self._on_over = on_over
         self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="hcache-read")
-        self._pipeline = LayerPipeline(tiers, projector, sink, self._readers, dtype)
+        self._pipeline = LayerPipeline(tiers, projector, sink, self._readers, dtype, block_chunks)
+        self._stopping = threading.Event()
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hcache-restore", daemon=True)
         self._thread.start()
@@ -52,14 +56,17 @@ class RestoreEngine:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish the queued jobs and stop. Does not wait for a read that hangs."""
+        """Cancel what is queued or running and stop. A read that hangs is not waited for."""
+        self._stopping.set()
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
+                if self._stopping.is_set():
+                    job.cancel()
                 self._run_job(job)
                 self._on_over(job)
 
@@ -81,5 +88,10 @@ class RestoreEngine:
         self._observer.count(f"restore.{outcome.value}")
         if outcome is RestoreState.DONE:
             self._observer.count("restore.tokens", job.num_tokens)
-        job.lease.close()
+        for block in job.blocks:
+            try:
+                block.close()
+            except Exception:
+                logger.exception("hcache: a lease could not be closed")
+                self._observer.count("restore.errors")
         job.state = outcome  # last: whoever sees it may use the slots again

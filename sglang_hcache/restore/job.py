@@ -35,16 +35,16 @@ class RestoreState(Enum):
 
 @dataclass(slots=True)
 class RestoreJob:
-    """Bring the chunks of ``lease`` into ``slots``.
+    """Bring leased chunks into ``slots``.
 
     Args:
-        lease: the chunks; closed by the engine when the job is over.
+        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the job is over.
         first_position: position of the first token, a multiple of 64.
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission after which the restore is abandoned.
     """
 
-    lease: ChunkLease
+    blocks: tuple[ChunkLease, ...]
     first_position: int
     slots: torch.Tensor
     deadline_s: float
@@ -56,7 +56,12 @@ class RestoreJob:
 
     @property
     def num_tokens(self) -> int:
-        return CHUNK_TOKENS * len(self.lease.keys)
+        return CHUNK_TOKENS * sum(len(block.keys) for block in self.blocks)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The tier of each chunk."""
+        return tuple(source for block in self.blocks for source in block.sources)
 
     @property
     def is_over(self) -> bool:

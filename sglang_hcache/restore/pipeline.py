@@ -1,34 +1,47 @@
-"""Layer by layer: layer i + 1 is read while layer i is projected."""
+"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is projected."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_hcache.core.errors import RestoreTimeoutError
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.device.projector import KVSink, Projector, project_layer
 from sglang_hcache.restore.job import RestoreJob
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
-_READS_AHEAD = 2
+NUM_BUFFERS = 3
+"""Steps in memory at once: one is projected, the others are read."""
 
-Buffer: TypeAlias = npt.NDArray[np.uint8]
+
+def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
+    """Bytes of one buffer: the largest layer of ``block_chunks`` chunks."""
+    return block_chunks * max(layout.chunk_layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    block: ChunkLease
+    first_token: int
+    layer: int
 
 
 class LayerPipeline:
     """Restores jobs, one at a time, with the ``hidden`` method.
 
     Args:
-        readers: threads that read layers; they outlive the pipeline.
+        readers: threads that read; they outlive the pipeline.
         dtype: element type of the stored hidden states.
+        block_chunks: most chunks of a job's block.
     """
 
     def __init__(
@@ -38,13 +51,15 @@ class LayerPipeline:
         sink: KVSink,
         readers: ThreadPoolExecutor,
         dtype: torch.dtype,
+        block_chunks: int,
     ) -> None:
         self._tiers = tiers
         self._projector = projector
         self._sink = sink
         self._readers = readers
         self._dtype = dtype
-        self._spare: list[Buffer] = []
+        self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
+        self._spare = [host_buffer(self._buffer_bytes) for _ in range(NUM_BUFFERS)]
 
     def run(self, job: RestoreJob) -> None:
         """Write K and V of every layer to ``job.slots``; returns only when all layers were verified.
@@ -53,37 +68,36 @@ class LayerPipeline:
             RestoreCancelledError, RestoreTimeoutError: the job was stopped.
             StoreError: a read failed or its bytes are wrong.
         """
-        layout = self._tiers.layout
-        size = len(job.lease.keys) * max(layout.chunk_layer_bytes)
-        spare = self._take_buffers(size)
-        positions = torch.arange(job.first_position, job.first_position + job.num_tokens)
-        reads: deque[tuple[Buffer, Future[None]]] = deque()
-        next_layer = 0
+        to_read = self._steps(job)
+        reads: deque[tuple[_Step, npt.NDArray[np.uint8], Future[None]]] = deque()
         try:
-            for layer in range(layout.num_layers):
-                while spare and next_layer < layout.num_layers:
-                    buffer = spare.pop()
-                    reads.append((buffer, self._submit(job, next_layer, buffer)))
-                    next_layer += 1
-                buffer, read = reads.popleft()
+            while True:
+                while self._spare and (step := next(to_read, None)) is not None:
+                    buffer = self._spare.pop()
+                    reads.append((step, buffer, self._submit(step, buffer)))
+                if not reads:
+                    return
+                step, buffer, read = reads[0]
                 self._await(job, read)
-                self._project(job, layer, buffer, positions)
-                spare.append(buffer)
-            self._spare = spare
+                self._project(job, step, buffer)
+                self._spare.append(buffer)
+                reads.popleft()
         finally:
-            # A read in flight owns its buffer and its lease until it ends: let it, then drop the buffer.
-            for _, read in reads:
-                read.cancel()
+            # A read in flight owns its buffer until it ends: leave it to it, and take a new one.
+            for _, buffer, read in reads:
+                idle = read.cancel() or read.done()
+                self._spare.append(buffer if idle else host_buffer(self._buffer_bytes))
 
-    def _take_buffers(self, size: int) -> list[Buffer]:
-        spare, self._spare = self._spare, []
-        if len(spare) == _READS_AHEAD + 1 and spare[0].size >= size:
-            return spare
-        return [host_buffer(size) for _ in range(_READS_AHEAD + 1)]
+    def _steps(self, job: RestoreJob) -> Iterator[_Step]:
+        first_token = 0
+        for block in job.blocks:
+            for layer in range(self._tiers.layout.num_layers):
+                yield _Step(block, first_token, layer)
+            first_token += CHUNK_TOKENS * len(block.keys)
 
-    def _submit(self, job: RestoreJob, layer: int, buffer: Buffer) -> Future[None]:
-        count = len(job.lease.keys) * self._tiers.layout.chunk_layer_bytes[layer]
-        return self._readers.submit(self._tiers.read_layer, job.lease, layer, buffer[:count])
+    def _submit(self, step: _Step, buffer: npt.NDArray[np.uint8]) -> Future[None]:
+        size = len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[step.layer]
+        return self._readers.submit(self._tiers.read_layer, step.block, step.layer, buffer[:size])
 
     def _await(self, job: RestoreJob, read: Future[None]) -> None:
         try:
@@ -91,8 +105,11 @@ class LayerPipeline:
         except FutureTimeout:
             raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
 
-    def _project(self, job: RestoreJob, layer: int, buffer: Buffer, positions: torch.Tensor) -> None:
-        row_bytes = self._tiers.layout.row_bytes[layer]
-        rows = buffer[: len(job.lease.keys) * CHUNK_TOKENS * row_bytes].reshape(-1, row_bytes)
-        hidden = torch.from_numpy(rows).view(self._dtype)
-        project_layer(self._projector, self._sink, layer, hidden, positions, job.slots)
+    def _project(self, job: RestoreJob, step: _Step, buffer: npt.NDArray[np.uint8]) -> None:
+        count = CHUNK_TOKENS * len(step.block.keys)
+        row_bytes = self._tiers.layout.row_bytes[step.layer]
+        hidden = torch.from_numpy(buffer[: count * row_bytes].reshape(count, row_bytes)).view(self._dtype)
+        first = job.first_position + step.first_token
+        slots = job.slots[step.first_token : step.first_token + count]
+        positions = torch.arange(first, first + count)
+        project_layer(self._projector, self._sink, step.layer, hidden, positions, slots)

@@ -46,12 +46,12 @@ class Bridge:
         self.counters = Counters()
         self._model = model
         self._tree = tree
-        self._namespace = model.namespace()
-        self._weights_since = 0.0
+        self._namespace: Namespace | None = model.namespace()
+        self._device_is_stale = False
         self._capturing: set[str] = set()
         self._in_pass = False
         layout = model.layout
-        budget = HostBudget.of(config, layout)
+        self._budget = budget = HostBudget.of(config, layout)
         arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(
             budget.num_slots, layout.chunk_bytes
         )
@@ -81,7 +81,9 @@ class Bridge:
             SelfCheckError: the projector does not reproduce the KV pool.
         """
         result = selfcheck.run(self._model, self._projector, forward)
-        self._coordinator = RestoreCoordinator(self._tree, self.tiers, scheduler, self.config, self.counters)
+        self._coordinator = RestoreCoordinator(
+            self._tree, self.tiers, scheduler, self.config, self.counters, self._budget.block_chunks
+        )
         self._engine = RestoreEngine(
             self.tiers,
             self._projector,
@@ -89,6 +91,7 @@ class Bridge:
             self._model.dtype,
             self.counters,
             self._coordinator.on_over,
+            self._budget.block_chunks,
         )
         self._coordinator.attach_engine(self._engine)
         self._model.watch(self._on_layer)
@@ -109,15 +112,10 @@ class Bridge:
         """Whether the request was announced already: a prompt in several pieces."""
         return rid in self._capturing
 
-    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int], oldest_kv: float) -> None:
-        """A request is about to be computed from position ``len(prefix)`` on.
-
-        Args:
-            oldest_kv: creation time (``time.monotonic``) of the oldest KV in the prefix: KV of earlier weights
-                must not be continued into chunks of the present ones.
-        """
-        if len(prefix) and oldest_kv < self._weights_since:
-            return
+    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
+        """A request is about to be computed from position ``len(prefix)`` on."""
+        if len(prefix) and self._device_is_stale:
+            return  # KV of earlier weights must not be continued into chunks of the present ones
         self._capturing.add(rid)
         self._assembler.publish(RequestBegins(rid, self._namespace_of(tenant), prefix))
 
@@ -164,19 +162,20 @@ class Bridge:
 
     def device_reset(self) -> None:
         """The device dropped everything."""
+        self._device_is_stale = False
         self.tiers.demote_all()
 
     def weights_will_change(self) -> None:
-        """The model's weights are about to be replaced: nothing may be projected or captured meanwhile."""
+        """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
+
+        KV on the device is stale from now on, until the device is reset (SGLang does that after the update unless
+        it is told not to).
+        """
         self.restores.invalidate()
         self._capturing.clear()
         self._assembler.publish(RequestEnds(None))
-
-    def weights_changed(self) -> None:
-        """They were: nothing saved before may be used again."""
-        self._namespace = self._model.namespace()
-        self._weights_since = time.monotonic()
-        logger.info("hcache: weights updated, new namespace %s", self._namespace.namespace_id().hex())
+        self._device_is_stale = True
+        self._namespace = None  # read anew at the next use: some trainers send weights in many pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -217,10 +216,10 @@ class Bridge:
     def state(self) -> dict[str, Any]:
         """Numbers for ``/server_info``: counters, tiers, requests."""
         free, clean, dirty = self.tiers.host.counts()
-        disk = self.tiers.disk.stats() if self.tiers.disk is not None else None
+        disk = self.tiers.disk_stats
         return {
             "counters": self.counters.snapshot(),
-            "namespace": self._namespace.namespace_id().hex(),
+            "namespace": self._namespace_of(None).namespace_id().hex(),
             "saving": self.is_saving,
             "host": {
                 "slots": self.tiers.host.num_slots,
@@ -238,6 +237,9 @@ class Bridge:
         }
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
+        if self._namespace is None:
+            self._namespace = self._model.namespace()
+            logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
         return replace(self._namespace, tenant=tenant)
 
     def _log_start(self, result: selfcheck.SelfCheckResult) -> None:
@@ -256,8 +258,8 @@ class Bridge:
                 "attention); restoring them may not pay off in this version", hidden / kv,
             )  # fmt: skip
         disk = "no disk tier (give --hcache-dirs for one)"
-        if self.tiers.disk is not None:
-            stats = self.tiers.disk.stats()
+        stats = self.tiers.disk_stats
+        if stats is not None:
             disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
         logger.info(
             "hcache: host tier %s for %d tokens; %s; %s",

@@ -9,17 +9,21 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.memory import available_host_bytes
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.store import StoreConfig
 
 _FEWEST_SLOTS = 16
+_MOST_BLOCK_CHUNKS = 64  # 4,096 tokens: one layer of them is a large read
 
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """How ``host_size`` is divided: rows of the staging ring, slots of one chunk each."""
+    """How ``host_size`` is divided: rows of the staging ring, slots of one chunk each, buffers for restores."""
 
     ring_rows: int
     num_slots: int
+    block_chunks: int
+    """Most chunks that a restore reads at a time: its buffers take at most an eighth of the whole."""
 
     @classmethod
     def of(cls, config: HCacheConfig, layout: StateLayout) -> HostBudget:
@@ -34,9 +38,11 @@ class HostBudget:
                 f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
                 f"{format_bytes(available)} available"
             )
+        one_chunk = NUM_BUFFERS * buffer_bytes(layout, 1)
+        block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // 8 // one_chunk))
+        for_slots = config.host_size - config.staging_bytes - block_chunks * one_chunk
         budget = cls(
-            ring_rows=config.staging_bytes // sum(layout.row_bytes),
-            num_slots=(config.host_size - config.staging_bytes) // layout.chunk_bytes,
+            config.staging_bytes // sum(layout.row_bytes), for_slots // layout.chunk_bytes, block_chunks
         )
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
             least = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2

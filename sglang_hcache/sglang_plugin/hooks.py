@@ -33,8 +33,11 @@ def install() -> None:
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
         "sglang.srt.model_executor.model_runner.ModelRunner.forward": (_forward, HookType.AROUND),
     }
-    for source in ("disk", "tensor", "distributed", "ipc"):
-        targets[f"{_WEIGHTS}.update_weights_from_{source}"] = (_update_weights, HookType.AROUND)
+    for method in (
+        *(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")),
+        "release_memory_occupation",
+    ):
+        targets[f"{_WEIGHTS}.{method}"] = (_weights_will_change, HookType.BEFORE)
     for target, (hook, kind) in targets.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
@@ -81,13 +84,8 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     return output
 
 
-def _update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    bridge = updater.tp_worker.model_runner.hcache_bridge
-    bridge.weights_will_change()
-    try:
-        return original(updater, *args, **kwargs)
-    finally:
-        bridge.weights_changed()  # also when it failed half-way: the fingerprint says what is loaded now
+def _weights_will_change(updater: Any, *_args: object, **_kwargs: object) -> None:
+    updater.tp_worker.model_runner.hcache_bridge.weights_will_change()
 
 
 def _internal_state(result: Any, scheduler: Any, *_args: object, **_kwargs: object) -> None:

@@ -11,11 +11,11 @@ RESOLVED becomes PENDING again if the device evicts what the request was to find
 * RESOLVED: nothing to wait for; the request may be admitted.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
-* RUNNING: a job writes its slots; its device prefix is locked.
+* RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
 * PINNED: restored and inserted; locked until the request is admitted.
 
 Ownership of slots: [0, job.start) belongs to the tree and is locked; [job.start, job.end) belongs to the job
-until :meth:`RestoreCoordinator._finish` inserts it into the tree or frees it. Everything runs on the scheduler's
+until :meth:`RestoreCoordinator.reap` inserts it into the tree or frees it. Everything runs on the scheduler's
 thread, except :meth:`RestoreCoordinator.on_over`.
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,7 +38,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.protocols import DeviceTree, Node, Prompt, SchedulerView
-from sglang_hcache.tier.tiered import HOST, TieredStore
+from sglang_hcache.tier.tiered import HOST, ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ _PIN_LIMIT_S = 10.0
 _PRUNE_EVERY_S = 1.0
 _REST_AFTER_TIMEOUT_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
+_HOLD_S = 0.25  # and time in which nobody takes the room they leave, so that the head of the queue gets it
 _WAIT_S = 0.005
+_INVALIDATE_S = 30.0  # more than any deadline of a job
 
 
 class Phase(Enum):
@@ -59,12 +62,13 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Restore:
-    """A job and what it holds on the device."""
+    """A job, what it holds on the device, and for whom: None once nobody wants it."""
 
     job: RestoreJob
     prefix: torch.Tensor
     node: Node
     keys: tuple[ChunkKey, ...]
+    ticket: _Ticket | None
 
     @property
     def start(self) -> int:
@@ -104,7 +108,11 @@ class RestoredTokens:
 
 
 class RestoreCoordinator:
-    """The scheduler's side of restoring."""
+    """The scheduler's side of restoring.
+
+    Args:
+        block_chunks: most chunks that a restore reads at a time.
+    """
 
     def __init__(
         self,
@@ -113,19 +121,22 @@ class RestoreCoordinator:
         scheduler: SchedulerView,
         config: HCacheConfig,
         observer: Observer,
+        block_chunks: int,
     ) -> None:
         self._tree = tree
+        self._block_chunks = block_chunks
         self._tiers = tiers
         self.scheduler = scheduler
         self._config = config
         self._observer = observer
         self._engine: RestoreEngine | None = None
         self._tickets: dict[str, _Ticket] = {}
-        self._abandoned: list[_Restore] = []
+        self._running: list[_Restore] = []
         self._in_flight: set[ChunkKey] = set()
         self._stalled = 0
         self._last_prune = time.monotonic()
         self._resting_until = 0.0
+        self._holding_until = 0.0
         self._over = threading.Event()
 
     def attach_engine(self, engine: RestoreEngine) -> None:
@@ -166,7 +177,7 @@ class RestoreCoordinator:
             return restored
         if ticket.restore is not None and ticket.restore.job.state is RestoreState.DONE:
             used = max(0, min(prefix_tokens, ticket.restore.end) - ticket.restore.start) // CHUNK_TOKENS
-            sources = ticket.restore.job.lease.sources[:used]
+            sources = ticket.restore.job.sources[:used]
             host = sum(source == HOST for source in sources)
             restored = RestoredTokens(host * CHUNK_TOKENS, (used - host) * CHUNK_TOKENS)
         self._let_go(ticket)
@@ -181,21 +192,23 @@ class RestoreCoordinator:
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.
 
-        Returns when no job reads weights any more.
+        Returns when no job reads weights any more (a job that hangs ends with its deadline).
         """
         for ticket in self._tickets.values():
             self._let_go(ticket)
             ticket.keys = []
             ticket.restore = None
             ticket.enter(Phase.RESOLVED)
-        while not self.is_idle:
+        deadline = time.monotonic() + _INVALIDATE_S
+        while self._running and time.monotonic() < deadline:
             self._over.wait(_WAIT_S)
-            self._finish_jobs()
+            self._over.clear()
+            self.reap()
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
         self._over.clear()
-        self._finish_jobs()
+        self.reap()
         self._prune()
         self._relieve()
         self._start_pending()
@@ -209,13 +222,7 @@ class RestoreCoordinator:
     @property
     def in_flight_tokens(self) -> int:
         """Slots that belong to jobs, neither free nor in the tree."""
-        running = [ticket.restore for ticket in self._tickets.values() if ticket.phase is Phase.RUNNING]
-        return sum(restore.job.num_tokens for restore in (*running, *self._abandoned) if restore is not None)
-
-    @property
-    def is_idle(self) -> bool:
-        """No job holds slots."""
-        return self.in_flight_tokens == 0
+        return sum(restore.job.num_tokens for restore in self._running)
 
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase."""
@@ -237,6 +244,8 @@ class RestoreCoordinator:
             ticket.enter(phase)
 
     def _start_pending(self) -> None:
+        if time.monotonic() < self._holding_until:
+            return
         for ticket in list(self._tickets.values()):
             if ticket.phase is Phase.PENDING and not self._start(ticket):
                 if ticket.age_s < _PENDING_LIMIT_S:
@@ -256,27 +265,37 @@ class RestoreCoordinator:
             ticket.enter(Phase.RESOLVED)
             return True
         count = CHUNK_TOKENS * len(keys)
-        if not self._has_room(count):
+        self._tree.lock(match.node)  # first, for what is locked is no room
+        slots = self._tree.allocate(count) if self._has_room(count) else None
+        if slots is None:
+            self._tree.unlock(match.node)
             return False
-        self._tree.lock(match.node)
         try:
-            lease = self._tiers.lease(keys)
+            leases = self._lease(keys)
         except (TierMissError, StoreError):
+            self._tree.free(slots)
             self._tree.unlock(match.node)
             return True  # gone since the look-up: decided anew at the next round
-        slots = self._tree.allocate(count)
-        if slots is None:
-            lease.close()
-            self._tree.unlock(match.node)
-            return False
-        job = RestoreJob(lease, len(match), slots, self._config.restore_deadline_s)
-        ticket.restore = _Restore(job, match.slots, match.node, tuple(keys))
+        job = RestoreJob(leases, len(match), slots, self._config.restore_deadline_s)
+        ticket.restore = _Restore(job, match.slots, match.node, tuple(keys), ticket)
+        self._running.append(ticket.restore)
         ticket.attempts += 1
         ticket.enter(Phase.RUNNING)
         self._in_flight.update(keys)
         assert self._engine is not None
         self._engine.submit(job)
         return True
+
+    def _lease(self, keys: list[ChunkKey]) -> tuple[ChunkLease, ...]:
+        """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
+        step = self._block_chunks
+        with ExitStack() as holds:
+            leases = [
+                holds.enter_context(self._tiers.lease(keys[first : first + step]))
+                for first in range(0, len(keys), step)
+            ]
+            holds.pop_all()
+            return tuple(leases)
 
     def _has_room(self, count: int) -> bool:
         """Whether ``count`` slots may be taken: within our share, and not those that running requests will need."""
@@ -288,30 +307,28 @@ class RestoreCoordinator:
 
     # -- finishing -------------------------------------------------------------------------------
 
-    def _finish_jobs(self) -> None:
-        for ticket in self._tickets.values():
-            if ticket.phase is Phase.RUNNING and ticket.restore is not None and ticket.restore.job.is_over:
-                self._finish(ticket, ticket.restore)
-        still_running = []
-        for restore in self._abandoned:
-            if restore.job.is_over:
-                self._take_back(restore)
-            else:
-                still_running.append(restore)
-        self._abandoned = still_running
-
-    def _finish(self, ticket: _Ticket, restore: _Restore) -> None:
-        if restore.job.state is not RestoreState.DONE:
+    def reap(self) -> None:
+        """Settle the jobs that are over: into the tree, or back to the free slots."""
+        over = [restore for restore in self._running if restore.job.is_over]
+        for restore in over:
+            self._running.remove(restore)
+            self._in_flight.difference_update(restore.keys)
             if isinstance(restore.job.error, RestoreTimeoutError):
                 self._observer.count("restore.rests")
                 self._resting_until = time.monotonic() + _REST_AFTER_TIMEOUT_S
-            self._take_back(restore)
-            ticket.restore = None
-            ticket.attempts = _MOST_ATTEMPTS
-            ticket.enter(Phase.RESOLVED)
-            return
+            ticket = restore.ticket
+            if ticket is not None and restore.job.state is RestoreState.DONE:
+                self._insert(ticket, restore)
+                continue
+            self._tree.free(restore.job.slots)
+            self._tree.unlock(restore.node)
+            if ticket is not None:
+                ticket.restore = None
+                ticket.attempts = _MOST_ATTEMPTS
+                ticket.enter(Phase.RESOLVED)
+
+    def _insert(self, ticket: _Ticket, restore: _Restore) -> None:
         self._stalled = 0
-        self._in_flight.difference_update(restore.keys)
         tokens = ticket.prompt.tokens[: restore.end]
         slots = torch.cat([restore.prefix, restore.job.slots])
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
@@ -322,17 +339,11 @@ class RestoreCoordinator:
         ticket.pinned_node = node
         ticket.enter(Phase.PINNED)
 
-    def _take_back(self, restore: _Restore) -> None:
-        """Free what a failed or unwanted restore holds. Its job is over."""
-        self._in_flight.difference_update(restore.keys)
-        self._tree.free(restore.job.slots)
-        self._tree.unlock(restore.node)
-
     def _let_go(self, ticket: _Ticket) -> None:
         """The ticket ends."""
         if ticket.phase is Phase.RUNNING and ticket.restore is not None:
             ticket.restore.job.cancel()
-            self._abandoned.append(ticket.restore)
+            ticket.restore.ticket = None
         elif ticket.phase is Phase.PINNED:
             self._unpin(ticket)
 
@@ -347,13 +358,23 @@ class RestoreCoordinator:
 
     def _relieve(self) -> None:
         """Give pins back that are old, or that keep the queue from moving."""
-        waiting_for_nothing = self.is_idle and not self.scheduler.is_running()
+        waiting_for_nothing = not self._running and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
-        give_all = self._stalled >= _STALLED_TICKS
-        for ticket in self._tickets.values():
-            if ticket.phase is Phase.PINNED and (give_all or ticket.age_s > _PIN_LIMIT_S):
-                self._observer.count("restore.pins_given_back")
-                self._unpin(ticket)
+        if self._stalled >= _STALLED_TICKS and self.give_back_pins():
+            self._holding_until = time.monotonic() + _HOLD_S
+        self.give_back_pins(older_than_s=_PIN_LIMIT_S)
+
+    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
+        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
+        pinned = [
+            ticket
+            for ticket in self._tickets.values()
+            if ticket.phase is Phase.PINNED and ticket.age_s >= older_than_s
+        ]
+        for ticket in pinned:
+            self._observer.count("restore.pins_given_back")
+            self._unpin(ticket)
+        return bool(pinned)
 
     def _prune(self) -> None:
         """Drop tickets whose request left the queue without telling us."""

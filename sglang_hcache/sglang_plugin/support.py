@@ -43,6 +43,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         ),
         (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
         (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
+        (args.forward_hooks, "--forward-hooks", "stored hidden states do not say what a hook changed"),
+        (
+            args.enable_priority_scheduling and not args.disable_priority_preemption,
+            "--enable-priority-scheduling",
+            "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
+            "add --disable-priority-preemption",
+        ),
         (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
     ]
     problems = [f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given]

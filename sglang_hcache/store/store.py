@@ -37,6 +37,7 @@ from sglang_hcache.store.writer import RunWriter
 _log = logging.getLogger(__name__)
 
 _RECENCY_BATCH = 64
+_CLOSE_S = 3.0
 _FAILURES_ALLOWED = 2
 """A run is forgotten at this many EIO: else one bad sector would delay every restore of it."""
 
@@ -198,7 +199,7 @@ class DiskStore:
             self._space.clear()
 
     def close(self) -> None:
-        """Wait for running reads and writes, save recency, release the directories. Further calls do nothing.
+        """Wait a moment for running reads and writes, save recency, release the directories. Idempotent.
 
         Leases still open can be closed afterwards but not read.
         """
@@ -206,7 +207,11 @@ class DiskStore:
             if self._closed:
                 return
             self._closed = True
-            self._busy.wait_for(lambda: self._operations == 0)
+            drained = self._busy.wait_for(lambda: self._operations == 0, timeout=_CLOSE_S)
+        if not drained:
+            # I/O that hangs: everything acknowledged is durable already, and the locks end with the process.
+            _log.warning("reads or writes did not end within %g s; the store is left as it is", _CLOSE_S)
+            return
         self._space.close()
         try:
             while recency := self._catalog.take_recency(_RECENCY_BATCH):

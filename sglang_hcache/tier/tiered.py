@@ -2,7 +2,7 @@
 
 A background thread, the demoter, moves chunks from the host to the disk tier: those whose device copy is
 gone (:meth:`TieredStore.demote`), all of them as they are sealed (``write_through``), and the least recently
-used ones when host slots run short. The serving thread only ever touches memory, but for :meth:`TieredStore.clear`.
+used ones when host slots run short. The serving thread only ever touches memory, whatever the disk does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from sglang_hcache.core.errors import StoreError, StoreFullError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.store import DiskStore, ReadLease, Run
+from sglang_hcache.store import DiskStore, ReadLease, Run, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo, form_runs
 from sglang_hcache.tier.host import HostTier
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SPARE_FRACTION = 8  # the demoter keeps one in so many host slots free or clean
 _DEMOTER_TICK_S = 0.5
+_MOST_REQUESTS = 4096  # each holds the tokens of an evicted prefix
 
 HOST, DISK = "host", "disk"
 
@@ -44,17 +46,13 @@ class ChunkSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _HostPart:
-    first: int
-    keys: tuple[ChunkKey, ...]
-    slots: tuple[int, ...]
+class _Part:
+    """Chunks [first, first + count) of a lease, all in one tier."""
 
-
-@dataclass(frozen=True, slots=True)
-class _DiskPart:
     first: int
-    lease: ReadLease
     count: int
+    held: tuple[int, ...] | ReadLease
+    """Host slots, or a lease of the disk tier."""
 
 
 @dataclass(slots=True)
@@ -64,18 +62,12 @@ class ChunkLease:
     keys: tuple[ChunkKey, ...]
     sources: tuple[str, ...]
     """``HOST`` or ``DISK`` for each key."""
-    _host: HostTier
-    _parts: list[_HostPart | _DiskPart] = field(default_factory=list)
+    _parts: tuple[_Part, ...]
+    _holds: ExitStack
 
     def close(self) -> None:
         """Let the chunks go. Idempotent."""
-        parts, self._parts = self._parts, []
-        for part in parts:
-            if isinstance(part, _DiskPart):
-                part.lease.close()
-            else:
-                for key, slot in zip(part.keys, part.slots, strict=True):
-                    self._host.unpin(key, slot)
+        self._holds.close()
 
     def __enter__(self) -> ChunkLease:
         return self
@@ -113,7 +105,9 @@ class TieredStore:
         self._wake = threading.Condition()
         self._requests: deque[ChunkSource] = deque()
         self._busy = False
+        self._clearing = False
         self._stopping = False
+        self._disk_stats = disk.stats() if disk is not None else None
         self._demoter = threading.Thread(target=self._demote_forever, name="hcache-demoter", daemon=True)
         if disk is not None:
             self._demoter.start()
@@ -122,7 +116,7 @@ class TieredStore:
 
     def seal(self, slot: int, info: ChunkInfo) -> None:
         """Publish the filled host ``slot`` as ``info``. Never waits for I/O."""
-        if not self.host.seal(slot, info, on_disk=self.disk is not None and self.disk.contains(info.key)):
+        if not self.host.seal(slot, info, on_disk=self._is_on_disk(info.key)):
             self._observer.count("host.duplicate_chunks")
             return
         self._observer.count("host.chunks_sealed")
@@ -136,6 +130,10 @@ class TieredStore:
         if self.disk is None:
             return
         with self._wake:
+            if len(self._requests) == _MOST_REQUESTS:
+                # The disk does not keep up. Those chunks stay dirty, and go when slots run short.
+                self._observer.count("demote.requests_dropped")
+                return
             self._requests.append(keys)
             self._wake.notify()
 
@@ -146,7 +144,10 @@ class TieredStore:
     # -- finding and reading ---------------------------------------------------------------------
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self.host or (self.disk is not None and self.disk.contains(key))
+        return key in self.host or self._is_on_disk(key)
+
+    def _is_on_disk(self, key: ChunkKey) -> bool:
+        return self.disk is not None and not self._clearing and self.disk.contains(key)
 
     def match(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading ``keys`` are in some tier. Memory only."""
@@ -161,26 +162,27 @@ class TieredStore:
         Raises:
             TierMissError: one of them is gone; nothing is held then.
         """
-        slots = [self.host.pin(key) for key in keys]
-        lease = ChunkLease(tuple(keys), tuple(DISK if slot is None else HOST for slot in slots), self.host)
-        try:
+        with ExitStack() as holds:
+            slots = [self._pin(key, holds) for key in keys]
+            parts = []
             for first, stop in _groups([slot is None for slot in slots]):
-                part = tuple(keys[first:stop])
-                held = tuple(slot for slot in slots[first:stop] if slot is not None)
-                if held:
-                    lease._parts.append(_HostPart(first, part, held))
-                elif self.disk is not None:
-                    lease._parts.append(_DiskPart(first, self.disk.lease(part), len(part)))
-                else:
-                    raise TierMissError(f"chunk {part[0].hex()[:16]} is in no tier any more")
-        except BaseException:
-            held_parts = {key for part in lease._parts if isinstance(part, _HostPart) for key in part.keys}
-            lease.close()
-            for key, slot in zip(keys, slots, strict=True):
-                if slot is not None and key not in held_parts:
-                    self.host.unpin(key, slot)
-            raise
-        return lease
+                held: tuple[int, ...] | ReadLease = tuple(s for s in slots[first:stop] if s is not None)
+                if not held:
+                    held = holds.enter_context(self._visible_disk(keys[first]).lease(tuple(keys[first:stop])))
+                parts.append(_Part(first, stop - first, held))
+            sources = tuple(DISK if slot is None else HOST for slot in slots)
+            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all())
+
+    def _pin(self, key: ChunkKey, holds: ExitStack) -> int | None:
+        slot = self.host.pin(key)
+        if slot is not None:
+            holds.callback(self.host.unpin, key, slot)
+        return slot
+
+    def _visible_disk(self, key: ChunkKey) -> DiskStore:
+        if self.disk is None or self._clearing:
+            raise TierMissError(f"chunk {key.hex()[:16]} is in no tier any more")
+        return self.disk
 
     def read_layer(self, lease: ChunkLease, layer: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out`` (uint8, 1-D, ``len(lease.keys)`` chunks of the layer) with one layer of all leased chunks.
@@ -190,21 +192,25 @@ class TieredStore:
         """
         size = self.layout.chunk_layer_bytes[layer]
         for part in lease._parts:
-            if isinstance(part, _HostPart):
-                count = len(part.slots)
-                target = out[part.first * size : (part.first + count) * size].reshape(count, size)
-                self.host.read_layer(part.slots, layer, target)
+            target = out[part.first * size : (part.first + part.count) * size]
+            if isinstance(part.held, tuple):
+                self.host.read_layer(part.held, layer, target.reshape(part.count, size))
             else:
                 assert self.disk is not None
-                target = out[part.first * size : (part.first + part.count) * size]
-                self.disk.read_layer(part.lease, layer, target)
+                self.disk.read_layer(part.held, layer, target)
 
     # -- the demoter -----------------------------------------------------------------------------
 
     @property
     def is_saving(self) -> bool:
         """Whether the demoter has work."""
-        return self._busy or bool(self._requests)
+        with self._wake:
+            return self._busy or self._clearing or bool(self._requests)
+
+    @property
+    def disk_stats(self) -> StoreStats | None:
+        """The disk tier's numbers as the demoter saw them last, at most a moment ago; None without a disk tier."""
+        return self._disk_stats
 
     def flush(self, timeout_s: float) -> bool:
         """Write all chunks that exist only in host memory; False if time ran out first."""
@@ -219,12 +225,12 @@ class TieredStore:
         return True
 
     def clear(self) -> None:
-        """Empty both tiers."""
+        """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files."""
         with self._wake:
             self._requests.clear()
+            self._clearing = self.disk is not None
+            self._wake.notify()
         self.host.forget_all()
-        if self.disk is not None:
-            self.disk.clear()
 
     def close(self) -> None:
         """Stop the demoter after the run it is writing and close the disk tier. Idempotent."""
@@ -245,18 +251,28 @@ class TieredStore:
         with self._wake:
             self._wake.notify()
 
+    def _clear_disk(self) -> None:
+        assert self.disk is not None
+        self.disk.clear()
+        with self._wake:
+            self._clearing = False
+
     def _demote_forever(self) -> None:
+        assert self.disk is not None
         while True:
             with self._wake:
                 self._busy = False
-                while not (self._requests or self._stopping or self._is_short_of_slots()):
+                while not (self._requests or self._stopping or self._clearing or self._is_short_of_slots()):
                     self._wake.wait(_DEMOTER_TICK_S)
                 if self._stopping:
                     return
                 self._busy = True
                 requests = [self._requests.popleft() for _ in range(len(self._requests))]
             try:
+                if self._clearing:
+                    self._clear_disk()
                 self._demote_once(requests)
+                self._disk_stats = self.disk.stats()
             except Exception:
                 # The demoter must outlive anything: what could not be written stays in host memory or is dropped.
                 logger.exception("hcache: demotion failed")
@@ -274,7 +290,7 @@ class TieredStore:
             spare = self.host.num_slots // _SPARE_FRACTION
             chunks.update((info.key, info) for info in self.host.oldest_dirty(max(spare, self._run_chunks)))
         for run in form_runs(chunks.values(), self._run_chunks):
-            if self._stopping:
+            if self._stopping or self._clearing:
                 return
             self._write_run(run)
 
@@ -285,6 +301,8 @@ class TieredStore:
         try:
             fresh = [(info, slot) for info, slot in pinned if not self.disk.contains(info.key)]
             for piece in _consecutive(fresh):
+                if self._clearing:
+                    return
                 infos, slots = zip(*piece, strict=True)
                 self._write_piece(infos, slots)
         except StoreFullError:

@@ -37,7 +37,7 @@ REFUSALS = {
     "too much memory": Refusal(
         ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")
     ),
-    "too little memory": Refusal(["--hcache-host-size", "2MB"], ("--hcache-host-size", "at least 8.9 MB")),
+    "too little memory": Refusal(["--hcache-host-size", "2MB"], ("--hcache-host-size", "at least 4.5 MB")),
     "too little disk": Refusal(
         ["--hcache-dirs", "/a", "--hcache-disk-size", "1MB"], ("--hcache-disk-size", "1.0 MB", "at least")
     ),
@@ -55,6 +55,8 @@ REFUSALS = {
     "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
     "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),
     "hicache": Refusal(["--enable-hierarchical-cache"], ("--enable-hierarchical-cache",)),
+    "preemption": Refusal(["--enable-priority-scheduling"], ("--disable-priority-preemption",)),
+    "forward hooks": Refusal(["--forward-hooks", '[{"name": "x"}]'], ("--forward-hooks",)),
     "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
     "mla": Refusal(
         [],

@@ -210,6 +210,7 @@ def test_flushing_keeps_the_tiers_and_clearing_empties_them(server: TierServer) 
     assert server.ask(prompt).restored == 384
     server.flush_device()
     assert server.post("/clear_hicache_storage_backend").status_code == 200
+    server.settle()
     state = server.state()
     assert state["disk"]["chunks"] == state["host"]["clean"] == state["host"]["dirty"] == 0
     assert server.ask(prompt).cached == 0

@@ -40,7 +40,7 @@ OTHERS = {
     "restore": {"numpy", "torch"},
     "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "pydantic", "rich", "fastapi", "prometheus_client"},
     "cli": {
-        *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx", "openai"),
+        *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx"),
         *("transformers", "tokenizers", "safetensors"),
     },
     "testing": {"numpy", "xxhash", "pytest", "hypothesis"},

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -130,7 +131,8 @@ class Engine:
 
     def end(self, state: RestoreState) -> None:
         job = self.jobs.pop(0)
-        job.lease.close()
+        for block in job.blocks:
+            block.close()
         job.state = state
 
 
@@ -141,7 +143,7 @@ class World:
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
         self.coordinator = RestoreCoordinator(
-            self.tree, self.tiers, self.scheduler, HCacheConfig(), self.counters
+            self.tree, self.tiers, self.scheduler, HCacheConfig(), self.counters, block_chunks=2
         )
         self.coordinator.attach_engine(self.engine)  # type: ignore[arg-type]
 
@@ -314,6 +316,9 @@ def test_pins_that_block_the_queue_are_given_back(world: World) -> None:
     assert world.coordinator.may_be_admitted("a")
     world.tree.evict_all()
     assert not world.coordinator.may_be_admitted("a")  # evicted before admission: one more restore
+    world.coordinator.tick()
+    assert not world.engine.jobs  # but first, whoever was blocked gets the room
+    world.coordinator._holding_until = 0.0
     world.restore()
     world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     world.assert_clean()
@@ -365,3 +370,39 @@ def test_new_weights_end_everything(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(f"r{name}") for name in (1, 2, 3))
+
+
+def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (1, 2):
+        world.store(tokens(name, 4))
+    world.queue("late", tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.jobs[0].error = RestoreTimeoutError()
+    world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    world.queue("next", tokens(2, 4))
+    assert world.coordinator.may_be_admitted("next")
+    world.coordinator.drop("next")
+    world.coordinator._resting_until = 0.0
+    world.queue("later", tokens(2, 4))
+    assert not world.coordinator.may_be_admitted("later")
+    world.coordinator.drop("late")
+    world.coordinator.drop("later")
+    world.assert_clean()
+
+
+def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
+    """Locked while it runs, so it cannot be evicted for the slots; nothing else may be evicted in vain."""
+    prompt = [*tokens(1, 20), *tokens(2, 12)]
+    world.store(prompt)
+    world.tree.compute(tokens(1, 20))
+    world.tree.compute(tokens(3, 10))
+    world.scheduler.reserved = 9 * CHUNK_TOKENS
+    world.scheduler.running = True
+    world.queue("a", prompt)
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert world.tree.evictions == 0
+    assert not any(world.tree.locks.values())

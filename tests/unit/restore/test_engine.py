@@ -21,6 +21,7 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 LAYERS, WIDTH, SLOTS = 5, 8, 1024
+BLOCK_CHUNKS = 2
 LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
 
 
@@ -77,13 +78,16 @@ class Bench:
             torch.float32,
             self.counters,
             lambda _job: self.over.set(),
+            BLOCK_CHUNKS,
         )
 
     def run(self, *, first: int = 1, deadline_s: float = 10.0, cancel: bool = False) -> RestoreJob:
         """Restore the chunks from ``first`` on and wait for the outcome."""
-        lease = self.tiers.lease(self.keys[first:])
-        slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(lease.keys)]
-        job = RestoreJob(lease, first * CHUNK_TOKENS, slots, deadline_s)
+        keys = self.keys[first:]
+        starts = range(0, len(keys), BLOCK_CHUNKS)
+        blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
+        slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
+        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s)
         if cancel:
             job.cancel()
         self.engine.submit(job)
@@ -154,6 +158,17 @@ def test_an_error_nobody_foresaw_does_not_end_the_thread(bench: Bench) -> None:
     bench.tiers.before_read = fail  # type: ignore[method-assign]
     assert bench.run().state is RestoreState.FAILED
     bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    assert bench.run().state is RestoreState.DONE
+
+
+def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:
+    lease = bench.tiers.lease(bench.keys[:1])
+    lease._holds.callback(lambda: 1 / 0)
+    job = RestoreJob((lease,), 0, torch.arange(CHUNK_TOKENS), 10.0)
+    bench.engine.submit(job)
+    assert bench.over.wait(10)
+    assert job.state is RestoreState.DONE
+    bench.over.clear()
     assert bench.run().state is RestoreState.DONE
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.radix_cache import TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_hcache.capture.events import RequestRows
@@ -30,7 +28,7 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     for req in batch.reqs:
         if _is_plain(req) and not bridge.is_capturing(req.rid):
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
-            bridge.begin_capture(req.rid, req.extra_key, prefix, _oldest_on_path(req.last_node))
+            bridge.begin_capture(req.rid, req.extra_key, prefix)
 
 
 def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
@@ -75,11 +73,3 @@ def _is_plain(req: Req) -> bool:
         and req.lora_id is None
         and req.session is None
     )
-
-
-def _oldest_on_path(node: TreeNode | None) -> float:
-    oldest = time.monotonic()
-    while node is not None and node.parent is not None:
-        oldest = min(oldest, node.creation_time)
-        node = node.parent
-    return oldest

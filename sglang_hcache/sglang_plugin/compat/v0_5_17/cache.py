@@ -7,7 +7,13 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -81,15 +87,27 @@ class HCacheRadixCache(RadixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As in the base class; for requests the match is cut to whole chunks, so that they fill whole chunks."""
-        result = super().match_prefix(params)
-        matched = len(result.device_indices)
-        if params.req is None or matched % CHUNK_TOKENS == 0:
+        return super().match_prefix(params) if params.req is None else self._match_whole_chunks(params.key)
+
+    def _match_whole_chunks(self, key: RadixKey) -> MatchResult:
+        result = super().match_prefix(MatchPrefixParams(key=key))
+        rest = len(result.device_indices) % CHUNK_TOKENS
+        if not rest:
             return result
-        return super().match_prefix(MatchPrefixParams(key=params.key[: matched - matched % CHUNK_TOKENS]))
+        return super().match_prefix(MatchPrefixParams(key=key[: len(result.device_indices) - rest]))
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         self.bridge.end_capture(req.rid)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """As in the base class; where that is not enough, what waiting requests have pinned goes too."""
+        result = super().evict(params)
+        lacking = params.num_tokens - result.num_tokens_evicted
+        if lacking > 0 and self.bridge.restores.give_back_pins():
+            more = super().evict(EvictParams(num_tokens=lacking))
+            result = EvictResult(num_tokens_evicted=result.num_tokens_evicted + more.num_tokens_evicted)
+        return result
 
     def _delete_leaf(self, node: TreeNode) -> None:
         self.evictions += 1
@@ -98,11 +116,6 @@ class HCacheRadixCache(RadixCache):
         if self.bridge.wants_evictions and first_chunk < stop // CHUNK_TOKENS:
             self.bridge.evicted(_path_tokens(node), node.key.extra_key, first_chunk)
         super()._delete_leaf(node)
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        parent = super()._split_node(key, child, split_len)
-        parent.creation_time = child.creation_time  # its KV is as old as before
-        return parent
 
     def reset(self) -> None:
         if self._bridge is not None:
@@ -117,11 +130,7 @@ class HCacheRadixCache(RadixCache):
     # -- DeviceTree ------------------------------------------------------------------------------
 
     def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
-        result = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens, tenant)))
-        matched = len(result.device_indices)
-        if matched % CHUNK_TOKENS:
-            whole = RadixKey(tokens[: matched - matched % CHUNK_TOKENS], tenant)
-            result = super().match_prefix(MatchPrefixParams(key=whole))
+        result = self._match_whole_chunks(RadixKey(tokens, tenant))
         return DeviceMatch(result.device_indices, result.last_device_node)
 
     def lock(self, node: TreeNode) -> None:
@@ -134,7 +143,7 @@ class HCacheRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         lacking = count - allocator.available_size()
         if lacking > 0:
-            self.evict(EvictParams(num_tokens=lacking))
+            super().evict(EvictParams(num_tokens=lacking))  # a restore does not take the pins of another
         slots: torch.Tensor | None = allocator.alloc(count)
         return slots
 
@@ -157,6 +166,7 @@ class HCacheRadixCache(RadixCache):
 
     @property
     def ongoing_prefetch(self) -> dict[str, int]:
+        self.bridge.restores.reap()  # SGLang asks this to know whether it is idle, also while it is paused
         tokens = self.bridge.restores.in_flight_tokens
         return {"restores": tokens} if tokens else {}
 
@@ -246,7 +256,7 @@ class SchedulerOf:
         chunked = self._scheduler.chunked_req
         if chunked is not None:
             tokens += (
-                len(chunked.origin_input_ids)
+                len(chunked.full_untruncated_fill_ids)
                 - len(chunked.prefix_indices)
                 + ratio * _remaining_tokens(chunked)
             )
