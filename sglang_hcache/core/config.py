@@ -67,8 +67,8 @@ class HCacheConfig(BaseModel):
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
-    """Part of ``host_size`` that receives rows during a forward pass, bytes, at most half of it. None: a quarter of
-    it, at most 256 MiB."""
+    """Part of ``host_size`` that receives rows during a forward pass, bytes, at most half of it. None: two of the
+    model's largest prefill passes, at most a quarter of it."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, bytes, at most a quarter of ``disk_size``; the unit of disk eviction.
     None: an eighth of it, at most 256 MiB."""
@@ -107,11 +107,6 @@ class HCacheConfig(BaseModel):
                 f"at most {format_bytes(info.data[whole] / parts)}, 1/{parts} of {flag_of(whole)}"
             )
         return value
-
-    @property
-    def staging_bytes(self) -> int:
-        """``staging_size``, given or derived."""
-        return min(self.host_size // 4, 256 * 2**20) if self.staging_size is None else self.staging_size
 
     @property
     def segment_bytes(self) -> int:

@@ -41,7 +41,9 @@ _SAVING_PAUSE_S = 0.001
 class Bridge:
     """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
 
-    def __init__(self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, sink: KVSink) -> None:
+    def __init__(
+        self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, sink: KVSink, largest_pass: int
+    ) -> None:
         self.config = config
         self.counters = Counters()
         self._model = model
@@ -51,7 +53,12 @@ class Bridge:
         self._capturing: set[str] = set()
         self._in_pass = False
         layout = model.layout
-        self._budget = budget = HostBudget.of(config, layout)
+        self._budget = budget = HostBudget.of(config, layout, largest_pass)
+        if budget.ring_rows < largest_pass:
+            logger.warning(
+                "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; raise "
+                "--hcache-host-size or staging_size, or lower --chunked-prefill-size", budget.ring_rows, largest_pass,
+            )  # fmt: skip
         arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(
             budget.num_slots, layout.chunk_bytes
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
@@ -26,8 +27,11 @@ class HostBudget:
     """Most chunks that a restore reads at a time: its buffers take at most an eighth of the whole."""
 
     @classmethod
-    def of(cls, config: HCacheConfig, layout: StateLayout) -> HostBudget:
+    def of(cls, config: HCacheConfig, layout: StateLayout, largest_pass: int) -> HostBudget:
         """Divide it.
+
+        Args:
+            largest_pass: most tokens of one prefill pass.
 
         Raises:
             ConfigError: more than this machine has, or too little for this model.
@@ -40,10 +44,12 @@ class HostBudget:
             )
         one_chunk = NUM_BUFFERS * buffer_bytes(layout, 1)
         block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // 8 // one_chunk))
-        for_slots = config.host_size - config.staging_bytes - block_chunks * one_chunk
-        budget = cls(
-            config.staging_bytes // sum(layout.row_bytes), for_slots // layout.chunk_bytes, block_chunks
-        )
+        row_bytes = sum(layout.row_bytes)
+        staging = config.staging_size
+        if staging is None:
+            staging = min(config.host_size // 4, 2 * largest_pass * row_bytes)
+        for_slots = config.host_size - staging - block_chunks * one_chunk
+        budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
             least = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
             raise ConfigError(
@@ -51,6 +57,12 @@ class HostBudget:
                 f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"
             )
         return budget
+
+
+def largest_pass_of(server_args: Any) -> int:
+    """Most tokens that SGLang prefills in one pass."""
+    chunked = server_args.chunked_prefill_size
+    return int(chunked if chunked and chunked > 0 else server_args.max_prefill_tokens)
 
 
 def store_config(config: HCacheConfig) -> StoreConfig | None:

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
-from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
+from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
 from sglang_hcache.sglang_plugin.model import SUPPORTED_ARCHITECTURES
 
 _FLAG = "--hierarchical-cache hcache"
@@ -91,9 +91,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         )
     _raise(problems)
     store_config(config)
-    HostBudget.of(
-        config, StateLayout.all_hidden(model.num_hidden_layers, model.hidden_size, model.dtype.itemsize)
-    )
+    layout = StateLayout.all_hidden(model.num_hidden_layers, model.hidden_size, model.dtype.itemsize)
+    HostBudget.of(config, layout, largest_pass_of(server_args))
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:

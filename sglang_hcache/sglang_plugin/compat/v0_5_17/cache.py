@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import DeviceMatch
@@ -62,7 +63,8 @@ class HCacheRadixCache(RadixCache):
             )
         self._pool = pool
         model = ServedModel.of(self._runner.model, context.model_config)
-        self._bridge = Bridge(config_of(context.server_args), model, self, PoolSink(pool))
+        settings = config_of(context.server_args)
+        self._bridge = Bridge(settings, model, self, PoolSink(pool), largest_pass_of(context.server_args))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
         self.cache_controller = ControllerView()

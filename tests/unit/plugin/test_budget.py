@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
+from sglang_hcache.sglang_plugin.budget import HostBudget
+
+LAYOUT = StateLayout.all_hidden(num_layers=32, hidden_size=4096, dtype_bytes=2)
+
+
+@pytest.mark.parametrize("host_size", ["1GB", "4GB", "10GB"])
+@pytest.mark.parametrize("staging_size", [None, "200MB"])
+@pytest.mark.parametrize("largest_pass", [512, 8192])
+def test_the_parts_stay_within_the_whole(host_size: str, staging_size: str | None, largest_pass: int) -> None:
+    config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size})
+    budget = HostBudget.of(config, LAYOUT, largest_pass)
+    used = (
+        budget.ring_rows * sum(LAYOUT.row_bytes)
+        + budget.num_slots * LAYOUT.chunk_bytes
+        + NUM_BUFFERS * buffer_bytes(LAYOUT, budget.block_chunks)
+    )
+    assert config.host_size - LAYOUT.chunk_bytes < used <= config.host_size
+    assert 1 <= budget.block_chunks <= 64
+
+
+def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 512).ring_rows == 1024
+    assert HostBudget.of(config, LAYOUT, 8192).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
+        HostBudget.of(HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, 512)
