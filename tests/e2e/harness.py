@@ -28,6 +28,7 @@ class Answer:
     host: int
     disk: int
     prompt_tokens: int
+    retractions: int
 
     @property
     def restored(self) -> int:
@@ -82,6 +83,7 @@ class TierServer:
             host=details.get("host", 0),
             disk=details.get("storage", 0),
             prompt_tokens=meta["prompt_tokens"],
+            retractions=meta["num_retractions"],
         )
 
     def recompute(self, prompt: Sequence[int], **fields: Any) -> Answer:

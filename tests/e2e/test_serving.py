@@ -158,6 +158,25 @@ def test_aborts_of_running_requests_leave_nothing(server: TierServer) -> None:
     server.assert_nothing_left()
 
 
+def test_retracted_requests(server: TierServer) -> None:
+    """Decoding outgrows the pool, SGLang retracts requests and prefills them again, with the tier in between."""
+    prompts = [random_prompt(400 + index, 150) for index in range(10)]
+    with ThreadPoolExecutor(3) as threads:
+        references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=450), prompts))
+    assert not any(reference.retractions for reference in references)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda prompt: server.ask(prompt, tokens=450), prompts))
+    assert any(answer.retractions for answer in answers)
+    for answer, reference in zip(answers, references, strict=True):
+        assert largest_difference(answer, reference) <= TOLERANCE
+    server.assert_nothing_left()
+    server.settle()
+    history = [*prompts[0], *answers[0].tokens[:-1]]
+    restored = server.ask(history)
+    assert restored.restored == len(history[:-1]) // 64 * 64
+    assert largest_difference(restored, server.recompute(history)) <= TOLERANCE
+
+
 def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
     prompt = random_prompt(6, 600)
     reference = server.recompute(prompt)
