@@ -158,7 +158,7 @@ class Assembler:
             self._drop_chunk(request, "capture.chunks_dropped_staging_full")
             return
         if request.slot is None:
-            request.slot = self._tiers.host.reserve()
+            request.slot = self._tiers.reserve()
         if request.slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return

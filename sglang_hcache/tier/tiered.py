@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SPARE_FRACTION = 8  # the demoter keeps one in so many host slots free or clean
 _DEMOTER_TICK_S = 0.5
+_RESERVE_S = 0.5
 _MOST_REQUESTS = 4096  # each holds the tokens of an evicted prefix
 
 HOST, DISK = "host", "disk"
@@ -102,8 +103,12 @@ class TieredStore:
         self._observer = observer
         self._write_through = write_policy is WritePolicy.WRITE_THROUGH
         self._run_chunks = run_chunks
-        self._wake = threading.Condition()
+        self._spare_slots = max(1, host.num_slots // _SPARE_FRACTION)
+        lock = threading.Lock()
+        self._wake = threading.Condition(lock)  # the demoter has work
+        self._freed = threading.Condition(lock)  # the demoter has made slots clean
         self._requests: deque[ChunkSource] = deque()
+        self._demoter_keeps_up = True
         self._busy = False
         self._clearing = False
         self._stopping = False
@@ -113,6 +118,24 @@ class TieredStore:
             self._demoter.start()
 
     # -- saving ----------------------------------------------------------------------------------
+
+    def reserve(self) -> int | None:
+        """A host slot to fill, or None. Waits a moment for the demoter, so not for the serving thread.
+
+        The caller passes it to :meth:`seal` or gives it back to ``host.release``.
+        """
+        slot = self.host.reserve()
+        if slot is not None or self.disk is None or not self._demoter_keeps_up:
+            return slot
+        deadline = time.monotonic() + _RESERVE_S
+        with self._freed:
+            while slot is None and (left := deadline - time.monotonic()) > 0:
+                self._wake.notify()
+                self._freed.wait(left)
+                slot = self.host.reserve()
+            # A disk that hangs must not hold up every chunk; its next completed run ends this.
+            self._demoter_keeps_up = slot is not None
+        return slot
 
     def seal(self, slot: int, info: ChunkInfo) -> None:
         """Publish the filled host ``slot`` as ``info``. Never waits for I/O."""
@@ -245,7 +268,7 @@ class TieredStore:
 
     def _is_short_of_slots(self) -> bool:
         free, clean, dirty = self.host.counts()
-        return bool(dirty) and free + clean < self.host.num_slots // _SPARE_FRACTION
+        return bool(dirty) and free + clean < self._spare_slots
 
     def _notify(self) -> None:
         with self._wake:
@@ -287,8 +310,8 @@ class TieredStore:
             if (info := self.host.dirty_info(key)) is not None
         }
         if self._is_short_of_slots():
-            spare = self.host.num_slots // _SPARE_FRACTION
-            chunks.update((info.key, info) for info in self.host.oldest_dirty(max(spare, self._run_chunks)))
+            oldest = self.host.oldest_dirty(max(self._spare_slots, self._run_chunks))
+            chunks.update((info.key, info) for info in oldest)
         for run in form_runs(chunks.values(), self._run_chunks):
             if self._stopping or self._clearing:
                 return
@@ -314,6 +337,9 @@ class TieredStore:
             for info, slot in pinned:
                 self.host.unpin(info.key, slot)
                 self.host.mark_clean(info.key)
+            with self._freed:
+                self._demoter_keeps_up = True
+                self._freed.notify_all()
 
     def _write_piece(self, infos: Sequence[ChunkInfo], slots: Sequence[int]) -> None:
         assert self.disk is not None

@@ -42,8 +42,8 @@ def tiers(tmp_path: Path) -> Iterator[TieredStore]:
     opened.close()
 
 
-def put(tiers: TieredStore, name: int) -> None:
-    slot = tiers.host.reserve()
+def put(tiers: TieredStore, name: int, *, wait: bool = False) -> None:
+    slot = tiers.reserve() if wait else tiers.host.reserve()
     assert slot is not None
     for layer in range(LAYOUT.num_layers):
         tiers.host.layer_of(slot, layer)[:] = (name * 10 + layer) % 256
@@ -98,6 +98,25 @@ def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
     for first in range(1, 101, 10):
         read(tiers, list(range(first, first + 10)))
     tiers.close()
+
+
+def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", slots=4)
+    for name in range(1, 41):
+        put(tiers, name, wait=True)
+    assert tiers.flush(10)
+    read(tiers, list(range(1, 41)))
+    tiers.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_every_chunk(tiers: TieredStore) -> None:
+    assert tiers.disk is not None
+    tiers.disk.write_run = lambda *_: time.sleep(1.5)  # type: ignore[method-assign, assignment]
+    for name in range(1, 9):
+        put(tiers, name)
+    began = time.monotonic()
+    assert [tiers.reserve() for _ in range(5)] == [None] * 5
+    assert time.monotonic() - began < 1.2
 
 
 def test_a_chunk_is_not_written_twice(tiers: TieredStore) -> None:
