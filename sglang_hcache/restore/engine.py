@@ -12,6 +12,7 @@ import torch
 
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, StoreError
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.device.projector import KVSink, Projector
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
 from sglang_hcache.restore.pipeline import LayerPipeline
@@ -43,6 +44,7 @@ class RestoreEngine:
         block_chunks: int,
     ) -> None:
         self._observer = observer
+        self._may_warn = Throttle()
         self._on_over = on_over
         self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="hcache-read")
         self._pipeline = LayerPipeline(tiers, projector, sink, self._readers, dtype, block_chunks)
@@ -79,13 +81,17 @@ class RestoreEngine:
         except RestoreCancelledError:
             outcome = RestoreState.CANCELLED
         except (RestoreError, StoreError) as error:
-            logger.warning("hcache: restore of %d tokens failed, recomputing: %s", job.num_tokens, error)
+            if self._may_warn():
+                logger.warning(
+                    "hcache: a restore of %d tokens failed, recomputing: %s", job.num_tokens, error
+                )
             outcome, job.error = RestoreState.FAILED, error
         except Exception as error:
             logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
             outcome, job.error = RestoreState.FAILED, error
         job.seconds = time.monotonic() - started
         self._observer.count(f"restore.{outcome.value}")
+        logger.debug("hcache: restore of %d tokens: %s in %.3f s", job.num_tokens, outcome.value, job.seconds)
         if outcome is RestoreState.DONE:
             self._observer.count("restore.tokens", job.num_tokens)
         for block in job.blocks:

@@ -26,6 +26,7 @@ from sglang_hcache.core.errors import StoreError, StoreFullError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store import DiskStore, ReadLease, Run, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo, form_runs
 from sglang_hcache.tier.host import HostTier
@@ -102,6 +103,7 @@ class TieredStore:
         self.layout: StateLayout = host.layout
         self._observer = observer
         self._write_through = write_policy is WritePolicy.WRITE_THROUGH
+        self._may_warn = Throttle()
         self._run_chunks = run_chunks
         self._spare_slots = max(1, host.num_slots // _SPARE_FRACTION)
         lock = threading.Lock()
@@ -331,7 +333,10 @@ class TieredStore:
         except StoreFullError:
             self._observer.count("demote.chunks_dropped_full", len(pinned))
         except StoreError as error:
-            logger.warning("hcache: %d chunks could not be demoted: %s", len(pinned), error)
+            if self._may_warn():
+                logger.warning(
+                    "hcache: %d chunks could not be demoted, now and perhaps more: %s", len(pinned), error
+                )
             self._observer.count("demote.chunks_dropped_error", len(pinned))
         finally:
             for info, slot in pinned:

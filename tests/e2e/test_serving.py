@@ -22,7 +22,7 @@ def tier_arguments(model: Path, store: Path) -> list[str]:
     return [
         *("--model-path", str(model), "--dtype", "float32"),
         *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "512"),
-        "--enable-cache-report",
+        *("--enable-cache-report", "--enable-metrics"),
         *("--hcache-dirs", str(store), "--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"),
         *("--hcache-host-size", "24MB"),  # about 70 chunks: less than the tests use, so the disk is needed
     ]
@@ -201,6 +201,17 @@ def test_tenants_share_nothing(server: TierServer) -> None:
     same = server.ask(prompt, extra_key="tenant-a")
     assert same.restored == 576
     assert largest_difference(same, first) <= TOLERANCE
+
+
+def test_metrics_show_the_host_tier(server: TierServer) -> None:
+    metrics = httpx.get(server.process.url + "/metrics", timeout=30).text
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith("sglang:hicache_host")
+    }
+    assert values["sglang:hicache_host_total_tokens"] == server.state()["host"]["slots"] * 64
+    assert 0 <= values["sglang:hicache_host_used_tokens"] <= values["sglang:hicache_host_total_tokens"]
 
 
 def test_salted_chats_share_nothing(server: TierServer) -> None:
