@@ -96,6 +96,13 @@ class TierServer:
         """Drop the device tree; the tiers stay."""
         wait_for(lambda: self.post("/flush_cache").status_code == 200, "an idle server")
 
+    def forget_everything(self) -> None:
+        """Empty device and tiers: after a test has put wrong KV there."""
+        self.settle()
+        self.flush_device()
+        assert self.post("/clear_hicache_storage_backend").status_code == 200
+        self.settle()
+
     def settle(self) -> None:
         """Wait until everything captured is sealed and everything to be demoted is written."""
         wait_for(lambda: not self.state()["saving"], "saving to end")

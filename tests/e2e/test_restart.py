@@ -58,6 +58,9 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
             assert server.ask(prompt).cached == 0
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, through, third)
+        server.flush_device()
+        with server.switched_on("corrupt_restored_key"), pytest.raises(AssertionError):
+            check_restored(server, through, third)
         server.assert_nothing_left()
 
 

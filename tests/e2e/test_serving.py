@@ -90,6 +90,11 @@ def test_a_conversation_restores_what_was_decoded(server: TierServer) -> None:
         history = [*history, *answer.tokens, *random_prompt(50 + turn, 80)]
         server.settle()
         server.flush_device()
+    with server.switched_on("corrupt_restored_key"):
+        wrong = server.ask(history)
+    assert wrong.restored
+    assert largest_difference(wrong, server.recompute(history)) > TOLERANCE
+    server.forget_everything()
 
 
 def missing_tail(history: list[int]) -> int:
@@ -114,6 +119,10 @@ def test_many_requests_at_once(server: TierServer) -> None:
     assert any(answer.disk for _, answer in answers)
     assert server.counter("restore.done") - done_before >= 20
     server.assert_nothing_left()
+    with server.switched_on("corrupt_restored_key"), ThreadPoolExecutor(16) as threads:
+        damaged = list(threads.map(lambda index: (index, server.ask(prompts[index])), order[:48]))
+    assert any(largest_difference(answer, references[index]) > TOLERANCE for index, answer in damaged)
+    server.forget_everything()
 
 
 def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
@@ -174,7 +183,12 @@ def test_retracted_requests(server: TierServer) -> None:
     history = [*prompts[0], *answers[0].tokens[:-1]]
     restored = server.ask(history)
     assert restored.restored == len(history[:-1]) // 64 * 64
-    assert largest_difference(restored, server.recompute(history)) <= TOLERANCE
+    reference = server.recompute(history)
+    assert largest_difference(restored, reference) <= TOLERANCE
+    server.flush_device()
+    with server.switched_on("corrupt_restored_key"):
+        assert largest_difference(server.ask(history), reference) > TOLERANCE
+    server.forget_everything()
 
 
 def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
