@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _SPARE_FRACTION = 8  # the demoter keeps one in so many host slots free or clean
 _DEMOTER_TICK_S = 0.5
 _RESERVE_S = 0.5
+_CLOSE_S = 3.0
 _MOST_REQUESTS = 4096  # each holds the tokens of an evicted prefix
 
 HOST, DISK = "host", "disk"
@@ -258,13 +259,13 @@ class TieredStore:
         self.host.forget_all()
 
     def close(self) -> None:
-        """Stop the demoter after the run it is writing and close the disk tier. Idempotent."""
+        """Stop the demoter after the run it is writing and close the disk tier. Idempotent; a hung disk is left alone."""
         with self._wake:
             self._stopping = True
             self._requests.clear()
             self._wake.notify()
         if self._demoter.is_alive():
-            self._demoter.join()
+            self._demoter.join(_CLOSE_S)
         if self.disk is not None:
             self.disk.close()
 
