@@ -259,7 +259,7 @@ class TieredStore:
         self.host.forget_all()
 
     def close(self) -> None:
-        """Stop the demoter after the run it is writing and close the disk tier. Idempotent; waits not for a hung disk."""
+        """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""
         with self._wake:
             self._stopping = True
             self._requests.clear()
