@@ -13,7 +13,6 @@ import threading
 from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
@@ -56,7 +55,7 @@ class Assembler:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
-        arena = torch.from_numpy(tiers.host.arena.view(np.uint8))
+        arena = torch.from_numpy(tiers.host.arena)
         self._chunks = arena.view(ring.buffer.dtype).view(-1, layers, CHUNK_TOKENS, width)
         self._open: dict[str, _OpenRequest] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()

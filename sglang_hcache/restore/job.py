@@ -21,7 +21,7 @@ from enum import Enum
 import torch
 
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreTimeoutError
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.tier.tiered import ChunkLease
 
 
@@ -56,7 +56,12 @@ class RestoreJob:
 
     @property
     def num_tokens(self) -> int:
-        return CHUNK_TOKENS * sum(len(block.keys) for block in self.blocks)
+        return len(self.slots)
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """The chunks, in order."""
+        return tuple(key for block in self.blocks for key in block.keys)
 
     @property
     def sources(self) -> tuple[str, ...]:

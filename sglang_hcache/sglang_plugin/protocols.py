@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import NewType, Protocol
 
 import torch
 
@@ -95,7 +95,3 @@ class ForwardModel(Protocol):
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of ``slots`` in the pool, each (n, kv_heads, head_dim)."""
-
-
-SGLangObject = Any
-"""An object of SGLang's that neutral code only passes on."""

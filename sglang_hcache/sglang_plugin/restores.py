@@ -67,7 +67,6 @@ class _Restore:
     job: RestoreJob
     prefix: torch.Tensor
     node: Node
-    keys: tuple[ChunkKey, ...]
     ticket: _Ticket | None
 
     @property
@@ -277,7 +276,7 @@ class RestoreCoordinator:
             self._tree.unlock(match.node)
             return True  # gone since the look-up: decided anew at the next round
         job = RestoreJob(leases, len(match), slots, self._config.restore_deadline_s)
-        ticket.restore = _Restore(job, match.slots, match.node, tuple(keys), ticket)
+        ticket.restore = _Restore(job, match.slots, match.node, ticket)
         self._running.append(ticket.restore)
         ticket.attempts += 1
         ticket.enter(Phase.RUNNING)
@@ -312,7 +311,7 @@ class RestoreCoordinator:
         over = [restore for restore in self._running if restore.job.is_over]
         for restore in over:
             self._running.remove(restore)
-            self._in_flight.difference_update(restore.keys)
+            self._in_flight.difference_update(restore.job.keys)
             if isinstance(restore.job.error, RestoreTimeoutError):
                 self._observer.count("restore.rests")
                 self._resting_until = time.monotonic() + _REST_AFTER_TIMEOUT_S

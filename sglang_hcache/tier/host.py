@@ -54,6 +54,8 @@ class HostTier:
         self.layout = layout
         self._observer = observer
         self._keep_dirty = keep_dirty
+        starts = [layout.layer_offset(layer) for layer in range(layout.num_layers)]
+        self._columns = [slice(a, a + n) for a, n in zip(starts, layout.chunk_layer_bytes, strict=True)]
         self._lock = threading.Lock()
         self._free = list(range(arena.shape[0] - 1, -1, -1))
         self._entries: dict[ChunkKey, _Entry] = {}
@@ -121,14 +123,11 @@ class HostTier:
 
     def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
-        start = self.layout.layer_offset(layer)
-        stop = start + self.layout.chunk_layer_bytes[layer]
-        np.take(self.arena[:, start:stop], slots, axis=0, out=out, mode="clip")
+        np.take(self.arena[:, self._columns[layer]], slots, axis=0, out=out, mode="clip")
 
     def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
         """One layer of one slot, a view: uint8, 1-D."""
-        start = self.layout.layer_offset(layer)
-        return self.arena[slot, start : start + self.layout.chunk_layer_bytes[layer]]
+        return self.arena[slot, self._columns[layer]]
 
     # -- demotion --------------------------------------------------------------------------------
 

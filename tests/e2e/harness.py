@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 
 from sglang_hcache.cli.server_process import ServerProcess
@@ -171,4 +172,5 @@ def largest_difference(one: Answer, other: Answer) -> float:
     """Largest difference of logprobs; infinite where the tokens differ."""
     if one.tokens != other.tokens:
         return float("inf")
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    # numpy's max, for a NaN must not hide behind Python's.
+    return float(np.max(np.abs(np.subtract(one.logprobs, other.logprobs))))

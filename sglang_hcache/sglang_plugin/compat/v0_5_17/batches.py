@@ -35,9 +35,8 @@ def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
     """End the tickets of admitted requests and say in ``cached_tokens_details`` what was restored for them."""
     for req in batch.reqs:
         restored = bridge.restores.admitted(req.rid, len(req.prefix_indices))
-        if (
-            restored.host or restored.disk
-        ) and not req.retracted_stain:  # SGLang counts only the first admission
+        is_counted = not req.retracted_stain  # SGLang counts the first admission only
+        if is_counted and (restored.host or restored.disk):
             req.cached_tokens_device = max(0, req.cached_tokens_device - restored.host - restored.disk)
             req.cached_tokens_host += restored.host
             req.cached_tokens_storage += restored.disk

@@ -61,7 +61,6 @@ class HCacheRadixCache(RadixCache):
             raise ConfigError(
                 f"--hierarchical-cache hcache supports a plain MHATokenToKVPool only, got {type(pool).__name__}"
             )
-        self._pool = pool
         model = ServedModel.of(self._runner.model, context.model_config)
         settings = config_of(context.server_args)
         self._bridge = Bridge(settings, model, self, PoolSink(pool), largest_pass_of(context.server_args))
