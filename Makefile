@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.hcache-setup
-TEST_DIRS := $(wildcard tests/unit tests/e2e)
+TEST_DIRS := $(wildcard tests/unit tests/faults tests/e2e)
 LINTED := $(wildcard sglang_hcache tests benchmarks)
 
 .PHONY: help setup lock test demo lint clean
@@ -20,7 +20,7 @@ help: ## Show this list.
 setup: $(STAMP) ## Make .venv with the locked dependencies and `hcache` (PYTHON=... picks the interpreter).
 	@:
 
-test: setup ## Run the unit tests, then the end-to-end tests (PYTEST_ARGS=... is passed on).
+test: setup ## Run the unit tests, the fault suite, then the end-to-end tests (PYTEST_ARGS=... is passed on).
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TEST_DIRS)
 
 demo: setup ## Multi-turn conversations with and without the tier, side by side (DEMO_ARGS=... is passed on).

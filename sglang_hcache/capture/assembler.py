@@ -47,7 +47,7 @@ class Assembler:
 
     Args:
         ring: where captured rows lie.
-        tiers: where chunks go; its layout has equal layers of ``hidden_size`` values of ``ring.buffer.dtype``.
+        tiers: where chunks go; its layout has equal layers of rows as wide as the ring's, of ``ring.buffer.dtype``.
     """
 
     def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer) -> None:

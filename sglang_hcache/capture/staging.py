@@ -22,7 +22,7 @@ class StagingRing:
     """A ring of token rows for all layers. Spans are reserved in order and may be released in any order.
 
     Args:
-        buffer: (layers, rows, hidden_size), the memory of the ring.
+        buffer: (layers, rows, width), the memory of the ring. A row is what the layout stores of a token.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:

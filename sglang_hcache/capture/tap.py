@@ -36,16 +36,28 @@ class Tap:
         if dropped:
             self._observer.count("capture.rows_dropped_staging_full", dropped)
 
-    def layer(self, index: int, hidden: torch.Tensor) -> None:
-        """Snapshot the input of layer ``index``'s ``qkv_proj``: (rows, hidden_size)."""
+    @property
+    def rows_wanted(self) -> int:
+        """Rows of this pass that there is room for."""
+        return 0 if self._span is None else self._span.count
+
+    def layer(self, index: int, *parts: torch.Tensor) -> None:
+        """Snapshot what is stored of layer ``index``: (rows, width), in one part or side by side in several.
+
+        Hidden states are one part, K and V are two.
+        """
         span = self._span
         if span is None:
             return
-        if hidden.shape[0] < span.count:
+        if parts[0].shape[0] < span.count:
             # Not the pass that was announced (a graph's warm-up, a draft model): keep nothing of it.
             self._drop()
             return
-        self._ring.buffer[index, span.first : span.first + span.count].copy_(hidden[: span.count])
+        rows, column = self._ring.buffer[index, span.first : span.first + span.count], 0
+        for part in parts:
+            width = part.shape[1]
+            rows[:, column : column + width].copy_(part[: span.count])
+            column += width
         self._layers_seen += 1
 
     def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:

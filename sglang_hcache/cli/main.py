@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sglang_hcache
+from sglang_hcache.cli import plan, store
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import HCacheError
 
@@ -21,7 +22,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # wraps paragraphs to the terminal's width
 )
+app.add_typer(store.app, name="store")
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

@@ -33,10 +33,12 @@ class WritePolicy(StrEnum):
 class RestoreMethod(StrEnum):
     AUTO = "auto"
     HIDDEN = "hidden"
+    KV = "kv"
 
 
 class IOEngineName(StrEnum):
     AUTO = "auto"
+    NIXL = "nixl"
     POSIX = "posix"
 
 
@@ -61,9 +63,15 @@ class HCacheConfig(BaseModel):
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""
     method: RestoreMethod = RestoreMethod.AUTO
-    """How layers are restored."""
+    """What is stored of each layer and how it comes back: its hidden states, projected to K and V (hidden), or K and V
+    themselves (kv). auto: hidden states where they are the smaller of the two, else K and V; and prefixes that are
+    recomputed faster than they would be restored, by measurements at start, are recomputed."""
     io_engine: IOEngineName = IOEngineName.AUTO
-    """What reads and writes the disk tier."""
+    """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
+    two by a short probe (auto)."""
+    disk_write_budget: Size | None = Field(default=None, gt=0)
+    """Most bytes that the disk tier writes in any 24 hours, to spare the drives. Near the end of it chunks that were
+    never used again are not written."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
@@ -72,6 +80,8 @@ class HCacheConfig(BaseModel):
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, bytes, at most a quarter of ``disk_size``; the unit of disk eviction.
     None: an eighth of it, at most 256 MiB."""
+    io_timeout_s: float = Field(default=5.0, gt=0)
+    """A read or write that takes longer is given up, and its directory left out until it answers again."""
     run_chunks: int = Field(default=16, ge=1, le=64)
     """Most chunks written together as one run."""
     max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
@@ -133,6 +143,7 @@ FILE_ONLY_FIELDS = frozenset(
     {
         "staging_size",
         "segment_size",
+        "io_timeout_s",
         "run_chunks",
         "max_inflight_fraction",
         "restore_deadline_s",
@@ -157,6 +168,8 @@ def flag_help(field: str) -> str:
         return f"{text} Allowed: {', '.join(type(info.default))}; default: {info.default}."
     if isinstance(info.default, int):
         return f"{text} E.g. 8GB or 512MiB; default: {format_bytes(info.default)}."
+    if field.endswith(("_size", "_budget")):
+        return f"{text} E.g. 8GB or 512MiB; default: no limit."
     return text
 
 

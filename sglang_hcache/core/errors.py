@@ -9,7 +9,9 @@
     |   +-- StoreLockedError     another process uses the directory
     |   +-- StoreFormatError     a directory holds something we do not understand
     |   +-- StoreFullError       the cap or the free-space floor forbids a write
-    |   +-- StoreIOError         the device failed, was late, or is gone
+    |   |   +-- WriteBudgetError     the day's write budget forbids it
+    |   +-- StoreIOError         the device failed or is gone
+    |   |   +-- StoreTimeoutError    the device is late and may still touch the memory it was given
     |   +-- CorruptExtentError   bytes read are not the bytes written
     +-- TierMissError        a chunk that was promised is not there any more
     +-- RestoreError
@@ -50,8 +52,16 @@ class StoreFullError(StoreError):
     """The size cap or the free-space floor leaves no room, and nothing can be evicted."""
 
 
+class WriteBudgetError(StoreFullError):
+    """As much was written today as ``--hcache-disk-write-budget`` allows."""
+
+
 class StoreIOError(StoreError):
-    """A read or write failed, came short, was late, or its file is gone."""
+    """A read or write failed or came short, or its file or directory is gone."""
+
+
+class StoreTimeoutError(StoreIOError):
+    """An operation overran its deadline. It may still end: the memory it was given must not be used again."""
 
 
 class CorruptExtentError(StoreError):

@@ -89,16 +89,19 @@ class LlamaFamilyProjector:
         return weight[module.q_size :], None if bias is None else bias[module.q_size :]
 
 
-class KVSink(Protocol):
-    """Where K and V go: the paged pool."""
+class KVPool(Protocol):
+    """Where K and V are: the paged pool."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store rows (n, kv_heads, head_dim) at ``slots`` (n,) int64 of ``layer``."""
 
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of ``slots`` (n,) int64 of ``layer``, copies, each (n, kv_heads, head_dim)."""
+
 
 def project_layer(
     projector: Projector,
-    sink: KVSink,
+    pool: KVPool,
     layer: int,
     hidden: torch.Tensor,
     positions: torch.Tensor,
@@ -108,4 +111,10 @@ def project_layer(
     for first in range(0, hidden.shape[0], _ROWS_AT_ONCE):
         block = slice(first, first + _ROWS_AT_ONCE)
         key, value = projector.project(layer, hidden[block], positions[block])
-        sink.write(layer, slots[block], key, value)
+        pool.write(layer, slots[block], key, value)
+
+
+def write_rows(pool: KVPool, layer: int, rows: torch.Tensor, slots: torch.Tensor, kv_heads: int) -> None:
+    """Write stored K and V, (n, 2 * kv_heads * head_dim) with K first, to ``slots``."""
+    key, value = rows.view(rows.shape[0], 2, kv_heads, -1).unbind(1)
+    pool.write(layer, slots, key, value)

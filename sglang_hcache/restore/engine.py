@@ -13,8 +13,8 @@ import torch
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.device.projector import KVSink, Projector
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.tier.tiered import TieredStore
 
@@ -28,7 +28,6 @@ class RestoreEngine:
     """One compute thread and a few readers.
 
     Args:
-        dtype: element type of the stored hidden states.
         block_chunks: most chunks of a job's block.
         on_over: called on the compute thread after each job, whatever its outcome.
     """
@@ -36,9 +35,7 @@ class RestoreEngine:
     def __init__(
         self,
         tiers: TieredStore,
-        projector: Projector,
-        sink: KVSink,
-        dtype: torch.dtype,
+        restorer: LayerRestorer,
         observer: Observer,
         on_over: OnOver,
         block_chunks: int,
@@ -47,7 +44,7 @@ class RestoreEngine:
         self._may_warn = Throttle()
         self._on_over = on_over
         self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="hcache-read")
-        self._pipeline = LayerPipeline(tiers, projector, sink, self._readers, dtype, block_chunks)
+        self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks)
         self._stopping = threading.Event()
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hcache-restore", daemon=True)

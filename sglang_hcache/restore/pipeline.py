@@ -1,4 +1,4 @@
-"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is projected."""
+"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is restored."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_hcache.core.errors import RestoreTimeoutError
+from sglang_hcache.core.errors import HCacheError, RestoreTimeoutError, StoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.device.projector import KVSink, Projector, project_layer
 from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 NUM_BUFFERS = 3
-"""Steps in memory at once: one is projected, the others are read."""
+"""Steps in memory at once: one is restored, the others are read."""
 
 
 def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
@@ -36,30 +36,26 @@ class _Step:
 
 
 class LayerPipeline:
-    """Restores jobs, one at a time, with the ``hidden`` method.
+    """Restores jobs, one at a time.
 
     Args:
         readers: threads that read; they outlive the pipeline.
-        dtype: element type of the stored hidden states.
         block_chunks: most chunks of a job's block.
     """
 
     def __init__(
         self,
         tiers: TieredStore,
-        projector: Projector,
-        sink: KVSink,
+        restorer: LayerRestorer,
         readers: ThreadPoolExecutor,
-        dtype: torch.dtype,
         block_chunks: int,
     ) -> None:
         self._tiers = tiers
-        self._projector = projector
-        self._sink = sink
+        self._restorer = restorer
         self._readers = readers
-        self._dtype = dtype
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
-        self._spare = [host_buffer(self._buffer_bytes) for _ in range(NUM_BUFFERS)]
+        self._spare: list[npt.NDArray[np.uint8]] = []
+        self._replace_buffers()
 
     def run(self, job: RestoreJob) -> None:
         """Write K and V of every layer to ``job.slots``; returns only when all layers were verified.
@@ -68,6 +64,7 @@ class LayerPipeline:
             RestoreCancelledError, RestoreTimeoutError: the job was stopped.
             StoreError: a read failed or its bytes are wrong.
         """
+        self._replace_buffers()
         to_read = self._steps(job)
         reads: deque[tuple[_Step, npt.NDArray[np.uint8], Future[None]]] = deque()
         try:
@@ -79,14 +76,17 @@ class LayerPipeline:
                     return
                 step, buffer, read = reads[0]
                 self._await(job, read)
-                self._project(job, step, buffer)
+                self._restore(job, step, buffer)
                 self._spare.append(buffer)
                 reads.popleft()
         finally:
-            # A read in flight owns its buffer until it ends: leave it to it, and take a new one.
-            for _, buffer, read in reads:
-                idle = read.cancel() or read.done()
-                self._spare.append(buffer if idle else host_buffer(self._buffer_bytes))
+            # A read in flight owns its buffer until it ends: leave it to it. The next job takes a new one.
+            self._spare += [buffer for _, buffer, read in reads if read.cancel() or _is_over(read)]
+
+    def _replace_buffers(self) -> None:
+        # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
+        while len(self._spare) < NUM_BUFFERS:
+            self._spare.append(host_buffer(self._buffer_bytes))
 
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
@@ -105,11 +105,19 @@ class LayerPipeline:
         except FutureTimeout:
             raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
 
-    def _project(self, job: RestoreJob, step: _Step, buffer: npt.NDArray[np.uint8]) -> None:
+    def _restore(self, job: RestoreJob, step: _Step, buffer: npt.NDArray[np.uint8]) -> None:
         count = CHUNK_TOKENS * len(step.block.keys)
         row_bytes = self._tiers.layout.row_bytes[step.layer]
-        hidden = torch.from_numpy(buffer[: count * row_bytes].reshape(count, row_bytes)).view(self._dtype)
+        rows = torch.from_numpy(buffer[: count * row_bytes].reshape(count, row_bytes))
         first = job.first_position + step.first_token
         slots = job.slots[step.first_token : step.first_token + count]
         positions = torch.arange(first, first + count)
-        project_layer(self._projector, self._sink, step.layer, hidden, positions, slots)
+        self._restorer.restore(step.layer, rows.view(self._restorer.dtype), positions, slots)
+
+
+def _is_over(read: Future[None]) -> bool:
+    """Whether nothing writes to the buffer any more. An error that nobody foresaw says nothing about the device."""
+    if not read.done():
+        return False
+    error = read.exception()
+    return error is None or (isinstance(error, HCacheError) and not isinstance(error, StoreTimeoutError))

@@ -16,15 +16,17 @@ from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.config import HCacheConfig, RestoreMethod, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.device.projector import KVSink
+from sglang_hcache.device.projector import KVPool
 from sglang_hcache.restore.engine import RestoreEngine
-from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin import measuring, selfcheck
 from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import DeviceTree, ForwardModel, Prompt, SchedulerView
@@ -42,7 +44,7 @@ class Bridge:
     """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
 
     def __init__(
-        self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, sink: KVSink, largest_pass: int
+        self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, pool: KVPool, largest_pass: int
     ) -> None:
         self.config = config
         self.counters = Counters()
@@ -53,6 +55,7 @@ class Bridge:
         self._capturing: set[str] = set()
         self._in_pass = False
         layout = model.layout
+        self._largest_pass = largest_pass
         self._budget = budget = HostBudget.of(config, layout, largest_pass)
         if budget.ring_rows < largest_pass:
             logger.warning(
@@ -62,7 +65,7 @@ class Bridge:
         arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(
             budget.num_slots, layout.chunk_bytes
         )
-        disk_settings = store_config(config)
+        disk_settings = store_config(config, model.hidden_size)
         disk = DiskStore.open(disk_settings, self.counters) if disk_settings is not None else None
         host = HostTier(arena, layout, self.counters, keep_dirty=disk is not None)
         self.tiers = TieredStore(
@@ -71,37 +74,41 @@ class Bridge:
         ring = StagingRing(
             torch.from_numpy(host_buffer(budget.ring_rows * sum(layout.row_bytes)))
             .view(model.dtype)
-            .view(layout.num_layers, budget.ring_rows, model.hidden_size)
+            .view(layout.num_layers, budget.ring_rows, -1)
         )
         self._assembler = Assembler(ring, self.tiers, self.counters)
         self._tap = Tap(ring, self._assembler.publish, self.counters)
-        self._projector = model.projector()
-        self._sink = sink
+        self._pool = pool
+        self._restorer = LayerRestorer(layout, model.dtype, pool, model.kv_heads, model.projector())
         self._coordinator: RestoreCoordinator | None = None
         self._engine: RestoreEngine | None = None
         self._closed = threading.Event()
 
     def start(self, scheduler: SchedulerView, forward: ForwardModel) -> None:
-        """Check the projector against the model, then begin to capture and restore.
+        """Check a restore against the model, then begin to capture and restore.
 
         Raises:
-            SelfCheckError: the projector does not reproduce the KV pool.
+            SelfCheckError: what is restored is not what the model wrote.
         """
-        result = selfcheck.run(self._model, self._projector, forward)
+        result = selfcheck.run(self._model, self._restorer, self._pool, forward)
+        gate = None
+        if self.config.method is RestoreMethod.AUTO:
+            longest = min(self._largest_pass, self._tree.capacity() // 4)
+            costs = measuring.measure(self._model, self._restorer, self.tiers, forward, longest)
+            gate = RestoreGate(costs, self._model.layout.methods)
         self._coordinator = RestoreCoordinator(
-            self._tree, self.tiers, scheduler, self.config, self.counters, self._budget.block_chunks
+            self._tree, self.tiers, scheduler, self.config, self.counters, self._budget.block_chunks, gate
         )
         self._engine = RestoreEngine(
             self.tiers,
-            self._projector,
-            self._sink,
-            self._model.dtype,
+            self._restorer,
             self.counters,
             self._coordinator.on_over,
             self._budget.block_chunks,
         )
         self._coordinator.attach_engine(self._engine)
-        self._model.watch(self._on_layer)
+        if self._model.method is Method.HIDDEN:
+            self._model.watch(self._on_layer)
         self._log_start(result)
 
     # -- requests --------------------------------------------------------------------------------
@@ -113,7 +120,9 @@ class Bridge:
 
     def queue(self, prompt: Prompt) -> None:
         """A request enters the waiting queue."""
-        self.restores.queue(prompt, chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens))
+        keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
+        self.tiers.touch(keys)
+        self.restores.queue(prompt, keys)
 
     def is_capturing(self, rid: str) -> bool:
         """Whether the request was announced already: a prompt in several pieces."""
@@ -141,15 +150,23 @@ class Bridge:
             self._tap.begin_pass(num_rows)
         return self._in_pass
 
-    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:
-        """The pass succeeded; ``tokens`` has one entry a row."""
+    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int], slots: torch.Tensor) -> None:
+        """The pass succeeded; ``tokens`` has one entry a row, and so has ``slots``, int64."""
         self._in_pass = False
+        if self._model.method is Method.KV:
+            self._take_kv(slots[: self._tap.rows_wanted])
         self._tap.end_pass(requests, tokens)
 
     def abandon_pass(self) -> None:
         """The pass failed."""
         self._in_pass = False
         self._tap.abandon_pass()
+
+    def _take_kv(self, slots: torch.Tensor) -> None:
+        # At once, for the scheduler may free or move slots before the assembler comes to them.
+        for layer in range(self._model.layout.num_layers if len(slots) else 0):
+            key, value = self._pool.read(layer, slots)
+            self._tap.layer(layer, key.flatten(1), value.flatten(1))
 
     def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
         if self._in_pass:
@@ -237,7 +254,18 @@ class Bridge:
             },
             "disk": None
             if disk is None
-            else {"chunks": disk.chunks, "bytes": disk.physical_bytes, "cap_bytes": disk.cap_bytes},
+            else {
+                "chunks": disk.chunks,
+                "bytes": disk.physical_bytes,
+                "cap_bytes": disk.cap_bytes,
+                "written_today_bytes": disk.written_today_bytes,
+                "quarantined": disk.quarantined,
+                "engine": disk.engine,
+                "directories": [
+                    {"path": str(item.path), "condition": item.condition, "reason": item.reason}
+                    for item in disk.directories
+                ],
+            },
             "requests": self.restores.phases(),
             "captured_requests": self._assembler.open_requests,
             "in_flight_tokens": self.restores.in_flight_tokens,
@@ -251,18 +279,20 @@ class Bridge:
 
     def _log_start(self, result: selfcheck.SelfCheckResult) -> None:
         layout = self._model.layout
-        hidden = sum(layout.row_bytes)
-        kv = layout.num_layers * self._model.kv_bytes_per_token_layer
+        layer_bytes = layout.num_layers * self._model.dtype.itemsize
+        hidden = layer_bytes * self._model.hidden_size
+        kv = layer_bytes * 2 * self._model.kv_heads * self._model.head_dim
         logger.info(
-            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method hidden; "
+            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
             "self-check error %.2g (tolerance %.2g)",
             self._model.architecture, layout.num_layers, format_bytes(hidden), format_bytes(kv),
+            self._model.method, " (auto)" if self.config.method is RestoreMethod.AUTO else "",
             result.error, result.tolerance,
         )  # fmt: skip
-        if hidden > kv:
+        if self._model.method is Method.HIDDEN and hidden > kv:
             logger.warning(
                 "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
-                "attention); restoring them may not pay off in this version", hidden / kv,
+                "attention); --hcache-method auto stores K and V", hidden / kv,
             )  # fmt: skip
         disk = "no disk tier (give --hcache-dirs for one)"
         stats = self.tiers.disk_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.config import HCacheConfig, RestoreMethod
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.units import format_bytes
@@ -65,8 +65,11 @@ def largest_pass_of(server_args: Any) -> int:
     return int(chunked if chunked and chunked > 0 else server_args.max_prefill_tokens)
 
 
-def store_config(config: HCacheConfig) -> StoreConfig | None:
+def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreConfig | None:
     """Settings of the disk tier; None without one.
+
+    Args:
+        hidden_size: of the model, where it is known: long contexts of a narrow model are dearer to recompute.
 
     Raises:
         ConfigError: sizes or directories that the store cannot work with.
@@ -79,4 +82,8 @@ def store_config(config: HCacheConfig) -> StoreConfig | None:
         free_floor_bytes=config.disk_free_floor,
         segment_bytes=config.segment_bytes,
         io_engine=config.io_engine.value,
+        io_timeout_s=config.io_timeout_s,
+        write_budget_bytes=config.disk_write_budget,
+        measure_reads=config.method is RestoreMethod.AUTO,
+        **({} if hidden_size is None else {"cost_doubling_tokens": 6 * hidden_size}),
     )

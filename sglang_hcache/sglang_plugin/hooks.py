@@ -76,11 +76,12 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
         return original(runner, forward_batch, *args, **kwargs)
     try:
         tokens: array[int] = batches.tokens_of(forward_batch, num_rows)
+        slots = forward_batch.out_cache_loc[:num_rows]
         output = original(runner, forward_batch, *args, **kwargs)
     except BaseException:
         bridge.abandon_pass()
         raise
-    bridge.end_pass(requests, tokens)
+    bridge.end_pass(requests, tokens, slots)
     return output
 
 

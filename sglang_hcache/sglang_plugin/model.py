@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_hcache.core.config import RestoreMethod
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import Namespace
-from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.device.fingerprint import weights_fingerprint
 from sglang_hcache.device.projector import AttentionModule, LlamaFamilyProjector
 
@@ -32,13 +33,16 @@ class ServedModel:
     attention: tuple[AttentionModule, ...]
     architecture: str
     hidden_size: int
-    kv_bytes_per_token_layer: int
+    kv_heads: int
+    head_dim: int
     dtype: torch.dtype
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
+    method: Method
+    """What is stored of every layer."""
 
     @classmethod
-    def of(cls, module: nn.Module, model_config: Any) -> ServedModel:
+    def of(cls, module: nn.Module, model_config: Any, method: RestoreMethod) -> ServedModel:
         """Describe SGLang's ``module``.
 
         Raises:
@@ -52,23 +56,30 @@ class ServedModel:
             )
         inner: Any = module.model
         attention = tuple(layer.self_attn for layer in inner.layers)
-        dtype = model_config.dtype
+        kv_heads, head_dim = attention[0].num_kv_heads, attention[0].head_dim
         return cls(
             module=module,
             attention=attention,
             architecture=architecture,
             hidden_size=model_config.hidden_size,
-            kv_bytes_per_token_layer=2 * attention[0].kv_size * dtype.itemsize,
-            dtype=dtype,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=model_config.dtype,
             config=_canonical(model_config.hf_config),
+            method=_chosen(method, model_config.hidden_size, 2 * kv_heads * head_dim),
         )
 
     @property
     def layout(self) -> StateLayout:
-        return StateLayout.all_hidden(len(self.attention), self.hidden_size, self.dtype.itemsize)
+        """What is stored of a token."""
+        layers, size = len(self.attention), self.dtype.itemsize
+        if self.method is Method.KV:
+            return StateLayout.all_kv(layers, self.kv_heads, self.head_dim, size)
+        return StateLayout.all_hidden(layers, self.hidden_size, size)
 
-    def projector(self) -> LlamaFamilyProjector:
-        return LlamaFamilyProjector(self.attention)
+    def projector(self) -> LlamaFamilyProjector | None:
+        """Makes K and V of hidden states; None if none are stored."""
+        return LlamaFamilyProjector(self.attention) if self.method is Method.HIDDEN else None
 
     def namespace(self) -> Namespace:
         """Namespace of the weights that are loaded now, for requests without a tenant. Reads all weights."""
@@ -83,6 +94,13 @@ class ServedModel:
             layer.qkv_proj.register_forward_pre_hook(_pre_hook(index, on_layer))
             for index, layer in enumerate(self.attention)
         ]
+
+
+def _chosen(method: RestoreMethod, hidden: int, kv: int) -> Method:
+    """``auto`` takes what is smaller; where K and V are no larger they win, for they need no projection."""
+    if method is RestoreMethod.AUTO:
+        return Method.HIDDEN if hidden < kv else Method.KV
+    return Method(method.value)
 
 
 def _pre_hook(index: int, on_layer: OnLayer) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:

@@ -91,7 +91,7 @@ class ForwardModel(Protocol):
     def forward(self, tokens: list[int]) -> torch.Tensor:
         """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
 
-    def release(self, slots: torch.Tensor) -> None: ...
+    def allocate(self, count: int) -> torch.Tensor:
+        """At least ``count`` slots. Call :meth:`release` afterwards."""
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of ``slots`` in the pool, each (n, kv_heads, head_dim)."""
+    def release(self, slots: torch.Tensor) -> None: ...

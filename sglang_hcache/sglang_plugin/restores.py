@@ -25,8 +25,6 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -36,13 +34,14 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.gate import Prediction, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin.protocols import DeviceTree, Node, Prompt, SchedulerView
+from sglang_hcache.sglang_plugin.protocols import DeviceTree, Prompt, SchedulerView
+from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Phase, Restore, RestoredTokens, Ticket
 from sglang_hcache.tier.tiered import HOST, ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
 
-_MOST_ATTEMPTS = 2  # restores of one request: the second one if its prefix was evicted before admission
 _PENDING_LIMIT_S = 30.0  # a request that finds no slots for so long is recomputed
 _PIN_LIMIT_S = 10.0
 _PRUNE_EVERY_S = 1.0
@@ -53,64 +52,12 @@ _WAIT_S = 0.005
 _INVALIDATE_S = 30.0  # more than any deadline of a job
 
 
-class Phase(Enum):
-    RESOLVED = "resolved"
-    PENDING = "pending"
-    RUNNING = "running"
-    PINNED = "pinned"
-
-
-@dataclass(slots=True)
-class _Restore:
-    """A job, what it holds on the device, and for whom: None once nobody wants it."""
-
-    job: RestoreJob
-    prefix: torch.Tensor
-    node: Node
-    ticket: _Ticket | None
-
-    @property
-    def start(self) -> int:
-        return self.job.first_position
-
-    @property
-    def end(self) -> int:
-        return self.start + self.job.num_tokens
-
-
-@dataclass(slots=True)
-class _Ticket:
-    prompt: Prompt
-    keys: list[ChunkKey]
-    phase: Phase = Phase.RESOLVED
-    restore: _Restore | None = None
-    pinned_node: Node | None = None
-    since: float = field(default_factory=time.monotonic)
-    attempts: int = 0
-    seen_evictions: int = 0
-
-    def enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self.since = time.monotonic()
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.since
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredTokens:
-    """How many tokens of an admitted request came from each tier."""
-
-    host: int
-    disk: int
-
-
 class RestoreCoordinator:
     """The scheduler's side of restoring.
 
     Args:
         block_chunks: most chunks that a restore reads at a time.
+        gate: says which restores are worth starting; None: all.
     """
 
     def __init__(
@@ -121,16 +68,18 @@ class RestoreCoordinator:
         config: HCacheConfig,
         observer: Observer,
         block_chunks: int,
+        gate: RestoreGate | None = None,
     ) -> None:
         self._tree = tree
+        self._gate = gate
         self._block_chunks = block_chunks
         self._tiers = tiers
         self.scheduler = scheduler
         self._config = config
         self._observer = observer
         self._engine: RestoreEngine | None = None
-        self._tickets: dict[str, _Ticket] = {}
-        self._running: list[_Restore] = []
+        self._tickets: dict[str, Ticket] = {}
+        self._running: list[Restore] = []
         self._in_flight: set[ChunkKey] = set()
         self._stalled = 0
         self._last_prune = time.monotonic()
@@ -153,7 +102,7 @@ class RestoreCoordinator:
         self.drop(prompt.rid)
         if not keys:
             return
-        ticket = self._tickets[prompt.rid] = _Ticket(prompt, keys)
+        ticket = self._tickets[prompt.rid] = Ticket(prompt, keys)
         self._observer.count("lookup.requests")
         self._resolve(ticket)
         self._observer.count("lookup.hits" if ticket.phase is Phase.PENDING else "lookup.misses")
@@ -232,11 +181,11 @@ class RestoreCoordinator:
 
     # -- deciding --------------------------------------------------------------------------------
 
-    def _resolve(self, ticket: _Ticket) -> None:
+    def _resolve(self, ticket: Ticket) -> None:
         """PENDING if a tier continues the device's prefix, else RESOLVED."""
         ticket.seen_evictions = self._tree.evictions
         on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)) // CHUNK_TOKENS
-        wanted = ticket.attempts < _MOST_ATTEMPTS and on_device < len(ticket.keys)
+        wanted = ticket.attempts < MOST_ATTEMPTS and on_device < len(ticket.keys)
         is_hit = wanted and time.monotonic() >= self._resting_until and ticket.keys[on_device] in self._tiers
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
@@ -250,10 +199,9 @@ class RestoreCoordinator:
                 if ticket.age_s < _PENDING_LIMIT_S:
                     return  # first come, first served: later requests must not take the slots it waits for
                 self._observer.count("restore.no_slots")
-                ticket.attempts = _MOST_ATTEMPTS
-                ticket.enter(Phase.RESOLVED)
+                ticket.give_up()
 
-    def _start(self, ticket: _Ticket) -> bool:
+    def _start(self, ticket: Ticket) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
@@ -262,6 +210,11 @@ class RestoreCoordinator:
         keys = missing[: self._tiers.match(missing)]
         if not keys:
             ticket.enter(Phase.RESOLVED)
+            return True
+        prediction = self._predict(keys, len(match))
+        if prediction is not None and not self._pays(prediction):
+            self._observer.count("restore.declined_slower")
+            ticket.give_up()
             return True
         count = CHUNK_TOKENS * len(keys)
         self._tree.lock(match.node)  # first, for what is locked is no room
@@ -276,7 +229,7 @@ class RestoreCoordinator:
             self._tree.unlock(match.node)
             return True  # gone since the look-up: decided anew at the next round
         job = RestoreJob(leases, len(match), slots, self._config.restore_deadline_s)
-        ticket.restore = _Restore(job, match.slots, match.node, ticket)
+        ticket.restore = Restore(job, match.slots, match.node, ticket, prediction)
         self._running.append(ticket.restore)
         ticket.attempts += 1
         ticket.enter(Phase.RUNNING)
@@ -284,6 +237,18 @@ class RestoreCoordinator:
         assert self._engine is not None
         self._engine.submit(job)
         return True
+
+    def _predict(self, keys: list[ChunkKey], start: int) -> Prediction | None:
+        if self._gate is None:
+            return None
+        tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
+        return self._gate.predict(tokens, start)
+
+    def _pays(self, prediction: Prediction) -> bool:
+        """Whether the restore would end before a recomputation, behind those that run."""
+        assert self._gate is not None
+        backlog_s = sum(r.prediction.restore_s for r in self._running if r.prediction is not None)
+        return self._gate.pays(prediction, backlog_s)
 
     def _lease(self, keys: list[ChunkKey]) -> tuple[ChunkLease, ...]:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
@@ -315,6 +280,9 @@ class RestoreCoordinator:
             if isinstance(restore.job.error, RestoreTimeoutError):
                 self._observer.count("restore.rests")
                 self._resting_until = time.monotonic() + _REST_AFTER_TIMEOUT_S
+            if restore.prediction is not None and restore.job.state is RestoreState.DONE:
+                assert self._gate is not None
+                self._gate.observe(restore.prediction, restore.job.seconds)
             ticket = restore.ticket
             if ticket is not None and restore.job.state is RestoreState.DONE:
                 self._insert(ticket, restore)
@@ -323,10 +291,9 @@ class RestoreCoordinator:
             self._tree.unlock(restore.node)
             if ticket is not None:
                 ticket.restore = None
-                ticket.attempts = _MOST_ATTEMPTS
-                ticket.enter(Phase.RESOLVED)
+                ticket.give_up()
 
-    def _insert(self, ticket: _Ticket, restore: _Restore) -> None:
+    def _insert(self, ticket: Ticket, restore: Restore) -> None:
         self._stalled = 0
         tokens = ticket.prompt.tokens[: restore.end]
         slots = torch.cat([restore.prefix, restore.job.slots])
@@ -338,7 +305,7 @@ class RestoreCoordinator:
         ticket.pinned_node = node
         ticket.enter(Phase.PINNED)
 
-    def _let_go(self, ticket: _Ticket) -> None:
+    def _let_go(self, ticket: Ticket) -> None:
         """The ticket ends."""
         if ticket.phase is Phase.RUNNING and ticket.restore is not None:
             ticket.restore.job.cancel()
@@ -346,7 +313,7 @@ class RestoreCoordinator:
         elif ticket.phase is Phase.PINNED:
             self._unpin(ticket)
 
-    def _unpin(self, ticket: _Ticket) -> None:
+    def _unpin(self, ticket: Ticket) -> None:
         assert ticket.pinned_node is not None
         self._tree.unlock(ticket.pinned_node)
         ticket.pinned_node = None

@@ -1,4 +1,4 @@
-"""Before serving: do projected hidden states equal the K and V that the model itself wrote?"""
+"""Before serving: is what a restore writes into the KV pool what the model itself wrote there?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hcache.core.errors import SelfCheckError
-from sglang_hcache.device.projector import Projector
+from sglang_hcache.core.layout import Method
+from sglang_hcache.device.projector import KVPool
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
 
@@ -26,8 +28,8 @@ class SelfCheckResult:
     tolerance: float
 
 
-def run(model: ServedModel, projector: Projector, forward: ForwardModel) -> SelfCheckResult:
-    """Run a short prompt, project its hidden states and compare with the KV pool.
+def run(model: ServedModel, restorer: LayerRestorer, pool: KVPool, forward: ForwardModel) -> SelfCheckResult:
+    """Run a short prompt, restore it from what would be stored into other slots, and compare both in the KV pool.
 
     Raises:
         SelfCheckError: the difference is over the tolerance, or not a number.
@@ -41,17 +43,22 @@ def run(model: ServedModel, projector: Projector, forward: ForwardModel) -> Self
     finally:
         for handle in handles:
             handle.remove()
+    others = forward.allocate(_TOKENS)
     try:
-        errors = [_error(projector, forward, layer, hidden[layer], slots) for layer in sorted(hidden)]
+        errors = [
+            _error(restorer, pool, layer, _stored(model, pool, layer, hidden, slots), slots, others[:_TOKENS])
+            for layer in sorted(hidden)
+        ]
     finally:
         forward.release(slots)
+        forward.release(others)
     layer = max(range(len(errors)), key=errors.__getitem__)
     result = SelfCheckResult(errors[layer], layer, tolerance(model.dtype))
     if len(errors) != len(model.attention) or not result.error <= result.tolerance:
         raise SelfCheckError(
-            f"--hierarchical-cache hcache refuses to serve {model.architecture}: K or V projected from hidden states "
-            f"differ from the model's own by {result.error:.3g} of the largest value in layer {layer} (allowed: "
-            f"{result.tolerance:.3g}). Serve without --hierarchical-cache, and report the model and this line."
+            f"--hierarchical-cache hcache refuses to serve {model.architecture}: K or V restored with the method "
+            f"{model.method} differ from the model's own by {result.error:.3g} of the largest value in layer {layer} "
+            f"(allowed: {result.tolerance:.3g}). Serve without --hierarchical-cache and report this line."
         )
     return result
 
@@ -61,14 +68,29 @@ def tolerance(dtype: torch.dtype) -> float:
     return _FLOAT32_TOLERANCE if dtype is torch.float32 else _ULPS * torch.finfo(dtype).eps
 
 
+def _stored(
+    model: ServedModel, pool: KVPool, layer: int, hidden: dict[int, torch.Tensor], slots: torch.Tensor
+) -> torch.Tensor:
+    """The rows that capture would store of ``layer``."""
+    if model.layout.methods[layer] is Method.HIDDEN:
+        return hidden[layer]
+    return torch.cat([part.flatten(1) for part in pool.read(layer, slots)], dim=1)
+
+
 @torch.inference_mode()
 def _error(
-    projector: Projector, forward: ForwardModel, layer: int, hidden: torch.Tensor, slots: torch.Tensor
+    restorer: LayerRestorer,
+    pool: KVPool,
+    layer: int,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    others: torch.Tensor,
 ) -> float:
-    positions = torch.arange(len(slots), device=hidden.device)
-    projected = projector.project(layer, hidden, positions)
+    nothing = torch.full_like(pool.read(layer, others)[0], torch.nan)
+    pool.write(layer, others, nothing, nothing)
+    restorer.restore(layer, rows, torch.arange(len(slots), device=rows.device), others)
     worst = 0.0
-    for mine, true in zip(projected, forward.read(layer, slots), strict=True):
+    for mine, true in zip(pool.read(layer, others), pool.read(layer, slots), strict=True):
         scale = true.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         error = float((mine.float() - true.float()).abs().max() / scale)
         worst = error if error != error else max(worst, error)  # a NaN must not be swallowed by max()

@@ -1,11 +1,17 @@
 """Bytes on disk: runs of chunks in segment files, an index, and nothing about what the bytes mean.
 
-The format is docs/store-format.md. ``DiskStore`` is the way in; everything else is a part of it.
+The format is docs/store-format.md. ``DiskStore`` is the way in; everything else is a part of it:
+
+* ``format``: bytes as they lie on disk.
+* ``io``: engines that move bytes, with threads that a hung device may keep.
+* ``volumes``: directories, their health, calls and transfers with a deadline.
+* here: the running store, from the catalog in memory to the keeper.
+* ``inspect``: looking at a store and mending it.
 """
 
 from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
+from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.lease import ReadLease
-from sglang_hcache.store.memory import aligned_empty
 from sglang_hcache.store.store import DiskStore
 
 __all__ = [

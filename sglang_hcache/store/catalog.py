@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.segments import Segment, StoredRun
 
 
@@ -27,8 +29,10 @@ class RunSlice:
 @dataclass(frozen=True, slots=True)
 class CatalogCounts:
     chunks: int
+    """Distinct keys, those of directories that are out included."""
     runs: int
     segments: int
+    quarantined: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +40,48 @@ class Retired:
     """What :meth:`Catalog.retire` took out."""
 
     rows: list[int]
-    """Rows of its runs in the index."""
+    """Numbers of its runs."""
     chunks: int
     """Chunks that became misses."""
-    pinned: bool
-    """Readers or writers still use the files; :meth:`Catalog.unpin` hands the segment out at the end."""
 
 
 class Catalog:
-    """The in-memory maps. Every method is safe from any thread and returns without waiting for I/O."""
+    """The in-memory maps. Every method is safe from any thread and returns without waiting for I/O.
 
-    def __init__(self) -> None:
+    Eviction order is GreedyDual (Young 1994; docs/store-format.md, "Eviction"): a use sets a segment's score to
+    ``floor + cost``, where ``floor`` is the score of the last one evicted. Equal costs make it plain LRU.
+
+    Args:
+        cost_doubling_tokens: the length at which a token costs twice as much to recompute as at the start.
+    """
+
+    def __init__(self, cost_doubling_tokens: int) -> None:
+        self._doubling = cost_doubling_tokens
         self._lock = threading.Lock()
         self._chunks: dict[bytes, tuple[StoredRun, int]] = {}
         self._segments: dict[int, Segment] = {}
         self._stale: set[Segment] = set()
         self._clock = 0
+        self._floor = 0.0
+        self._out_mask = 0
+        self._next_run = 0
+        self._quarantined = 0
+
+    # -- finding ---------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
-        return key in self._chunks
+        found = self._chunks.get(key)
+        return found is not None and not found[0].segment.mask & self._out_mask
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading ``keys`` present."""
         for index, key in enumerate(keys):
-            if key not in self._chunks:
+            if not self.contains(key):
                 return index
         return len(keys)
 
     def pin(self, keys: Sequence[bytes]) -> list[RunSlice]:
-        """Find ``keys``, pin their segments (once a slice) and make them the most recent.
+        """Find ``keys``, pin their segments (once a slice) and count a use of them.
 
         Raises:
             TierMissError: a key is missing, or the runs differ in the bytes of their layers. Pins nothing.
@@ -72,10 +89,9 @@ class Catalog:
         slices: list[RunSlice] = []
         with self._lock:
             for number, key in enumerate(keys):
-                found = self._chunks.get(key)
-                if found is None:
+                if not self.contains(key):
                     raise TierMissError(f"chunk {number} of {len(keys)} is not on disk any more")
-                run, index = found
+                run, index = self._chunks[key]
                 last = slices[-1] if slices else None
                 if last is not None and last.run is run and last.stop == index:
                     slices[-1] = RunSlice(run, last.start, index + 1, last.first_key)
@@ -85,43 +101,79 @@ class Catalog:
                 raise TierMissError("the chunks have layers of different sizes")
             for item in slices:
                 item.run.segment.pins += 1
-                self._touch(item.run.segment)
+            self._use([item.run.segment for item in slices], depth=_depth(slices[-1]))
         return slices
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of those of ``keys``, the chunks of one prefix from its start, that are here."""
+        with self._lock:
+            found = [self._chunks[key][0].segment for key in keys if key in self._chunks]
+            self._use(list(dict.fromkeys(found)), depth=len(keys))
+
+    # -- changing --------------------------------------------------------------------------------
 
     def pin_segment(self, segment: Segment) -> None:
         """Keep ``segment``'s files for a writer."""
         with self._lock:
             segment.pins += 1
-            self._touch(segment)
 
-    def unpin(self, segments: Iterable[Segment]) -> tuple[list[int], list[Segment]]:
-        """Give back one pin of each. Returns descriptors to close and retired segments to remove."""
-        fds: list[int] = []
-        doomed: list[Segment] = []
+    def unpin(self, segments: Iterable[Segment]) -> bool:
+        """Give back one pin of each; True if a retired segment may go now."""
+        may_go = False
         with self._lock:
             for segment in segments:
                 segment.pins -= 1
                 assert segment.pins >= 0
                 if segment.pins == 0:
-                    fds += segment.take_fds()
-                    if segment.retired:
-                        doomed.append(segment)
-        return fds, doomed
+                    segment.forget_files()
+                    may_go |= segment.retired
+        return may_go
+
+    def set_out(self, mask: int) -> None:
+        """Runs with a part in these directories (as bits) are misses until further notice."""
+        self._out_mask = mask
+
+    def is_out(self, segment: Segment) -> bool:
+        """Whether a directory of it is out."""
+        return bool(segment.mask & self._out_mask)
 
     def add_segment(self, segment: Segment) -> None:
         with self._lock:
             self._segments[segment.number] = segment
             self._clock = max(self._clock, segment.last_used)
 
+    def set_floor(self) -> None:
+        """At start: no segment's score is below the floor.
+
+        The last ones may lack a score, for it is saved after the first run: they count as used last, once.
+        """
+        with self._lock:
+            known = [segment for segment in self._segments.values() if segment.last_used]
+            self._floor = min((segment.score for segment in known), default=0.0)
+            last = max((segment.number for segment in known), default=-1)
+            for number in sorted(self._segments):
+                if number > last:
+                    self._use([self._segments[number]], depth=0)
+
+    def take_run_number(self) -> int:
+        """A number for a new run, larger than any before."""
+        with self._lock:
+            self._next_run += 1
+            return self._next_run
+
     def add_run(self, run: StoredRun) -> bool:
-        """Make a run readable; False if its segment was retired meanwhile."""
+        """Make a run readable; False if its segment was retired meanwhile. Counts as a use."""
         with self._lock:
             if run.segment.retired:
                 return False
-            run.segment.runs.add(run)
-            for index, key in enumerate(run.place.keys):
-                self._chunks[key] = (run, index)
+            self._admit(run)
+            self._use([run.segment], depth=run.place.first_chunk + len(run.place.keys))
             return True
+
+    def adopt_run(self, run: StoredRun) -> None:
+        """Make a run readable that was found at start; not a use."""
+        with self._lock:
+            self._admit(run)
 
     def drop_run(self, run: StoredRun) -> bool:
         """Make a run a miss; False if it already was."""
@@ -132,15 +184,17 @@ class Catalog:
             run.segment.runs.discard(run)
             return True
 
-    def coldest(self) -> Segment | None:
-        """The least recently used segment that is sealed and free of pins."""
+    def quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> dict[int, str]:
+        """Stop serving some chunks of a run; returns those that were served until now."""
         with self._lock:
-            return min(self._evictable(), key=lambda segment: segment.last_used, default=None)
-
-    def evictable(self) -> list[Segment]:
-        """All segments that are sealed and free of pins."""
-        with self._lock:
-            return self._evictable()
+            if run.dropped:
+                return {}
+            fresh = {index: why for index, why in chunks.items() if index not in run.quarantined}
+            run.quarantined.update(fresh)
+            self._quarantined += len(fresh)
+            for index in fresh:
+                self._forget_chunk(run, index)
+            return fresh
 
     def retire(self, segment: Segment, only_unpinned: bool) -> Retired | None:
         """Take a segment and its runs out of the maps; None if it is out already or must not be pinned."""
@@ -150,40 +204,86 @@ class Catalog:
             segment.retired = True
             del self._segments[segment.number]
             self._stale.discard(segment)
-            runs = sorted(segment.runs, key=lambda run: run.row)
+            runs = sorted(segment.runs, key=lambda run: run.number)
             before = len(self._chunks)
             for run in runs:
                 self._forget(run)
             segment.runs.clear()
-            return Retired([run.row for run in runs], before - len(self._chunks), segment.pins > 0)
+            return Retired([run.number for run in runs], before - len(self._chunks))
 
-    def take_recency(self, limit: int) -> dict[int, int]:
-        """Segments used since the last call, at most ``limit`` of them: number -> logical time."""
+    # -- eviction --------------------------------------------------------------------------------
+
+    def take_coldest(self) -> Segment | None:
+        """The least dear segment that is sealed and free of pins; its score becomes the floor."""
+        with self._lock:
+            coldest = min(self._evictable(), key=lambda item: (item.score, item.last_used), default=None)
+            if coldest is not None:
+                self._floor = max(self._floor, coldest.score)
+            return coldest
+
+    def evictable(self) -> list[Segment]:
+        """All segments that are sealed and free of pins."""
+        with self._lock:
+            return self._evictable()
+
+    def take_recency(self, limit: int) -> dict[int, Recency]:
+        """Segments used since the last call, at most ``limit`` of them."""
         with self._lock:
             taken = [self._stale.pop() for _ in range(min(limit, len(self._stale)))]
-            return {segment.number: segment.last_used for segment in taken}
+            return {segment.number: Recency(segment.last_used, segment.score) for segment in taken}
+
+    # -- looking around --------------------------------------------------------------------------
 
     def segments(self) -> list[Segment]:
         """By number."""
         with self._lock:
             return [self._segments[number] for number in sorted(self._segments)]
 
+    def runs(self) -> list[StoredRun]:
+        """By number."""
+        with self._lock:
+            found = [run for segment in self._segments.values() for run in segment.runs]
+        return sorted(found, key=lambda run: run.number)
+
     def counts(self) -> CatalogCounts:
         with self._lock:
             runs = sum(len(segment.runs) for segment in self._segments.values())
-            return CatalogCounts(len(self._chunks), runs, len(self._segments))
+            return CatalogCounts(len(self._chunks), runs, len(self._segments), self._quarantined)
 
     def _evictable(self) -> list[Segment]:
         return [segment for segment in self._segments.values() if segment.sealed and not segment.pins]
 
-    def _touch(self, segment: Segment) -> None:
-        self._clock += 1
-        segment.last_used = self._clock
-        if not segment.retired:
-            self._stale.add(segment)
+    def _use(self, segments: Sequence[Segment], depth: int) -> None:
+        # Every chunk of a prefix is worth the whole of it, for without its head the tail is of no use; the
+        # head, used last, is the last to go.
+        cost = 1 + depth * CHUNK_TOKENS / (2 * self._doubling)
+        for segment in reversed(segments):
+            self._clock += 1
+            segment.last_used = self._clock
+            segment.score = max(segment.score, self._floor + cost)
+            if not segment.retired:
+                self._stale.add(segment)
+
+    def _admit(self, run: StoredRun) -> None:
+        run.segment.runs.add(run)
+        self._next_run = max(self._next_run, run.number)
+        for index, key in enumerate(run.place.keys):
+            if index not in run.quarantined:
+                self._chunks[key] = (run, index)
+        self._quarantined += len(run.quarantined)
 
     def _forget(self, run: StoredRun) -> None:
         run.dropped = True
-        for index, key in enumerate(run.place.keys):
-            if self._chunks.get(key) == (run, index):
-                del self._chunks[key]
+        self._quarantined -= len(run.quarantined)
+        for index in range(len(run.place.keys)):
+            self._forget_chunk(run, index)
+
+    def _forget_chunk(self, run: StoredRun, index: int) -> None:
+        key = run.place.keys[index]
+        if self._chunks.get(key) == (run, index):
+            del self._chunks[key]
+
+
+def _depth(last: RunSlice) -> int:
+    """Chunks of the prefix that ends with ``last``."""
+    return last.run.place.first_chunk + last.stop

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.geometry import BLOCK, MAX_CHUNKS
+from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_STRIPES
 
-ENGINES = ("auto", "posix")
+ENGINES = ("auto", "nixl", "posix")
 
 FILE_SLACK_BYTES = 16 * 2**10
 """Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
 
 _INDEX_RESERVE_MIN = 4 * 2**20
 _INDEX_RESERVE_SHARE = 50
-_WAL_BYTES = 3 * 2**19
+_WAL_BYTES = 2**21
+"""For the index's log (``index.LOG_BYTES`` and a transaction more) and its shared memory file."""
 _DIRECTORY_BYTES = 64 * 2**10
 
 
@@ -30,7 +32,7 @@ class StoreConfig:
     """
 
     dirs: tuple[Path, ...]
-    """One directory per device, in an order that must never change."""
+    """One directory per device. Their order does not matter once the store exists."""
     size_bytes: int
     """Hard cap on physical bytes, all directories together, index included."""
     free_floor_bytes: int
@@ -38,20 +40,33 @@ class StoreConfig:
     segment_bytes: int
     """Size of a segment, all directories together; the unit of eviction."""
     io_engine: str = "auto"
-    read_threads: int = 8
-    """Threads that move bytes, for all directories together."""
+    io_threads: int = 8
+    """Operations that each directory's device sees at once, where threads do them."""
+    measure_reads: bool = False
+    """Measure at start how fast the disk reads."""
+    io_timeout_s: float = 5.0
+    """An operation that takes longer is given up, and its directory taken out, seconds."""
+    retry_s: float = 1.0
+    """First attempt to take a directory in again, seconds; doubles up to a minute."""
+    write_budget_bytes: int | None = None
+    """Most bytes written in any 24 hours; None: as many as come."""
+    cost_doubling_tokens: int = 24_576
+    """Context length at which a token costs twice as much to recompute as at the start: 6 times the hidden size
+    (linear layers 24 h^2, attention 4 h a token of context; [HCache §3.2])."""
 
     def __post_init__(self) -> None:
         if not self.dirs:
             raise ConfigError("--hcache-dirs: the disk tier needs at least one directory")
-        if len(self.dirs) > 16:
-            raise ConfigError(f"--hcache-dirs: {len(self.dirs)} directories, at most 16 are supported")
+        if len(self.dirs) > MAX_STRIPES:
+            raise ConfigError(
+                f"--hcache-dirs: {len(self.dirs)} directories, at most {MAX_STRIPES} are supported"
+            )
         if self.io_engine not in ENGINES:
             raise ConfigError(
                 f"--hcache-io-engine: {self.io_engine!r} is not allowed; allowed: {', '.join(ENGINES)}"
             )
-        if self.read_threads < 1:
-            raise ConfigError(f"read_threads must be at least 1, got {self.read_threads}")
+        if self.io_threads < 1:
+            raise ConfigError(f"io_threads must be at least 1, got {self.io_threads}")
         least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.index_reserve_bytes
         if self.size_bytes < least:
             raise ConfigError(
@@ -113,8 +128,12 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class DirectoryStats:
     path: Path
+    condition: str
+    """``healthy``, ``read-only`` or ``out``."""
+    reason: str
+    """Why it is not healthy."""
     physical_bytes: int
-    """Allocated blocks of the store's files in this directory, as ``du`` counts."""
+    """Allocated blocks of the store's files in this directory, as ``du`` counts; 0 if it cannot be asked."""
     free_bytes: int
     """Free space of its file system for this user; -1 if it cannot be asked."""
     o_direct: bool
@@ -122,13 +141,24 @@ class DirectoryStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
+    """The store as the keeper saw it last, a moment ago."""
+
     chunks: int
-    """Distinct chunk keys that can be read."""
+    """Distinct chunk keys."""
     runs: int
     segments: int
+    quarantined: int
+    """Chunks that are damaged and not served."""
     physical_bytes: int
     """Sum over the directories, index included; measured, not estimated."""
     reserved_bytes: int
     """What the store counts against the cap: never less than ``physical_bytes``."""
     cap_bytes: int
+    written_today_bytes: int
+    """Bytes written in the last 24 hours."""
+    write_budget_bytes: int | None
+    engine: str
+    """What reads and writes: ``posix`` or ``nixl``."""
+    totals: Mapping[str, int]
+    """Counts since the store was created, by event."""
     directories: tuple[DirectoryStats, ...]

@@ -10,59 +10,72 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from sglang_hcache.core.errors import StoreFormatError, StoreFullError, StoreIOError, StoreLockedError
-from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
-from sglang_hcache.store.geometry import MAX_CHUNKS
-from sglang_hcache.store.record import FORMAT_VERSION, RUN_ID_BYTES
+from sglang_hcache.store.format.record import FORMAT_VERSION
+from sglang_hcache.store.format.rows import (
+    RUN_COLUMNS,
+    IndexContents,
+    Recency,
+    RunRow,
+    decode,
+    decode_quarantine,
+    decode_recency,
+    encode,
+)
+
+BATCH_ROWS = 64
+"""Rows changed in one transaction: bounds the log."""
+
+LOG_BYTES = 2**20
+"""Longest log (``-wal``) that may still grow."""
+
+_SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
+"""What a damaged database raises, also where its message quotes the damage or a record claims a huge length."""
+
+_BUSY_MS = 1000
+"""To wait for another program's write; much less than what counts as a device that hangs."""
 
 _PAGE_BYTES = 4096
-_BATCH_ROWS = 64
-"""Rows changed in one transaction: bounds the log."""
+_SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE segments (segment INTEGER PRIMARY KEY, last_used INTEGER NOT NULL);
+CREATE TABLE segments (segment INTEGER PRIMARY KEY, last_used INTEGER NOT NULL, score REAL NOT NULL);
 CREATE TABLE runs (
     run INTEGER PRIMARY KEY,
-    segment INTEGER NOT NULL,
     run_id BLOB NOT NULL,
+    segment INTEGER NOT NULL,
     namespace_id BLOB NOT NULL,
     first_chunk INTEGER NOT NULL,
+    members INTEGER NOT NULL,
     rotation INTEGER NOT NULL,
     keys BLOB NOT NULL,
     layer_bytes BLOB NOT NULL,
     offsets BLOB NOT NULL
 );
+CREATE TABLE quarantine (
+    run INTEGER NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (run, chunk)
+) WITHOUT ROWID;
 """
 
-
-@dataclass(frozen=True, slots=True)
-class RunRow:
-    """A run as the index keeps it."""
-
-    run_id: bytes
-    segment: int
-    namespace_id: bytes
-    first_chunk: int
-    rotation: int
-    keys: tuple[bytes, ...]
-    chunk_layer_bytes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """Start of the run's part in each directory's file, bytes."""
+_T = TypeVar("_T")
 
 
 class Index:
-    """Rows of runs and the recency of segments. Safe from several threads; every method may do I/O."""
+    """Rows of runs and the recency of segments. Safe from several threads.
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    Every method may do I/O, and raises StoreFormatError where it finds the database damaged.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        self._log_path = path.with_name(path.name + "-wal")
         self._lock = threading.Lock()
         self.complete = False
         """Whether every run known to the store has its row."""
@@ -75,12 +88,11 @@ class Index:
             StoreIOError: it cannot be written.
         """
         try:
-            for suffix in ("", "-wal", "-shm", "-journal"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            remove_index(path)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise StoreIOError(f"cannot create the index {path}: {error}") from error
-        index = cls(_connect(path))
+        index = cls(_connect(path), path)
         with index._translated():
             index._configure(max_bytes)
             index._connection.executescript(_SCHEMA)
@@ -94,83 +106,101 @@ class Index:
         """The index at ``path``.
 
         Raises:
-            StoreFormatError: missing, damaged, incomplete or of another store; rebuild it.
-            StoreLockedError: another program, such as a SQLite shell, has it open.
+            StoreFormatError, StoreIOError: missing, damaged, incomplete or of another store; rebuild it.
+            StoreLockedError: another program, such as a SQLite shell, writes to it.
         """
         if not path.is_file():
             raise StoreFormatError(f"the index {path} is missing")
-        index = cls(_connect(path))
+        index = cls(_connect(path), path)
         try:
             index._configure(max_bytes)
             index._verify(store_id)
+            index._connection.execute("BEGIN IMMEDIATE")  # nobody else writes?
+            index._connection.execute("COMMIT")
             index.complete = True
-        except (sqlite3.Error, StoreFormatError) as error:
+        except (*_SQLITE_ERRORS, StoreFormatError) as error:
             index.close()
             if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
                 raise StoreLockedError(f"{path} is open in another program; close that first") from None
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
         return index
 
+    @classmethod
+    def read(cls, path: Path, num_stripes: int, store_id: str) -> tuple[IndexContents, dict[str, str]]:
+        """Contents and meta values of the index at ``path``, beside whoever writes to it.
+
+        Raises:
+            StoreFormatError: missing, damaged, incomplete or of another store.
+        """
+        if not path.is_file():
+            raise StoreFormatError(f"the index {path} is missing")
+        # Not mode=ro: after a crash even a reader has to recover the log. But on a read-only file system, where
+        # all is in the one file, nobody can change it.
+        has_log = path.with_name(path.name + "-wal").exists()
+        immutable = "" if os.access(path, os.W_OK) or has_log else "?immutable=1"
+        try:
+            with contextlib.closing(
+                sqlite3.connect(
+                    f"{path.absolute().as_uri()}{immutable}", uri=True, timeout=5, isolation_level=None
+                )
+            ) as connection:
+                index = cls(connection, path)
+                connection.execute("BEGIN")
+                index._verify(store_id)
+                return index.load(num_stripes), index.meta()
+        except (*_SQLITE_ERRORS, StoreFormatError, StoreIOError) as error:
+            raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
+
     def mark_complete(self) -> None:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
-        with self._transaction():
-            self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('complete', '1')")
+        self.save_meta({"complete": "1"})
         self.complete = True
 
-    def load(self, num_stripes: int) -> tuple[list[tuple[int, RunRow]], list[int], dict[int, int]]:
-        """Everything: (row number, row) by age, row numbers that make no sense, recency by segment.
+    def load(self, num_stripes: int) -> IndexContents:
+        """Everything.
 
         Raises:
             StoreIOError: it cannot be read.
         """
-        good: list[tuple[int, RunRow]] = []
-        bad: list[int] = []
+        execute = self._connection.execute
         with self._lock, self._translated():
-            rows = self._connection.execute(
-                "SELECT run, run_id, segment, namespace_id, first_chunk, rotation, keys, layer_bytes, "
-                "offsets FROM runs ORDER BY run"
-            ).fetchall()
-            recency = dict(self._connection.execute("SELECT segment, last_used FROM segments"))
-        for number, *fields in rows:
-            row = _decode(fields, num_stripes)
-            if row is None:
-                bad.append(number)
-            else:
-                good.append((number, row))
-        return good, bad, recency
+            rows = execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run").fetchall()
+            recency = decode_recency(execute("SELECT segment, last_used, score FROM segments"))
+            quarantined = decode_quarantine(execute("SELECT run, chunk, reason FROM quarantine"))
+        decoded = [decode(fields, num_stripes) for fields in rows]
+        good = [row for row in decoded if row is not None]
+        bad = [fields[0] for fields, row in zip(rows, decoded, strict=True) if row is None]
+        return IndexContents(good, bad, recency, quarantined)
 
-    def insert(self, row: RunRow, recency: Mapping[int, int]) -> int:
-        """Commit a run, together with ``recency`` (at most 64 segments); returns the row's number.
+    def insert(self, rows: Sequence[RunRow], recency: Mapping[int, Recency]) -> None:
+        """Commit runs together with ``recency`` (at most 64 of both).
 
         Raises:
             StoreFullError: the index has reached its size.
             StoreIOError: it cannot be written.
         """
+        marks = ", ".join("?" * len(RUN_COLUMNS.split(",")))
         with self._transaction():
-            cursor = self._connection.execute(
-                "INSERT INTO runs (run_id, segment, namespace_id, first_chunk, rotation, keys, layer_bytes, "
-                "offsets) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    row.run_id,
-                    row.segment,
-                    row.namespace_id,
-                    row.first_chunk,
-                    row.rotation,
-                    b"".join(row.keys),
-                    struct.pack(f"<{len(row.chunk_layer_bytes)}I", *row.chunk_layer_bytes),
-                    struct.pack(f"<{len(row.offsets)}Q", *row.offsets),
-                ),
+            self._connection.executemany(
+                f"INSERT INTO runs ({RUN_COLUMNS}) VALUES ({marks})", [encode(row) for row in rows]
             )
             self._save_recency(recency)
-            number = cursor.lastrowid
-        assert number is not None
-        return number
+
+    def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
+        """Remember which chunks of a run are not served, and why. Raises StoreIOError or StoreFullError."""
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?)",
+                [(run, chunk, reason) for chunk, reason in chunks.items()],
+            )
 
     def delete_runs(self, rows: Iterable[int]) -> None:
         """Remove rows, in several transactions. Raises StoreIOError."""
-        for batch in _batches(rows):
+        for batch in batches(rows):
+            numbers = [(row,) for row in batch]
             with self._transaction():
-                self._connection.executemany("DELETE FROM runs WHERE run = ?", [(row,) for row in batch])
+                self._connection.executemany("DELETE FROM runs WHERE run = ?", numbers)
+                self._connection.executemany("DELETE FROM quarantine WHERE run = ?", numbers)
 
     def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
         """Remove a segment's rows and recency. Raises StoreIOError."""
@@ -178,11 +208,21 @@ class Index:
         with self._transaction():
             self._connection.execute("DELETE FROM segments WHERE segment = ?", (segment,))
 
-    def save_recency(self, recency: Mapping[int, int]) -> None:
-        """Store the logical time of last use of segments. Raises StoreIOError or StoreFullError."""
-        for batch in _batches(recency):
+    def save_recency(self, recency: Mapping[int, Recency]) -> None:
+        """Store how dear segments are. Raises StoreIOError or StoreFullError."""
+        for batch in batches(recency):
             with self._transaction():
                 self._save_recency({segment: recency[segment] for segment in batch})
+
+    def meta(self) -> dict[str, str]:
+        """All named values. Raises StoreIOError."""
+        with self._lock, self._translated():
+            return dict(self._connection.execute("SELECT name, value FROM meta"))
+
+    def save_meta(self, values: Mapping[str, str]) -> None:
+        """Store named values. Raises StoreIOError or StoreFullError."""
+        with self._transaction():
+            self._connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def file_bytes(self) -> int:
         """Size of the database without its log."""
@@ -191,12 +231,11 @@ class Index:
 
     def close(self) -> None:
         """Checkpoint and close; an error here costs nothing that was committed."""
-        with self._lock, contextlib.suppress(sqlite3.Error):
+        with self._lock, contextlib.suppress(*_SQLITE_ERRORS):
             self._connection.close()
 
     def _configure(self, max_bytes: int) -> None:
         execute = self._connection.execute
-        execute("PRAGMA locking_mode = EXCLUSIVE")  # Before WAL: then there is no -shm file.
         execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
@@ -217,18 +256,34 @@ class Index:
         if meta.get("complete") != "1":
             raise StoreFormatError("its rebuild was interrupted")
 
-    def _save_recency(self, recency: Mapping[int, int]) -> None:
-        self._connection.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?)", recency.items())
+    def _save_recency(self, recency: Mapping[int, Recency]) -> None:
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?)",
+            [(segment, item.last_used, item.score) for segment, item in recency.items()],
+        )
+
+    def _bound_log(self) -> None:
+        """Another process that reads for long keeps SQLite from reusing the log: then nothing is written."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._log_path.stat().st_size <= LOG_BYTES:
+                return
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+            if self._log_path.stat().st_size > LOG_BYTES:
+                # Not "full": then segments would be evicted, which makes no room in the log.
+                raise StoreLockedError(f"another program has been reading {self._log_path} for too long")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock, self._translated():
+            self._bound_log()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):
+                with contextlib.suppress(*_SQLITE_ERRORS):
                     self._connection.execute("ROLLBACK")
                 raise
 
@@ -236,52 +291,39 @@ class Index:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+        except OSError as error:
+            raise StoreIOError(f"the index failed: {error}") from error
+        except _SQLITE_ERRORS as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_FULL:
                 raise StoreFullError(f"the index is full: {error}") from error
+            if code == sqlite3.SQLITE_BUSY:
+                raise StoreLockedError(f"another program writes to the index: {error}") from error
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise StoreFormatError(f"the index is damaged: {error}") from error
             raise StoreIOError(f"the index failed: {error}") from error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    # No waiting for locks: the directory's lock makes us the only user.
-    return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+def remove_index(path: Path) -> None:
+    """Delete the database at ``path`` and what belongs to it. Raises OSError."""
+    for suffix in _SUFFIXES:
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def _batches(items: Iterable[int]) -> Iterator[list[int]]:
+def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """``items`` in groups for one transaction each."""
     remaining = iter(items)
-    while batch := list(islice(remaining, _BATCH_ROWS)):
+    while batch := list(islice(remaining, BATCH_ROWS)):
         yield batch
 
 
-def _decode(fields: Sequence[object], num_stripes: int) -> RunRow | None:
-    """The row of ``fields``; None if they cannot be one."""
-    run_id, segment, namespace_id, first_chunk, rotation, keys, layer_bytes, offsets = fields
-    if not (
-        isinstance(segment, int) and isinstance(first_chunk, int) and isinstance(rotation, int)
-        and isinstance(run_id, bytes) and isinstance(namespace_id, bytes)
-        and isinstance(keys, bytes) and isinstance(layer_bytes, bytes) and isinstance(offsets, bytes)
-    ):  # fmt: skip
-        return None
-    if (
-        len(run_id) != RUN_ID_BYTES
-        or len(namespace_id) != NAMESPACE_ID_BYTES
-        or len(keys) % KEY_BYTES
-        or not 0 < len(keys) <= MAX_CHUNKS * KEY_BYTES
-        or not layer_bytes
-        or len(layer_bytes) % 4
-        or len(offsets) != 8 * num_stripes
-        or not 0 <= rotation < num_stripes
-        or segment < 0
-        or not 0 <= first_chunk < 2**32
-    ):
-        return None
-    return RunRow(
-        run_id=run_id,
-        segment=segment,
-        namespace_id=namespace_id,
-        first_chunk=first_chunk,
-        rotation=rotation,
-        keys=tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)),
-        chunk_layer_bytes=struct.unpack(f"<{len(layer_bytes) // 4}I", layer_bytes),
-        offsets=struct.unpack(f"<{num_stripes}Q", offsets),
-    )
+def _connect(path: Path) -> sqlite3.Connection:
+    """
+    Raises:
+        StoreIOError: not even the file can be opened.
+    """
+    try:
+        # The directory's lock makes us the only writer; readers hold us up for moments only.
+        return sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+    except _SQLITE_ERRORS as error:
+        raise StoreIOError(f"cannot open the index {path}: {error}") from error

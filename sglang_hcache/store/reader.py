@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sglang_hcache.core.errors import CorruptExtentError, StoreError, StoreIOError
+from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.store.catalog import RunSlice
-from sglang_hcache.store.engine import IOEngine, IOKind, IOOp, IOResult
-from sglang_hcache.store.geometry import BLOCK, round_up
-from sglang_hcache.store.memory import ByteArray, ScratchPool, is_aligned
-from sglang_hcache.store.record import check_digests, check_header, parse_header
+from sglang_hcache.store.format.geometry import BLOCK, round_up
+from sglang_hcache.store.format.record import bad_chunks, check_header, parse_header
+from sglang_hcache.store.io.engine import IOKind, IOOp, IOResult
+from sglang_hcache.store.io.memory import ByteArray, ScratchPool, is_aligned
+from sglang_hcache.store.volumes.transfers import Transfers
+from sglang_hcache.store.volumes.volume import storage_error
 
 PIECE_BYTES = 512 * 2**10
 """Largest single transfer: longer ones are split so that a device sees several at once."""
@@ -57,6 +59,8 @@ class SliceFailure:
 
     item: RunSlice
     error: StoreError
+    bad_chunks: tuple[int, ...] = ()
+    """Chunks of the run that are damaged, if it is known which."""
 
     @property
     def error_number(self) -> int | None:
@@ -65,11 +69,28 @@ class SliceFailure:
         return cause.errno if isinstance(cause, OSError) else None
 
 
-class LayerReader:
-    """Stateless but for one scratch buffer a thread."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One slice on its way."""
 
-    def __init__(self, engine: IOEngine, direct: Sequence[bool]) -> None:
-        self._engine = engine
+    item: RunSlice
+    target: ByteArray
+    """Where its bytes belong."""
+    header: ByteArray
+    payload: ByteArray
+    """Where they arrive."""
+    ops: tuple[IOOp, ...]
+
+
+class LayerReader:
+    """Stateless but for one scratch buffer a thread.
+
+    Args:
+        direct: which directories' files want aligned transfers.
+    """
+
+    def __init__(self, transfers: Transfers, direct: Sequence[bool]) -> None:
+        self._transfers = transfers
         self._direct = direct
         self._scratch = ScratchPool()
 
@@ -78,6 +99,29 @@ class LayerReader:
 
         Where a slice failed, its part of ``out`` holds anything.
         """
+        jobs, failures = self._prepare(slices, layer, out)
+        outcomes = iter(self._transfers.run([op for job in jobs for op in job.ops]))
+        for job in jobs:
+            results = [next(outcomes) for _ in job.ops]
+            if any(result.in_flight for result in results):
+                self._scratch.discard()
+            try:
+                _check_results(job.ops, results)
+                bad = _verify(job, layer)
+            except StoreError as error:
+                # Its frames hold open files and memory, and whoever gets the error may keep it.
+                failures.append(SliceFailure(job.item, error.with_traceback(None)))
+                continue
+            if bad:
+                damage = CorruptExtentError(f"the digest of layer {layer} does not match")
+                failures.append(SliceFailure(job.item, damage, bad))
+            elif job.payload.ctypes.data != job.target.ctypes.data:
+                job.target[:] = job.payload
+        return failures
+
+    def _prepare(
+        self, slices: Sequence[RunSlice], layer: int, out: ByteArray
+    ) -> tuple[list[_Job], list[SliceFailure]]:
         chunk_bytes = slices[0].run.place.shape.chunk_layer_bytes[layer]
         targets = [
             out[item.first_key * chunk_bytes : (item.first_key + item.num_chunks) * chunk_bytes]
@@ -94,70 +138,54 @@ class LayerReader:
             for item, target in zip(slices, targets, strict=True)
         ]
         scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for plan in plans))
-        ops: list[IOOp] = []
-        jobs: list[tuple[RunSlice, ByteArray, ByteArray, ByteArray, range]] = []
+        jobs: list[_Job] = []
         failures: list[SliceFailure] = []
         for item, target, plan in zip(slices, targets, plans, strict=True):
             header, scratch = scratch[:BLOCK], scratch[BLOCK:]
             bounce, scratch = scratch[: plan.scratch_bytes], scratch[plan.scratch_bytes :]
             landing = target if plan.straight else bounce
             try:
-                new = list(self._ops(item, layer, plan, header, landing))
-            except OSError as error:
-                reason = StoreIOError(f"cannot open a segment file: {error}")
-                reason.__cause__ = error
-                failures.append(SliceFailure(item, reason))
-                continue
-            payload = landing[plan.skip : plan.skip + target.size]
-            jobs.append((item, target, header, payload, range(len(ops), len(ops) + len(new))))
-            ops += new
-        results = self._engine.run(ops) if ops else []
-        for item, target, header, payload, numbers in jobs:
-            try:
-                _check_results((ops[number], results[number]) for number in numbers)
-                _verify(item, layer, header, payload, chunk_bytes)
+                ops = tuple(_ops(item, layer, plan, header, landing))
             except StoreError as error:
                 failures.append(SliceFailure(item, error))
                 continue
-            if payload.ctypes.data != target.ctypes.data:
-                target[:] = payload
-        return failures
-
-    def _ops(
-        self, item: RunSlice, layer: int, plan: SlicePlan, header: ByteArray, landing: ByteArray
-    ) -> Iterator[IOOp]:
-        """The header's block together with the first piece where they are neighbours, then the rest."""
-        place = item.run.place
-        stripe = place.shape.stripe(layer)
-        fd = item.run.segment.fd(stripe)
-        base = place.extent_offset(layer)
-
-        def read(offset: int, *buffers: ByteArray) -> IOOp:
-            return IOOp(IOKind.READ, stripe, fd, self._direct[stripe], offset, buffers)
-
-        parts = [
-            (begin, landing[begin - plan.begin : end - plan.begin])
-            for begin, end in pieces(plan.begin, plan.end, PIECE_BYTES)
-        ]
-        if plan.begin == 0:
-            yield read(base, header, parts.pop(0)[1])
-        else:
-            yield read(base, header)
-        for begin, buffer in parts:
-            yield read(base + BLOCK + begin, buffer)
+            jobs.append(_Job(item, target, header, landing[plan.skip : plan.skip + target.size], ops))
+        return jobs, failures
 
 
-def _check_results(outcomes: Iterable[tuple[IOOp, IOResult]]) -> None:
-    for op, result in outcomes:
+def _ops(
+    item: RunSlice, layer: int, plan: SlicePlan, header: ByteArray, landing: ByteArray
+) -> Iterator[IOOp]:
+    """The header's block together with the first piece where they are neighbours, then the rest."""
+    place = item.run.place
+    stripe = place.shape.stripe(layer)
+    file = item.run.segment.file(stripe)
+    base = place.extent_offset(layer)
+    parts = [
+        (begin, landing[begin - plan.begin : end - plan.begin])
+        for begin, end in pieces(plan.begin, plan.end, PIECE_BYTES)
+    ]
+    if plan.begin == 0:
+        yield IOOp(IOKind.READ, stripe, file, base, (header, parts.pop(0)[1]))
+    else:
+        yield IOOp(IOKind.READ, stripe, file, base, (header,))
+    for begin, buffer in parts:
+        yield IOOp(IOKind.READ, stripe, file, base + BLOCK + begin, (buffer,))
+
+
+def _check_results(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:
+    # What is in flight first: that is what the caller has to know.
+    for op, result in sorted(zip(ops, results, strict=True), key=lambda pair: not pair[1].in_flight):
         if result.error is not None:
-            raise StoreIOError(f"read failed: {result.error}") from result.error
+            raise storage_error(result.error, "read failed") from result.error
         if result.done_bytes != op.size:
             raise CorruptExtentError(f"the file ends after {result.done_bytes} of {op.size} bytes")
 
 
-def _verify(item: RunSlice, layer: int, header: ByteArray, payload: ByteArray, chunk_bytes: int) -> None:
-    found = parse_header(header.data)
-    check_header(found, item.run.place.header(layer))
-    view = payload.data
-    chunks = [view[at : at + chunk_bytes] for at in range(0, len(view), chunk_bytes)]
-    check_digests(found, chunks, item.start)
+def _verify(job: _Job, layer: int) -> tuple[int, ...]:
+    """Chunks of the run whose bytes are wrong. Raises CorruptExtentError if the header is."""
+    found = parse_header(job.header.data)
+    check_header(found, job.item.run.place.header(layer))
+    view, size = job.payload.data, found.chunk_bytes
+    chunks = [view[at : at + size] for at in range(0, len(view), size)]
+    return tuple(bad_chunks(found, chunks, job.item.start))

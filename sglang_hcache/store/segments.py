@@ -1,17 +1,17 @@
-"""Segments: one preallocated file in each directory, filled together from the front."""
+"""Segments: one preallocated file in each of some directories, filled together from the front."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
-from sglang_hcache.store.directory import StoreDirectory
-from sglang_hcache.store.geometry import RunShape
-from sglang_hcache.store.record import ExtentHeader
+from sglang_hcache.store.format.geometry import RunShape, mask_of
+from sglang_hcache.store.format.record import ExtentHeader
+from sglang_hcache.store.io.engine import OpenFile
+from sglang_hcache.store.volumes.volume import Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class RunPlace:
             chunk_bytes=self.shape.chunk_layer_bytes[layer],
             stripe=stripe,
             num_stripes=self.shape.num_stripes,
+            members=self.shape.members,
             rotation=self.shape.rotation,
             segment=self.segment,
             part_offset=self.offsets[stripe],
@@ -52,130 +53,137 @@ class RunPlace:
         """Byte at which the header of ``layer`` lies in its file."""
         return self.offsets[self.shape.stripe(layer)] + self.shape.layer_offsets[layer]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Byte behind the run's part in each directory's file; 0 where it has none."""
+        pairs = zip(self.offsets, self.shape.part_bytes, strict=True)
+        return tuple(offset + size if size else 0 for offset, size in pairs)
+
 
 class StoredRun:
     """A run in the index. Identity matters: one object per row."""
 
-    __slots__ = ("dropped", "failures", "place", "row", "segment")
+    __slots__ = ("dropped", "failures", "number", "place", "quarantined", "segment")
 
-    def __init__(self, place: RunPlace, segment: Segment, row: int) -> None:
+    def __init__(self, place: RunPlace, segment: Segment, number: int) -> None:
         self.place = place
         self.segment = segment
-        self.row = row
-        """Number of its row in the index."""
+        self.number = number
+        """Of its row in the index; grows with age."""
         self.dropped = False
         self.failures = 0
         """Reads that ended in EIO."""
+        self.quarantined: dict[int, str] = {}
+        """Chunks that are not served any more, and why."""
 
 
 class Segment:
     """The files of one segment and what the store knows about them.
 
-    ``pins``, ``runs``, ``last_used`` and ``retired`` belong to the catalog and its lock; sizes belong to
-    ``Space`` and its lock. File descriptors are opened on demand while pinned.
+    ``pins``, ``runs``, ``last_used``, ``score`` and ``retired`` belong to the catalog and its lock; sizes
+    belong to ``Space`` and its lock. Files are opened on demand while pinned.
     """
 
-    def __init__(self, number: int, directories: Sequence[StoreDirectory], file_bytes: int) -> None:
+    def __init__(
+        self, number: int, volumes: Sequence[Volume], members: tuple[int, ...], file_bytes: int
+    ) -> None:
         self.number = number
-        self.directories = directories
+        self.members = members
+        """Directories that have a file of it, ascending."""
+        self.mask = mask_of(members)
         self.file_bytes = file_bytes
         """Room in each file."""
-        self.used = [0] * len(directories)
-        """Bytes handed out in each file: the next run goes here."""
+        self.used = [0] * len(volumes)
+        """Bytes handed out in each directory's file: the next run goes here."""
         self.sealed = False
-        self.accounted_bytes = 0
-        """What it counts against the cap."""
+        self.accounted = dict.fromkeys(members, 0)
+        """What it counts against the cap in each directory, bytes."""
         self.pins = 0
         self.runs: set[StoredRun] = set()
         self.last_used = 0
+        self.score = 0.0
+        """How dear it is: the lowest is evicted first."""
         self.retired = False
         """Out of the index; its files go when the last pin does."""
-        self._fd_lock = threading.Lock()
-        self._fds: dict[int, int] = {}
+        self._volumes = volumes
+        self._file_lock = threading.Lock()
+        self._files: dict[int, OpenFile] = {}
+
+    @property
+    def accounted_bytes(self) -> int:
+        """What it counts against the cap."""
+        return sum(self.accounted.values())
+
+    @property
+    def freeable_bytes(self) -> dict[int, int]:
+        """What deleting it would free in each directory where files can be deleted."""
+        return {
+            stripe: size for stripe, size in self.accounted.items() if self._volumes[stripe].health.can_delete
+        }
 
     def create(self) -> None:
         """Create and preallocate the files, durably.
 
         Raises:
-            OSError: nothing is left behind that could be removed.
+            StoreError: nothing is left behind that could be removed; the rest is accounted for, and so is what a
+                call that hangs may still create.
         """
+        self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
         try:
-            for directory in self.directories:
-                fd = directory.open_segment(self.number, create=True)
-                try:
-                    os.fchmod(fd, 0o600)
-                    _preallocate(fd, self.file_bytes)
-                finally:
-                    os.close(fd)
-                directory.sync()
-        except OSError:
+            for stripe in self.members:
+                self._volumes[stripe].create_segment(self.number, self.file_bytes)
+        except StoreError:
             self.unlink()
             raise
         self.measure()
 
     def fits(self, shape: RunShape) -> bool:
-        """Whether a run of ``shape`` still has room in every file."""
+        """Whether a run of ``shape``, of the same members, still has room in every file."""
         return all(
             used + part <= self.file_bytes for used, part in zip(self.used, shape.part_bytes, strict=True)
         )
 
     def trim(self) -> None:
-        """Cut every file behind what is used. Raises OSError."""
-        for directory, used in zip(self.directories, self.used, strict=True):
-            path = directory.segment_path(self.number)
-            if path.stat().st_size > used:
-                os.truncate(path, used)
+        """Cut every file behind what is used. Raises StoreError."""
+        for stripe in self.members:
+            self._volumes[stripe].trim_segment(self.number, self.used[stripe])
         self.measure()
 
     def measure(self) -> None:
-        """Bring ``accounted_bytes`` up to date with the files."""
-        self.accounted_bytes = 0
-        for directory in self.directories:
+        """Bring ``accounted`` up to date with the files; one that cannot be asked counts as before or in full."""
+        for stripe in self.members:
             try:
-                found = directory.segment_path(self.number).stat()
-            except FileNotFoundError:
-                continue
-            except OSError:
-                self.accounted_bytes += self.file_bytes + FILE_SLACK_BYTES
-                continue
-            self.accounted_bytes += max(found.st_size, found.st_blocks * 512) + FILE_SLACK_BYTES
+                size = self._volumes[stripe].segment_bytes(self.number)
+            except StoreError:
+                full = max(self.file_bytes, self.used[stripe]) + FILE_SLACK_BYTES
+                self.accounted[stripe] = self.accounted[stripe] or full
+            else:
+                self.accounted[stripe] = size + FILE_SLACK_BYTES if size else 0
 
-    def allocated_bytes(self, stripe: int) -> int:
-        """What deleting one file would free; 0 if it cannot be known."""
-        try:
-            return self.directories[stripe].segment_path(self.number).stat().st_blocks * 512
-        except OSError:
-            return 0
-
-    def unlink(self) -> OSError | None:
+    def unlink(self) -> StoreError | None:
         """Remove the files; returns the last failure. Files that stay are still accounted for."""
-        failure: OSError | None = None
-        for directory in self.directories:
+        failure: StoreError | None = None
+        for stripe in self.members:
             try:
-                directory.segment_path(self.number).unlink(missing_ok=True)
-            except OSError as error:
+                self._volumes[stripe].unlink_segment(self.number)
+                self.accounted[stripe] = 0
+            except StoreError as error:
                 failure = error
-        self.measure()
         return failure
 
-    def fd(self, stripe: int) -> int:
-        """Descriptor of the file in directory ``stripe``; the caller holds a pin. Raises OSError."""
-        with self._fd_lock:
-            if stripe not in self._fds:
-                self._fds[stripe] = self.directories[stripe].open_segment(self.number)
-            return self._fds[stripe]
+    def file(self, stripe: int) -> OpenFile:
+        """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""
+        with self._file_lock:
+            if stripe not in self._files:
+                self._files[stripe] = self._volumes[stripe].open_segment(self.number)
+            return self._files[stripe]
 
-    def take_fds(self) -> list[int]:
-        """Hand over the open descriptors for closing; only while nothing pins the segment."""
-        with self._fd_lock:
-            fds, self._fds = list(self._fds.values()), {}
-            return fds
+    def forget_files(self) -> None:
+        """Let the open files go: nothing pins the segment, or its directory came back as another one.
 
-
-def _preallocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, size)
+        Never waits: they are closed on their directories' threads, for closing may hang as well.
+        """
+        with self._file_lock:
+            files, self._files = self._files, {}
+        for stripe in list(files):
+            self._volumes[stripe].let_go(files, stripe)

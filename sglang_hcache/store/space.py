@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import os
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
+from sglang_hcache.core.errors import StoreError, StoreFullError
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
-from sglang_hcache.store.directory import StoreDirectory
-from sglang_hcache.store.geometry import RunShape
-from sglang_hcache.store.index import Index
+from sglang_hcache.store.format.geometry import RunShape, ShapeTable
+from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.room import Room
 from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.volume import Volume
+
+_UNSEEN_SEGMENTS = 2**20
+"""More than a directory that is out can hold of which nothing is known here, for its index is in it."""
 
 _log = logging.getLogger(__name__)
 
-FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-def storage_error(error: OSError, doing: str) -> StoreError:
-    """``error`` as one of ours: full when the device is full, else an I/O error."""
-    kind = StoreFullError if error.errno in FULL_ERRNOS else StoreIOError
-    return kind(f"{doing}: {error}")
+_EVICTIONS_IN_VAIN = 3
+"""Segments in a row whose files could not be deleted before a write is refused instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +53,27 @@ class Space:
     def __init__(
         self,
         config: StoreConfig,
-        directories: Sequence[StoreDirectory],
+        volumes: Sequence[Volume],
         catalog: Catalog,
-        index: Index,
+        ledger: Ledger,
+        shapes: ShapeTable,
         observer: Observer,
     ) -> None:
         self._config = config
-        self._directories = directories
+        self._volumes = volumes
         self._catalog = catalog
-        self._index = index
+        self._ledger = ledger
+        self._shapes = shapes
         self._observer = observer
+        self._room = Room(config, volumes, catalog)
         self._lock = threading.Lock()
         self._active: Segment | None = None
-        self._leftovers: dict[int, Segment] = {}
+        self._leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
         self._next_number = 0
+        self._rotation = 0
         self._closed = False
+        self._may_warn = Throttle()
 
     def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
         """Take over what was found at start: segments in use, and files nobody needs."""
@@ -81,70 +83,109 @@ class Space:
                 segment.sealed = True
                 self._trim(segment)
                 self._catalog.add_segment(segment)
+            self._catalog.set_floor()
             for segment in leftovers:
                 segment.retired = True
+                segment.measure()
                 self._remove(segment)
             while self._used_bytes() > self._config.segments_budget_bytes and self._evict_coldest():
                 pass
 
-    def reserve(self, shape: RunShape) -> Reservation:
+    def reserve(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Reservation:
         """Room for a run, in a new segment if need be.
 
         Raises:
             StoreFullError: no room can be made.
-            StoreIOError: the segment's files cannot be created.
+            StoreIOError: the segment's files cannot be created, or no directory takes writes.
         """
         with self._lock:
             segment = self._active
-            if segment is None or not segment.fits(shape):
-                self._seal_active()
-                segment = self._new_segment(shape)
+            if segment is None or not all(
+                self._volumes[stripe].health.writable for stripe in segment.members
+            ):
+                segment = self._renew(num_chunks, chunk_layer_bytes)
+            shape = self._shape(segment, num_chunks, chunk_layer_bytes)
+            if not segment.fits(shape):
+                segment = self._renew(num_chunks, chunk_layer_bytes)
+                shape = self._shape(segment, num_chunks, chunk_layer_bytes)
+            self._rotation += 1
             self._catalog.pin_segment(segment)
-            offsets = tuple(segment.used)
-            reservation = Reservation(segment, offsets, shape)
+            reservation = Reservation(segment, tuple(segment.used), shape)
             segment.used = list(reservation.ends)
             return reservation
 
-    def abandon(self, reservation: Reservation, seal: bool) -> None:
+    def abandon(self, reservation: Reservation, *, seal: bool, in_flight: bool) -> None:
         """Give back the room of a run that was not written; the caller still unpins.
 
-        With ``seal`` the next run goes to new files: these gave an error.
+        With ``seal`` the next run goes to new files: these gave an error. What is still ``in_flight`` keeps its
+        room, for it may be written yet.
         """
         segment = reservation.segment
         with self._lock:
-            if tuple(segment.used) == reservation.ends:
+            if tuple(segment.used) == reservation.ends and not in_flight:
                 segment.used = list(reservation.offsets)
-            if not any(segment.used) and segment is self._active:
-                self._active = None
-                self._retire(segment, only_unpinned=False)
-            elif seal and segment is self._active:
+            if seal and segment is self._active:
                 self._seal_active()
+            if not segment.runs and (segment is not self._active or not any(segment.used)):
+                self._active = None if segment is self._active else self._active
+                self._retire(segment, only_unpinned=False)
 
     def evict_one(self) -> bool:
-        """Remove the coldest segment; False if none can go."""
+        """Remove the least dear segment; False if none can go."""
         with self._lock:
             return self._evict_coldest()
+
+    def tend(self) -> None:
+        """In the background: delete what could not be deleted, and make room for the next segment."""
+        with self._lock:
+            if self._closed:
+                return
+            for segment in list(self._leftovers):
+                if not segment.pins:
+                    self._remove(segment)
+            members = self._room.usable(self._config.file_bytes)
+            if members:
+                self._make_room(self._config.file_bytes, members)
+
+    def reconcile(self, volume: Volume) -> None:
+        """A directory is back: segments that lost their file there or were cleared go, and files of no segment.
+
+        Raises:
+            StoreError, OSError: it fails again.
+        """
+        with self._lock:
+            sizes = volume.probe(volume.directory.segment_sizes)
+            first = self._ledger.identity.first_segment
+            self._next_number = max(self._next_number, first)
+            for segment in self._catalog.segments():
+                lost = segment.number < first
+                if volume.stripe in segment.members:
+                    segment.forget_files()
+                    lost |= sizes.get(segment.number, -1) < segment.used[volume.stripe]
+                if lost:
+                    self._observer.count("store.runs_lost", len(segment.runs))
+                    if segment is self._active:
+                        self._active = None
+                    self._retire(segment, only_unpinned=False)
+            known = {item.number: item for item in [*self._catalog.segments(), *self._leftovers]}
+            for number in sizes:
+                if number not in known or volume.stripe not in known[number].members:
+                    self._next_number = max(self._next_number, number + 1)
+                    self._remove_stray(volume, number, sizes[number])
 
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned."""
         with self._lock:
+            if not all(volume.health.readable for volume in self._volumes):
+                self._next_number += _UNSEEN_SEGMENTS
             self._active = None
             for segment in self._catalog.segments():
                 self._retire(segment, only_unpinned=False)
+            self._ledger.void_before(self._next_number)
 
-    def unpin(self, segments: Iterable[Segment]) -> None:
-        """Give back one pin of each, and remove what waited for it."""
-        fds, doomed = self._catalog.unpin(segments)
-        for fd in fds:
-            with contextlib.suppress(
-                OSError
-            ):  # a failing close (NFS) still closes; nothing was written through it
-                os.close(fd)
-        if doomed:
-            with self._lock:
-                if not self._closed:
-                    for segment in doomed:
-                        self._remove(segment)
+    def unpin(self, segments: Iterable[Segment]) -> bool:
+        """Give back one pin of each; True if :meth:`tend` has files to delete now. Does no I/O."""
+        return self._catalog.unpin(segments)
 
     def reserved_bytes(self) -> int:
         """What counts against the cap, the index's part included."""
@@ -157,62 +198,70 @@ class Space:
             self._seal_active()
             self._closed = True
 
-    def _new_segment(self, shape: RunShape) -> Segment:
-        file_bytes = max(self._config.file_bytes, *shape.part_bytes)
-        self._make_room(file_bytes)
-        segment = Segment(self._next_number, self._directories, file_bytes)
+    # -- new segments ----------------------------------------------------------------------------
+
+    def _shape(self, segment: Segment, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> RunShape:
+        rotation = self._rotation % len(segment.members)
+        return self._shapes.get(num_chunks, chunk_layer_bytes, segment.members, rotation)
+
+    def _renew(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Segment:
+        """Seal the active segment and begin another, in every directory that takes writes and has room."""
+        self._seal_active()
+        usable = self._room.usable(self._config.file_bytes)
+        members = tuple(stripe for stripe in usable if self._volumes[stripe].health.writable)
+        if not members:
+            raise self._room.why_none()
+        largest = max(self._shapes.get(num_chunks, chunk_layer_bytes, members, 0).part_bytes)
+        file_bytes = max(self._config.file_bytes, largest)
+        lacking = self._make_room(file_bytes, members)
+        if lacking:
+            raise StoreFullError(lacking)
+        segment = Segment(self._next_number, self._volumes, members, file_bytes)
         self._next_number += 1
         try:
             segment.create()
-        except OSError as error:
+        except StoreError:
             if segment.accounted_bytes:
                 segment.retired = True
-                self._leftovers[segment.number] = segment
-            raise storage_error(error, "cannot create a segment file") from error
+                self._leftovers.add(segment)
+            raise
         self._catalog.add_segment(segment)
         self._active = segment
         return segment
 
-    def _make_room(self, file_bytes: int) -> None:
-        """Evict until a segment of ``file_bytes`` a directory fits cap and floor, or nothing if it cannot."""
-        self._retry_leftovers()
-        lacking = self._lacking(file_bytes, [])
-        if lacking and not self._lacking(file_bytes, self._catalog.evictable()):
-            while lacking and self._evict_coldest():
-                lacking = self._lacking(file_bytes, [])
-        if lacking:
-            raise StoreFullError(lacking)
-
-    def _lacking(self, file_bytes: int, without: Sequence[Segment]) -> str:
-        """Why a new segment does not fit even if the segments of ``without`` were gone; empty if it does."""
+    def _make_room(self, file_bytes: int, members: Sequence[int]) -> str:
+        """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
         need = file_bytes + FILE_SLACK_BYTES
-        gone = sum(segment.accounted_bytes for segment in without)
-        after = self._used_bytes() - gone + need * len(self._directories)
-        if after > self._config.segments_budget_bytes:
+        over = self._used_bytes() + need * len(members) - self._config.segments_budget_bytes
+        if over > sum(self._room.freeable().values()):
             return (
                 f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
                 "nothing can be evicted now"
             )
-        try:
-            free: dict[int, int] = {}
-            left: dict[int, int] = defaultdict(int)
-            for directory in self._directories:
-                device = directory.device()
-                free[device] = directory.free_bytes()
-                left[device] -= need
-                left[device] += sum(segment.allocated_bytes(directory.stripe) for segment in without)
-        except OSError as error:
-            raise StoreIOError(f"cannot ask for free space: {error}") from error
-        for device, available in free.items():
-            if available + left[device] < self._config.free_floor_bytes:
+        while self._used_bytes() + need * len(members) > self._config.segments_budget_bytes:
+            if not self._evict_to_gain():
+                return "nothing can be evicted now"
+        while not self._room.floor_holds(need, members):
+            if not self._evict_to_gain():
                 return (
-                    f"{format_bytes(available)} free is too little for a new segment above the floor of "
-                    f"{format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+                    f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
                 )
         return ""
 
+    def _evict_to_gain(self) -> bool:
+        """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""
+        for _ in range(_EVICTIONS_IN_VAIN):
+            before = self._used_bytes()
+            if not self._evict_coldest():
+                return False
+            if self._used_bytes() < before:
+                return True
+        return False
+
+    # -- removing --------------------------------------------------------------------------------
+
     def _evict_coldest(self) -> bool:
-        while (segment := self._catalog.coldest()) is not None:
+        while (segment := self._catalog.take_coldest()) is not None:
             chunks = self._retire(segment, only_unpinned=True)
             if chunks is not None:
                 self._observer.count("store.segments_evicted")
@@ -225,32 +274,42 @@ class Space:
         retired = self._catalog.retire(segment, only_unpinned)
         if retired is None:
             return None
-        self._leftovers[segment.number] = segment
+        self._leftovers.add(segment)
         try:
-            self._index.delete_segment(segment.number, retired.rows)
+            self._ledger.delete_segment(segment.number, retired.rows)
         except StoreError as error:
             # Going on is safe, for rows without files are dropped at the next start; stopping would mean
             # that a full disk, which fails the index too, could never be emptied.
-            self._observer.count("store.io_errors")
-            _log.warning("could not remove segment %d from the index: %s", segment.number, error)
-        if not retired.pinned:
+            if self._may_warn():
+                _log.warning("hcache: could not remove segment %d from the index: %s", segment.number, error)
+        if not segment.pins:
             self._remove(segment)
         return retired.chunks
 
     def _remove(self, segment: Segment) -> None:
-        """Unlink a retired segment; what stays is remembered and counted."""
-        self._leftovers[segment.number] = segment
+        """Unlink a retired segment; what stays is remembered, counted and tried again by :meth:`tend`."""
+        self._leftovers.add(segment)
         error = segment.unlink()
         if error is None:
-            del self._leftovers[segment.number]
+            self._leftovers.discard(segment)
             return
         self._observer.count("store.unlink_failures")
-        _log.warning("could not delete segment %d, will try again: %s", segment.number, error)
+        if self._may_warn():
+            _log.warning("hcache: segment %d stays for now: %s", segment.number, error)
 
-    def _retry_leftovers(self) -> None:
-        for segment in list(self._leftovers.values()):
-            if not segment.pins and segment.unlink() is None:
-                del self._leftovers[segment.number]
+    def _remove_stray(self, volume: Volume, number: int, size: int) -> None:
+        """Unlink a file of no segment in a directory that is not in use yet; what stays is tried again too."""
+        try:
+            volume.probe(partial(volume.directory.unlink_segment, number))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            _log.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
+            self._observer.count("store.unlink_failures")
+            stray = Segment(number, self._volumes, (volume.stripe,), size)
+            stray.retired = True
+            stray.measure()
+            self._leftovers.add(stray)
 
     def _seal_active(self) -> None:
         segment, self._active = self._active, None
@@ -261,12 +320,11 @@ class Space:
     def _trim(self, segment: Segment) -> None:
         try:
             segment.trim()
-        except OSError as error:
+        except StoreError as error:
             segment.measure()
-            self._observer.count("store.io_errors")
-            _log.warning("could not trim segment %d: %s", segment.number, error)
+            _log.warning("hcache: could not trim segment %d: %s", segment.number, error)
 
     def _used_bytes(self) -> int:
         """Sum over segments in use and files that could not be removed."""
         in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
-        return in_use + sum(segment.accounted_bytes for segment in self._leftovers.values())
+        return in_use + sum(segment.accounted_bytes for segment in self._leftovers)

@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
 
 from sglang_hcache.core.errors import (
-    CorruptExtentError,
     StoreError,
     StoreFullError,
     StoreIOError,
+    StoreLockedError,
+    StoreTimeoutError,
     TierMissError,
+    WriteBudgetError,
 )
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
-from sglang_hcache.store.directory import StoreDirectory
-from sglang_hcache.store.engine import IOEngine
-from sglang_hcache.store.geometry import ShapeTable
-from sglang_hcache.store.index import Index, RunRow
-from sglang_hcache.store.layout import open_directories
+from sglang_hcache.store.allowance import WriteAllowance
+from sglang_hcache.store.config import Run, StoreConfig, StoreStats
+from sglang_hcache.store.engines import engine_of, read_rate
+from sglang_hcache.store.format.geometry import ShapeTable, extent_bytes, mask_of
+from sglang_hcache.store.format.record import RUN_ID_BYTES
+from sglang_hcache.store.io.engine import IOEngine
+from sglang_hcache.store.io.memory import ByteArray, check_bytes
+from sglang_hcache.store.judge import Judge
+from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.lease import ReadLease
-from sglang_hcache.store.memory import ByteArray, check_bytes
-from sglang_hcache.store.posix import PosixEngine
-from sglang_hcache.store.reader import LayerReader, SliceFailure
-from sglang_hcache.store.record import RUN_ID_BYTES
+from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, recover
-from sglang_hcache.store.segments import RunPlace, StoredRun
-from sglang_hcache.store.space import Reservation, Space, storage_error
+from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.space import Reservation, Space
+from sglang_hcache.store.tally import Tally
+from sglang_hcache.store.volumes.opening import open_volumes
+from sglang_hcache.store.volumes.transfers import Transfers
+from sglang_hcache.store.volumes.volume import Volume, volume_stats
 from sglang_hcache.store.writer import RunWriter
 
 _log = logging.getLogger(__name__)
 
 _RECENCY_BATCH = 64
 _CLOSE_S = 3.0
-_FAILURES_ALLOWED = 2
-"""A run is forgotten at this many EIO: else one bad sector would delay every restore of it."""
+_ROUND_S = 1.0
 
 
 class DiskStore:
     """Runs of chunks on disk, by chunk key. All methods may be called from any thread.
 
-    ``contains``, ``match``, ``lease`` and ``ReadLease.close`` do no I/O (the last one closes files, and
-    deletes those that were cleared meanwhile); everything else may block for as long as the devices do.
+    ``contains``, ``match``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``last_stats`` do no I/O;
+    everything else may take as long as ``io_timeout_s`` for each directory that hangs.
     """
 
     def __init__(
         self,
         config: StoreConfig,
-        observer: Observer,
-        directories: Sequence[StoreDirectory],
+        volumes: Sequence[Volume],
         engine: IOEngine,
+        tally: Tally,
         shapes: ShapeTable,
         recovered: Recovered,
+        read_bytes_per_s: float | None,
     ) -> None:
         self._config = config
-        self._observer = observer
-        self._directories = directories
+        self._volumes = volumes
         self._engine = engine
-        self._shapes = shapes
-        self._index: Index = recovered.index
-        self._catalog: Catalog = recovered.catalog
-        self._space = Space(config, directories, self._catalog, self._index, observer)
-        direct = [directory.direct for directory in directories]
-        self._reader = LayerReader(engine, direct)
-        self._writer = RunWriter(engine, direct)
-        self._state_lock = threading.Lock()
-        self._busy = threading.Condition(self._state_lock)
+        self.read_bytes_per_s = read_bytes_per_s
+        """What the first directory that is well read at start; None if there was no room to try."""
+        self._tally = tally
+        self._ledger = recovered.ledger
+        self._catalog = recovered.catalog
+        tally.resume(recovered.meta.get("totals"))
+        self._allowance = WriteAllowance.from_json(config.write_budget_bytes, recovered.meta.get("written"))
+        self._space = Space(config, volumes, self._catalog, self._ledger, shapes, tally)
+        transfers = Transfers(engine, volumes, config.io_timeout_s)
+        direct = [volume.directory.direct for volume in volumes]
+        self._reader = LayerReader(transfers, direct)
+        self._writer = RunWriter(transfers, direct)
+        self._judge = Judge(self._catalog, self._ledger, tally)
+        self._busy = threading.Condition()
         self._operations = 0
         self._closed = False
-        self._rotation = 0
+        self._saved: dict[str, str] = {}
+        self._keeper = Keeper(
+            volumes, self._ledger, self._space, tally, self._meta, self._write_down, min(_ROUND_S, config.retry_s)
+        )  # fmt: skip
+        for volume in volumes:
+            volume.health.on_change = self._on_health
+        self._on_health()
         self._space.adopt(recovered.segments, recovered.leftovers, recovered.next_number)
+        self._last_stats = self.stats()
+        self._keeper.start()
 
     @classmethod
     def open(cls, config: StoreConfig, observer: Observer, engine: IOEngine | None = None) -> DiskStore:
@@ -86,20 +106,26 @@ class DiskStore:
             StoreLockedError: another process uses a directory.
             StoreFormatError: a directory is not private, not ours, or of another store or format.
             StoreIOError: the devices fail.
+            ConfigError: the engine cannot be used here.
         """
-        directories, store_id = open_directories(config.dirs)
-        engine = engine or PosixEngine(config.read_threads)
+        tally = Tally(observer)
+        volumes, identity = open_volumes(config, tally)
         try:
-            shapes = ShapeTable(len(directories))
-            recovered = recover(config, directories, store_id, shapes, observer)
-            return cls(config, observer, directories, engine, shapes, recovered)
+            engine = engine or engine_of(config, volumes)
+            shapes = ShapeTable(len(volumes))
+            recovered = recover(config, volumes, identity, tally, shapes)
+            rate = read_rate(config, volumes, engine)
+            return cls(config, volumes, engine, tally, shapes, recovered, rate)
         except BaseException as error:
-            engine.close()
-            for directory in directories:
-                directory.release()
+            if engine is not None:
+                engine.close(_CLOSE_S)
+            for volume in volumes:
+                volume.close(_CLOSE_S)
             if isinstance(error, OSError):
                 raise StoreIOError(f"cannot open the store: {error}") from error
             raise
+
+    # -- finding ---------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
         """Whether ``key`` can be read."""
@@ -109,7 +135,20 @@ class DiskStore:
         """Number of leading ``keys`` that can be read."""
         return self._catalog.match(keys)
 
-    def write_run(self, run: Run, payload: Callable[[int], Sequence[ByteArray]]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of those of ``keys``, the chunks of a prefix from its start, that are here."""
+        self._catalog.touch(keys)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def admits(self, num_chunks: int, chunk_layer_bytes: Sequence[int], *, reused: bool) -> bool:
+        """Whether the write budget lets a run of so many chunks pass that were (not) used again."""
+        size = sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
+        return self._allowance.allows(size, reused=reused, now_s=time.time())
+
+    def write_run(
+        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], *, reused: bool = True
+    ) -> None:
         """Write ``run`` durably and make its chunks readable.
 
         ``payload(layer)`` is called once a layer, in order, and returns one contiguous 1-D uint8 array of
@@ -117,22 +156,45 @@ class DiskStore:
         of a multiple of 4096 bytes are written without a copy. Keys already stored move to the new run.
 
         Raises:
+            WriteBudgetError: the write budget forbids it.
             StoreFullError: neither cap nor floor leave room and nothing can be evicted, or ENOSPC.
             StoreIOError: a device failed. After any error nothing of the run is readable.
             ValueError: ``payload`` returned arrays of a wrong shape.
         """
-        with self._operation(), self._counted_failure():
-            shape = self._shapes.get(len(run.keys), run.chunk_layer_bytes, self._next_rotation())
-            reservation = self._space.reserve(shape)
+        with self._operation(), _refusals_counted(self._tally):
+            reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
             try:
+                self._allowance.spend(sum(reservation.shape.part_bytes), reused=reused, now_s=time.time())
                 self._write(run, payload, reservation)
             except BaseException as error:
-                self._space.abandon(reservation, seal=isinstance(error, StoreError))
+                self._space.abandon(reservation, **_traces_of(error))
                 raise
             finally:
-                self._space.unpin([reservation.segment])
-        self._observer.count("store.chunks_written", len(run.keys))
-        self._observer.count("store.bytes_written", shape.payload_bytes)
+                self._unpin([reservation.segment])
+        self._tally.count("store.chunks_written", len(run.keys))
+        self._tally.count("store.bytes_written", reservation.shape.payload_bytes)
+
+    def _write(
+        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], reservation: Reservation
+    ) -> None:
+        segment, shape = reservation.segment, reservation.shape
+        run_id = os.urandom(RUN_ID_BYTES)
+        place = RunPlace(
+            run_id, run.namespace_id, run.keys, run.first_chunk, shape, segment.number, reservation.offsets
+        )
+        self._writer.write(segment, place, payload)
+        stored = StoredRun(place, segment, self._catalog.take_run_number())
+        recency = self._catalog.take_recency(_RECENCY_BATCH)
+        try:
+            kept = self._ledger.commit(stored, recency)
+        except StoreFullError:
+            if not self._space.evict_one():
+                raise
+            kept = self._ledger.commit(stored, recency)
+        if not kept:
+            self._judge.forget_row(stored)  # clear() came in between: the run is gone like all others.
+
+    # -- reading ---------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[bytes]) -> ReadLease:
         """Pin the chunks ``keys`` until the lease is closed, and count as a use of them.
@@ -145,8 +207,7 @@ class DiskStore:
             raise ValueError("a lease needs at least one key")
         if self._closed:
             raise TierMissError("the store is closed")
-        slices = self._catalog.pin(keys)
-        return ReadLease(keys, slices, self._release)
+        return ReadLease(keys, self._catalog.pin(keys), self._release)
 
     def read_layer(self, lease: ReadLease, layer: int, out: ByteArray) -> None:
         """Read one layer of a lease's chunks into ``out`` and verify every byte.
@@ -156,8 +217,9 @@ class DiskStore:
         a multiple of 4096 bytes. After an error its contents mean nothing.
 
         Raises:
-            CorruptExtentError: not the bytes that were written; the run is forgotten.
-            StoreIOError: a device failed; the run is forgotten at the second EIO or when its file is gone.
+            CorruptExtentError: not the bytes that were written; those chunks are not served again.
+            StoreTimeoutError: a device hangs and may still write to ``out``: do not use that memory again.
+            StoreIOError: a device failed; at the second EIO the chunks are not served again.
             ValueError: a wrong ``layer`` or ``out``, or the lease is closed.
         """
         if not 0 <= layer < len(lease.chunk_layer_bytes):
@@ -166,35 +228,59 @@ class DiskStore:
         with self._operation(), lease.reading():
             failures = self._reader.read(lease.slices, layer, out)
             for failure in failures:
-                self._judge(failure)
+                self._judge.judge(failure)
         if failures:
-            raise failures[0].error
-        self._observer.count("store.bytes_read", out.size)
+            late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
+            raise next(late, failures[0].error)
+        self._tally.count("store.bytes_read", out.size)
         if lease.first_read():
-            self._observer.count("store.chunks_read", len(lease.keys))
+            self._tally.count("store.chunks_read", len(lease.keys))
+
+    def _release(self, lease: ReadLease) -> None:
+        self._unpin([item.run.segment for item in lease.slices])
+
+    def _unpin(self, segments: Sequence[Segment]) -> None:
+        if self._space.unpin(segments):
+            self._keeper.wake()
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    @property
+    def last_stats(self) -> StoreStats:
+        """Counts as they are now, sizes and conditions as they were a moment ago."""
+        return replace(self._last_stats, **self._counts())
 
     def stats(self) -> StoreStats:
-        """Sizes as they are now; asks the file systems, so not for the serving thread."""
-        directories = []
-        for directory in self._directories:
-            try:
-                physical, free = directory.physical_bytes(), directory.free_bytes()
-            except OSError:
-                physical, free = 0, -1
-            directories.append(DirectoryStats(directory.path, physical, free, directory.direct))
-        counts = self._catalog.counts()
+        """Sizes as they are now; asks the file systems."""
+        directories = tuple(volume_stats(volume) for volume in self._volumes)
         return StoreStats(
-            chunks=counts.chunks,
-            runs=counts.runs,
-            segments=counts.segments,
             physical_bytes=sum(item.physical_bytes for item in directories),
             reserved_bytes=self._space.reserved_bytes(),
             cap_bytes=self._config.size_bytes,
-            directories=tuple(directories),
+            write_budget_bytes=self._config.write_budget_bytes,
+            engine=self._engine.name,
+            directories=directories,
+            **self._counts(),
         )
 
+    def _counts(self) -> dict[str, Any]:
+        return {
+            **asdict(self._catalog.counts()),
+            "written_today_bytes": self._allowance.written(time.time()),
+            "totals": self._tally.totals(),
+        }
+
+    def evict_one(self) -> bool:
+        """Remove the least dear segment; False if none can go."""
+        with self._operation():
+            return self._space.evict_one()
+
     def clear(self) -> None:
-        """Forget everything at once; files under a lease are deleted when it closes."""
+        """Forget everything at once; files under a lease are deleted when it closes.
+
+        What is in directories that are out is deleted when they are back, also after a restart, provided that
+        one directory took the note of it.
+        """
         with self._operation():
             self._space.clear()
 
@@ -208,92 +294,52 @@ class DiskStore:
                 return
             self._closed = True
             drained = self._busy.wait_for(lambda: self._operations == 0, timeout=_CLOSE_S)
-        if not drained:
+        if not (self._keeper.close(_CLOSE_S) and drained):
             # I/O that hangs: everything acknowledged is durable already, and the locks end with the process.
-            _log.warning("reads or writes did not end within %g s; the store is left as it is", _CLOSE_S)
+            _log.warning(
+                "hcache: reads or writes did not end within %g s; the store is left as it is", _CLOSE_S
+            )
             return
         self._space.close()
         try:
             while recency := self._catalog.take_recency(_RECENCY_BATCH):
-                self._index.save_recency(recency)
+                self._ledger.save_recency(recency)
+            self._ledger.save_meta(self._meta())
         except StoreError as error:
-            self._observer.count("store.io_errors")
-            _log.warning("recency is not saved: %s", error)
-        self._index.close()
-        self._engine.close()
-        for directory in self._directories:
-            directory.release()
+            _log.warning("hcache: recency is not saved: %s", error)
+        self._ledger.close()
+        self._engine.close(_CLOSE_S)
+        for volume in self._volumes:
+            volume.close(_CLOSE_S)
 
-    def _write(
-        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], reservation: Reservation
-    ) -> None:
-        segment, shape = reservation.segment, reservation.shape
-        run_id = os.urandom(RUN_ID_BYTES)
-        place = RunPlace(
-            run_id, run.namespace_id, run.keys, run.first_chunk, shape, segment.number, reservation.offsets
-        )
-        try:
-            self._writer.write(segment, place, payload)
-        except OSError as error:
-            raise storage_error(error, "cannot open a segment file") from error
-        row = RunRow(
-            run_id, segment.number, run.namespace_id, run.first_chunk, shape.rotation, run.keys,
-            run.chunk_layer_bytes, reservation.offsets,
-        )  # fmt: skip
-        recency = self._catalog.take_recency(_RECENCY_BATCH)
-        try:
-            number = self._index.insert(row, recency)
-        except StoreFullError:
-            if not self._space.evict_one():
-                raise
-            number = self._index.insert(row, recency)
-        if not self._catalog.add_run(StoredRun(place, segment, number)):
-            self._forget_row(number)  # clear() came in between: the run is gone like all others.
+    def _on_health(self) -> None:
+        with self._busy:  # of two changes at once, the later look must be the later entry
+            out = [volume.stripe for volume in self._volumes if not volume.health.readable]
+            self._catalog.set_out(mask_of(out))
+        self._keeper.wake()
 
-    def _judge(self, failure: SliceFailure) -> None:
-        """Decide whether a run that could not be read stays, and count."""
-        run = failure.item.run
-        if isinstance(failure.error, CorruptExtentError):
-            self._observer.count("store.corrupt_extents")
-        else:
-            self._observer.count("store.io_errors")
-            run.failures += failure.error_number == errno.EIO
-            if run.failures < _FAILURES_ALLOWED and failure.error_number != errno.ENOENT:
-                return
-        if self._catalog.drop_run(run):
-            _log.warning("a stored run is forgotten: %s", failure.error)
-            self._forget_row(run.row)
+    def _meta(self) -> dict[str, str]:
+        """What the index keeps beside runs."""
+        health = [[str(volume.health.condition), volume.health.reason] for volume in self._volumes]
+        return {
+            "totals": self._tally.to_json(),
+            "written": self._allowance.to_json(),
+            "health": json.dumps(health),
+        }
 
-    def _forget_row(self, row: int) -> None:
-        try:
-            self._index.delete_runs([row])
-        except StoreError as error:
-            self._observer.count("store.io_errors")
-            _log.warning("could not remove a run from the index: %s", error)
-
-    def _release(self, lease: ReadLease) -> None:
-        self._space.unpin([item.run.segment for item in lease.slices])
-
-    def _next_rotation(self) -> int:
-        with self._state_lock:
-            self._rotation = (self._rotation + 1) % len(self._directories)
-            return self._rotation
-
-    @contextmanager
-    def _counted_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreFullError:
-            self._observer.count("store.writes_refused")
-            raise
-        except StoreIOError:
-            self._observer.count("store.io_errors")
-            raise
+    def _write_down(self) -> None:
+        self._last_stats = self.stats()
+        while recency := self._catalog.take_recency(_RECENCY_BATCH):
+            self._ledger.save_recency(recency)
+        meta = self._meta()
+        if meta != self._saved:
+            self._ledger.save_meta(meta)
+            self._saved = meta
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
         """Something ``close`` waits for."""
-        with self._state_lock:
+        with self._busy:
             if self._closed:
                 raise StoreIOError("the store is closed")
             self._operations += 1
@@ -303,3 +349,20 @@ class DiskStore:
             with self._busy:
                 self._operations -= 1
                 self._busy.notify_all()
+
+
+@contextmanager
+def _refusals_counted(tally: Tally) -> Iterator[None]:
+    try:
+        yield
+    except StoreFullError:
+        tally.count("store.writes_refused")
+        raise
+
+
+def _traces_of(error: BaseException) -> dict[str, bool]:
+    """What a write that ended with ``error`` may have left, as ``Space.abandon`` wants it."""
+    return {
+        "seal": isinstance(error, StoreError) and not isinstance(error, WriteBudgetError | StoreLockedError),
+        "in_flight": isinstance(error, StoreTimeoutError) or not isinstance(error, Exception),
+    }

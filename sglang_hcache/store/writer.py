@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sglang_hcache.core.errors import StoreIOError
-from sglang_hcache.store.engine import IOEngine, IOKind, IOOp
-from sglang_hcache.store.geometry import BLOCK, extent_bytes
-from sglang_hcache.store.memory import ByteArray, ScratchPool, check_bytes, is_aligned
-from sglang_hcache.store.record import digest, pack_header
+from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
+from sglang_hcache.store.format.record import digest, pack_header
+from sglang_hcache.store.io.engine import IOKind, IOOp
+from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
 from sglang_hcache.store.segments import RunPlace, Segment
-from sglang_hcache.store.space import storage_error
+from sglang_hcache.store.volumes.transfers import Transfers
+from sglang_hcache.store.volumes.volume import storage_error
 
 BATCH_BYTES = 32 * 2**20
 """Payload of layers that travel together: bounds the memory a write needs, one layer at least."""
@@ -23,8 +24,8 @@ Payload = Callable[[int], Sequence[ByteArray]]
 class RunWriter:
     """Stateless but for one scratch buffer a thread."""
 
-    def __init__(self, engine: IOEngine, direct: Sequence[bool]) -> None:
-        self._engine = engine
+    def __init__(self, transfers: Transfers, direct: Sequence[bool]) -> None:
+        self._transfers = transfers
         self._direct = direct
         self._scratch = ScratchPool()
 
@@ -32,13 +33,14 @@ class RunWriter:
         """Write all extents of a run and make them durable; the segment is pinned.
 
         Raises:
-            StoreFullError, StoreIOError: the run must not be put in the index.
+            StoreFullError, StoreIOError: the run must not be put in the index. After a StoreTimeoutError some of
+                it may still be written.
             ValueError: ``payload`` returned something of a wrong shape.
         """
         for layers in _batches(place):
             self._write_layers(segment, place, layers, payload)
         touched = [stripe for stripe, size in enumerate(place.shape.part_bytes) if size]
-        self._run([IOOp(IOKind.SYNC, stripe, segment.fd(stripe), False) for stripe in touched])
+        self._run([IOOp(IOKind.SYNC, stripe, segment.file(stripe)) for stripe in touched])
 
     def _write_layers(
         self, segment: Segment, place: RunPlace, layers: Sequence[int], payload: Payload
@@ -60,14 +62,17 @@ class RunWriter:
             digests = tuple(digest(chunk.data) for chunk in chunks)
             extent[:BLOCK] = np.frombuffer(pack_header(place.header(layer, digests)), np.uint8)
             stripe = shape.stripe(layer)
-            direct = self._direct[stripe]
-            buffers = _buffers(extent, chunks, chunk_bytes, direct)
+            buffers = _buffers(extent, chunks, chunk_bytes, self._direct[stripe])
             offset = place.extent_offset(layer)
-            ops.append(IOOp(IOKind.WRITE, stripe, segment.fd(stripe), direct, offset, buffers))
+            ops.append(IOOp(IOKind.WRITE, stripe, segment.file(stripe), offset, buffers))
         self._run(ops)
 
     def _run(self, ops: Sequence[IOOp]) -> None:
-        for op, result in zip(ops, self._engine.run(ops), strict=True):
+        results = self._transfers.run(ops)
+        if any(result.in_flight for result in results):
+            self._scratch.discard()
+        # What is in flight first: then the room must not be used again.
+        for op, result in sorted(zip(ops, results, strict=True), key=lambda pair: not pair[1].in_flight):
             if result.error is not None:
                 raise storage_error(result.error, f"{op.kind.value} failed") from result.error
             if result.done_bytes != op.size:

@@ -1,4 +1,4 @@
-"""Wrappers of a real ``IOEngine`` that fail or dawdle on purpose. Thread-safe where the inner engine is."""
+"""Wrappers of a real ``IOEngine`` that fail, dawdle or hang on purpose. Thread-safe where the inner engine is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import xxhash
 
-from sglang_hcache.store.engine import IOEngine, IOKind, IOOp, IOResult
-from sglang_hcache.store.posix import PosixEngine
+from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult
+from sglang_hcache.store.io.posix import PosixEngine, run_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,34 @@ class FaultEngine:
     """Passes operations on unless ``decide`` names a fault. ``decide`` may be replaced at any time."""
 
     def __init__(self, inner: IOEngine, decide: Decide) -> None:
+        self.name = inner.name
         self._inner = inner
         self.decide = decide
         self._lock = threading.Lock()
         self._seen = 0
 
-    def run(self, ops: Sequence[IOOp]) -> list[IOResult]:
-        with self._lock:
-            first, self._seen = self._seen, self._seen + len(ops)
-        return [self._one(op, first + index) for index, op in enumerate(ops)]
+    def submit(self, batch: Batch, indices: Iterable[int]) -> None:
+        for index in indices:
+            with self._lock:
+                number, self._seen = self._seen, self._seen + 1
+            fault = self.decide(batch.ops[index], number)
+            if fault is None:
+                self._inner.submit(batch, [index])
+            elif batch.begin(index):
+                batch.end(index, _fail(batch.ops[index], fault))
 
-    def close(self) -> None:
-        self._inner.close()
+    def close(self, timeout_s: float) -> bool:
+        return self._inner.close(timeout_s)
 
-    def _one(self, op: IOOp, number: int) -> IOResult:
-        fault = self.decide(op, number)
-        if fault is None:
-            return self._inner.run([op])[0]
-        done = 0
-        kept = op.buffers[: int(len(op.buffers) * fault.share_done)]
-        if kept:
-            done = self._inner.run([replace(op, buffers=kept)])[0].done_bytes
-        if not fault.error_number:
-            return IOResult(done)
-        return IOResult(done, OSError(fault.error_number, os.strerror(fault.error_number)))
+
+def _fail(op: IOOp, fault: Fault) -> IOResult:
+    done = 0
+    kept = op.buffers[: int(len(op.buffers) * fault.share_done)]
+    if kept:
+        done = run_op(replace(op, buffers=kept)).done_bytes
+    if not fault.error_number:
+        return IOResult(done)
+    return IOResult(done, OSError(fault.error_number, os.strerror(fault.error_number)))
 
 
 def always(kind: IOKind, error_number: int = errno.EIO, stripe: int | None = None) -> Decide:
@@ -78,21 +82,54 @@ def seeded(seed: int, rate: float, error_number: int = errno.EIO) -> Decide:
     return decide
 
 
-def without_sync() -> FaultEngine:
+def without_sync(num_stripes: int = 1) -> FaultEngine:
     """A real engine that only pretends to sync: for tests that write a lot and lose no power."""
-    return FaultEngine(PosixEngine(1), lambda op, _: Fault() if op.kind is IOKind.SYNC else None)
+    engine = PosixEngine(num_stripes, 1)
+    return FaultEngine(engine, lambda op, _: Fault() if op.kind is IOKind.SYNC else None)
 
 
 class LatencyEngine:
     """Every batch takes ``delay_s`` seconds longer."""
 
     def __init__(self, inner: IOEngine, delay_s: float) -> None:
+        self.name = inner.name
         self._inner = inner
         self.delay_s = delay_s
 
-    def run(self, ops: Sequence[IOOp]) -> list[IOResult]:
+    def submit(self, batch: Batch, indices: Iterable[int]) -> None:
         time.sleep(self.delay_s)
-        return self._inner.run(ops)
+        self._inner.submit(batch, indices)
 
-    def close(self) -> None:
-        self._inner.close()
+    def close(self, timeout_s: float) -> bool:
+        return self._inner.close(timeout_s)
+
+
+class HangingEngine:
+    """Operations that ``hangs`` names are begun but do not end before :meth:`let_go`; then they are really done."""
+
+    def __init__(self, inner: IOEngine, hangs: Callable[[IOOp], bool]) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self.hangs = hangs
+        self._lock = threading.Lock()
+        self._held: list[tuple[Batch, int]] = []
+
+    def submit(self, batch: Batch, indices: Iterable[int]) -> None:
+        for index in indices:
+            if self.hangs(batch.ops[index]):
+                if batch.begin(index):
+                    with self._lock:
+                        self._held.append((batch, index))
+            else:
+                self._inner.submit(batch, [index])
+
+    def let_go(self) -> None:
+        """End what hangs, and hang no more."""
+        self.hangs = lambda op: False
+        with self._lock:
+            held, self._held = self._held, []
+        for batch, index in held:
+            batch.end(index, run_op(batch.ops[index]))
+
+    def close(self, timeout_s: float) -> bool:
+        return self._inner.close(timeout_s) and not self._held

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,9 +12,9 @@ import numpy as np
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store import DiskStore, Run, StoreConfig, aligned_empty
-from sglang_hcache.store.geometry import BLOCK
-from sglang_hcache.store.memory import ByteArray
-from sglang_hcache.store.record import ExtentHeader, parse_header
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.record import ExtentHeader, parse_header
+from sglang_hcache.store.io.memory import ByteArray
 
 NAMESPACE_ID = b"namespace-for-16"
 
@@ -26,7 +28,10 @@ def small_config(
         size_bytes=size,
         free_floor_bytes=floor,
         segment_bytes=segment,
-        read_threads=2,
+        io_threads=2,
+        io_engine="posix",
+        io_timeout_s=2.0,
+        retry_s=0.05,
     )
 
 
@@ -93,6 +98,11 @@ def find_extents(directory: Path) -> list[tuple[Path, int, ExtentHeader]]:
 
 
 def physical_bytes(directories: Sequence[Path]) -> int:
-    """Allocated bytes of the directories and all in them, as ``du`` counts."""
-    entries = [path for directory in directories for path in [directory, *directory.rglob("*")]]
-    return sum(entry.lstat().st_blocks * 512 for entry in entries)
+    """Allocated bytes of the directories and all in them, as ``du`` counts; what vanishes meanwhile counts not."""
+    total = 0
+    for directory in directories:
+        for folder, _, files in os.walk(directory):  # passes over what vanishes, which rglob does not
+            for entry in [folder, *(os.path.join(folder, name) for name in files)]:
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(entry).st_blocks * 512
+    return total

@@ -32,6 +32,7 @@ class _Entry:
     info: ChunkInfo
     slot: int
     pins: int = 0
+    is_reused: bool = False
 
 
 class HostTier:
@@ -89,6 +90,7 @@ class HostTier:
             if info.key in self._entries:
                 self._free.append(slot)
                 self._touch(info.key)
+                self._entries[info.key].is_reused = True
                 return False
             self._entries[info.key] = _Entry(info, slot)
             is_dirty = self._keep_dirty and not on_disk
@@ -100,6 +102,21 @@ class HostTier:
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
             return key in self._entries
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """A request begins with the chunks ``keys``: those that are here are used again."""
+        with self._lock:
+            for key in reversed(keys):  # the tail goes before the head
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.is_reused = True
+                    self._touch(key)
+
+    def is_reused(self, key: ChunkKey) -> bool:
+        """Whether a request has used the chunk since the one that made it."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry is not None and entry.is_reused
 
     def pin(self, key: ChunkKey) -> int | None:
         """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here. Counts as a use."""

@@ -48,6 +48,8 @@ class TierServer:
             "PYTHONPATH": str(PLUGINS),
             "HCACHE_TEST_SWITCHES": str(self.switches),
         }
+        if "--hcache-method" not in args:
+            args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine
         self.process = ServerProcess(args, log=folder / "server.log", extra_env=environment)
         self._client = httpx.Client(timeout=120, trust_env=False)
 
@@ -123,9 +125,11 @@ class TierServer:
     # -- looking in and breaking -----------------------------------------------------------------
 
     @contextmanager
-    def switched_on(self, name: str) -> Iterator[None]:
+    def switched_on(self, name: str, text: str = "") -> Iterator[None]:
         switch = self.switches / name
-        switch.touch()
+        part = self.switches / "part"
+        part.write_text(text)
+        part.rename(switch)
         try:
             yield
         finally:

@@ -19,29 +19,40 @@ class Case:
     model: dict[str, Any]
     mutant: str | None = None
     """Switch that makes the projector wrong for this family."""
+    method: str = "hidden"
+    """``--hcache-method``."""
+    chosen: str = "hidden"
+    """The method that the log names."""
 
 
 CASES = {
     "llama-gqa": Case({"family": "llama", "kv_heads": 2}, "projector_positions"),
-    "qwen2": Case({"family": "qwen2"}, "projector_bias"),
+    "llama-gqa-auto": Case({"family": "llama", "kv_heads": 2}, None, "auto", "kv (auto)"),
+    "llama-kv": Case({"family": "llama"}, None, "kv", "kv"),
+    "qwen2": Case({"family": "qwen2"}, "projector_bias", "auto", "hidden (auto)"),
     "qwen3": Case({"family": "qwen3"}, "projector_norm"),
     "mistral": Case({"family": "mistral"}),
 }
 
 
-def server_for(folder: Path, model: Path, dtype: str = "float32") -> TierServer:
+def server_for(
+    folder: Path, model: Path, dtype: str = "float32", method: str = "hidden", *more: str
+) -> TierServer:
     return TierServer(
         folder,
         [
             *("--model-path", str(model), "--dtype", dtype, "--max-total-tokens", "8192"),
-            *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB"),
+            *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB", "--hcache-method", method),
+            *more,
         ],
     )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_restored_equals_recomputed(name: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    with server_for(tmp_path, tiny_model(**CASES[name].model)) as server:
+    case = CASES[name]
+    with server_for(tmp_path, tiny_model(**case.model), method=case.method) as server:
+        assert f"method {case.chosen}; self-check error" in server.process.log_text()
         prompt = random_prompt(1, 700)
         recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
         server.ask(prompt)
@@ -108,3 +119,33 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
 def score(server: TierServer, prompt: list[int], **fields: Any) -> Answer:
     """One token only: greedy decoding of more would follow different tokens after the first near-tie."""
     return server.ask(prompt, tokens=1, top_logprobs_num=5, **fields)
+
+
+def test_stored_kv_comes_back_from_disk_in_the_next_server(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """K and V, prefilled in two pieces and decoded: written, and read by another server."""
+    model = tiny_model(family="llama", kv_heads=2)
+    disk = (
+        "--hcache-dirs",
+        str(tmp_path / "disk"),
+        "--hcache-disk-size",
+        "64MB",
+        "--hcache-disk-free-floor",
+        "0",
+    )
+    prompt = random_prompt(5, 900)
+    with server_for(tmp_path, model, "float32", "auto", *disk) as server:
+        recomputed = server.recompute(prompt, tokens=80, rid="probe-recomputed")
+        first = server.ask(prompt, tokens=80)
+        server.settle()
+    with server_for(tmp_path, model, "float32", "auto", *disk) as server:
+        restored = server.ask(prompt, tokens=80, rid="probe-restored")
+        assert (restored.host, restored.disk) == (0, 896)
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        server.flush_device()
+        decoded = [*prompt, *first.tokens, 1, 2, 3]
+        assert server.ask(decoded, tokens=1).restored == 960, "what was decoded is stored as well"
+        server.flush_device()
+        server.assert_nothing_left()

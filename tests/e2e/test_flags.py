@@ -32,8 +32,8 @@ REFUSALS = {
     "policy": Refusal(
         ["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")
     ),
-    "method": Refusal(["--hcache-method", "kv"], ("--hcache-method", "'kv'", "hidden")),
-    "engine": Refusal(["--hcache-io-engine", "nixl"], ("--hcache-io-engine", "'nixl'", "posix")),
+    "method": Refusal(["--hcache-method", "recompute"], ("--hcache-method", "'recompute'", "hidden", "kv")),
+    "engine": Refusal(["--hcache-io-engine", "uring"], ("--hcache-io-engine", "'uring'", "posix")),
     "too much memory": Refusal(
         ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")
     ),

@@ -41,7 +41,7 @@ OTHERS = {
     "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "pydantic", "rich", "fastapi", "prometheus_client"},
     "cli": {
         *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx"),
-        *("transformers", "tokenizers", "safetensors"),
+        *("transformers", "tokenizers", "safetensors", "matplotlib"),
     },
     "testing": {"numpy", "xxhash", "pytest", "hypothesis"},
 }

@@ -6,15 +6,23 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``fail_read``: reading a layer from a tier fails.
 * ``projector_*``: mutants of the projector, active at start; the self-check must refuse to serve.
+* ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
+  whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.
+  ``fail_reads``, ``fail_writes``: EIO. ``short_reads``: half of it comes. ``hang_reads``, ``hang_writes``: nothing
+  ends before the switch is off; then it is really done, however late.
 
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
 """
 
+import errno
 import os
+import threading
 import time
 from pathlib import Path
 
 _SLOW_S = 0.15
+_RETRY_S = 1.0
+_LET_GO_S = 0.05
 
 
 def register():
@@ -37,8 +45,10 @@ def _patch(switches):
     if compat is None or hasattr(compat, "patched_by_tests"):  # off, or SGLang published a second time
         return
     compat.patched_by_tests = True
-    _patch_sink(compat.PoolSink, switches)
+    _patch_sink(compat.DevicePool, switches)
     _patch_reads(switches)
+    if (switches / "io_faults").exists():
+        _patch_engine(switches)
     _patch_projector(switches)
     _patch_cache(compat.HCacheRadixCache, switches)
 
@@ -68,6 +78,46 @@ def _patch_reads(switches):
         read_layer(self, lease, layer, out)
 
     TieredStore.read_layer = damaged
+
+
+def _patch_engine(switches):
+    from sglang_hcache.store.io.engine import IOKind
+    from sglang_hcache.store.store import DiskStore
+    from sglang_hcache.store.volumes import health
+    from sglang_hcache.testing.io_faults import Fault, FaultEngine, HangingEngine
+
+    health._LONGEST_RETRY_S = _RETRY_S
+    create = DiskStore.__init__
+
+    def is_on(name, op):
+        try:
+            return (switches / name).read_text() in ("", str(op.stripe))
+        except FileNotFoundError:
+            return False
+
+    def decide(op, _):
+        if op.kind is not IOKind.READ:
+            return Fault(errno.EIO) if is_on("fail_writes", op) else None
+        if is_on("fail_reads", op):
+            return Fault(errno.EIO)
+        return Fault(share_done=0.5) if is_on("short_reads", op) else None
+
+    def hangs(op):
+        return is_on("hang_reads" if op.kind is IOKind.READ else "hang_writes", op)
+
+    def let_go(engine):
+        while True:
+            time.sleep(_LET_GO_S)
+            if not ((switches / "hang_reads").exists() or (switches / "hang_writes").exists()):
+                engine.let_go()
+                engine.hangs = hangs
+
+    def with_faults(self, config, volumes, engine, *rest):
+        hanging = HangingEngine(engine, hangs)
+        threading.Thread(target=let_go, args=(hanging,), daemon=True).start()
+        create(self, config, volumes, FaultEngine(hanging, decide), *rest)
+
+    DiskStore.__init__ = with_faults
 
 
 def _patch_projector(switches):

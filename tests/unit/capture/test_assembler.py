@@ -229,3 +229,18 @@ def test_any_interleaving_of_requests_and_piece_sizes(seed: int) -> None:
     dropped = path.counters["capture.rows_dropped_staging_full"]
     for name in names:
         assert dropped or path.sealed(tokens[name]) == [True] * (len(tokens[name]) // CHUNK_TOKENS)
+
+
+def test_k_and_v_are_stored_side_by_side() -> None:
+    path = SavePath()
+    path.begin("a", [])
+    tokens = list(range(CHUNK_TOKENS))
+    rows = [torch.stack([state(layer, p, t) for p, t in enumerate(tokens)]) for layer in range(LAYERS)]
+    path.tap.begin_pass(len(tokens))
+    assert path.tap.rows_wanted == CHUNK_TOKENS
+    for layer in range(LAYERS):
+        path.tap.layer(layer, rows[layer][:, : WIDTH // 2], rows[layer][:, WIDTH // 2 :])
+    path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))], array("q", tokens))
+    path.finish()
+    assert path.sealed(tokens) == [True]
+    assert path.tap.rows_wanted == 0, "no pass is under way"

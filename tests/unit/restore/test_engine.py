@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
+from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError, StoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.restore import pipeline
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -73,9 +75,7 @@ class Bench:
         self.over = threading.Event()
         self.engine = RestoreEngine(
             self.tiers,
-            DoubleAndPosition(),
-            self.pool,
-            torch.float32,
+            LayerRestorer(LAYOUT, torch.float32, self.pool, 1, DoubleAndPosition()),
             self.counters,
             lambda _job: self.over.set(),
             BLOCK_CHUNKS,
@@ -131,7 +131,7 @@ def test_the_next_layer_is_read_while_one_is_projected(bench: Bench) -> None:
                 assert time.monotonic() < deadline, "layer 1 was not read during the projection of layer 0"
         return project(self, layer, *args)
 
-    bench.engine._pipeline._projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
+    bench.engine._pipeline._restorer._projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
     assert bench.run().state is RestoreState.DONE
     assert blocked.is_set()
 
@@ -159,6 +159,39 @@ def test_an_error_nobody_foresaw_does_not_end_the_thread(bench: Bench) -> None:
     assert bench.run().state is RestoreState.FAILED
     bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
     assert bench.run().state is RestoreState.DONE
+
+
+def test_no_memory_for_new_buffers_fails_restores_instead_of_leaving_them_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(_layer: int) -> None:
+        raise StoreTimeoutError("the device hangs")
+
+    def refuse(_size: int) -> None:
+        raise MemoryError
+
+    bench.tiers.before_read = hang  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "host_buffer", refuse)
+        assert [bench.run().state for _ in range(3)] == [RestoreState.FAILED] * 3
+        bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+        assert bench.run().state is RestoreState.FAILED, "nothing was read"
+    job = bench.run(first=0)
+    assert job.state is RestoreState.DONE
+    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.hidden[LAYERS - 1] * 2)
+
+
+@pytest.mark.parametrize("error", [StoreTimeoutError("late"), ZeroDivisionError()])
+def test_a_buffer_that_may_still_be_written_is_not_used_again(bench: Bench, error: Exception) -> None:
+    def fail(_layer: int) -> None:
+        raise error
+
+    given = bench.engine._pipeline._spare[-1]  # to the first read
+    bench.tiers.before_read = fail  # type: ignore[method-assign]
+    bench.run()
+    bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    assert bench.run().state is RestoreState.DONE
+    assert all(buffer is not given for buffer in bench.engine._pipeline._spare)
 
 
 def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:

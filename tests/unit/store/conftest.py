@@ -1,17 +1,34 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.engine import IOEngine
+from sglang_hcache.store.io.engine import IOEngine
+from sglang_hcache.store.keeper import Keeper
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """For what the store's keeper does in the background."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
 
 
 @pytest.fixture
 def counters() -> Counters:
     return Counters()
+
+
+@pytest.fixture
+def no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens in the background: for tests that count what is evicted."""
+    monkeypatch.setattr(Keeper, "start", lambda self: None)
+    monkeypatch.setattr(Keeper, "close", lambda self, timeout_s: True)
 
 
 @pytest.fixture

@@ -128,20 +128,23 @@ def stored(base: Path, num_dirs: int, open_store: OpenStore) -> StoreConfig:
     return config
 
 
-def test_swapped_directories(tmp_path: Path, open_store: OpenStore) -> None:
+def test_the_order_of_directories_does_not_matter(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 2, open_store)
     first, second = config.dirs
     swapped = StoreConfig(
         dirs=(second, first), size_bytes=config.size_bytes, free_floor_bytes=0, segment_bytes=2**18
     )
-    open_fails(swapped, StoreFormatError, "directory 2 of 2 .* as 1 of 2; restore the old list")
-    read_keys(open_store(config), make_keys(0, 2))
+    store = open_store(swapped)
+    read_keys(store, make_keys(0, 2))
+    write_keys(store, make_keys(10, 2), (4096,) * 4)
+    store.close()
+    read_keys(open_store(config), (*make_keys(0, 2), *make_keys(10, 2)))
 
 
 def test_another_number_of_directories(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 2, open_store)
-    open_fails(small_config(tmp_path, 1), StoreFormatError, "1 of 2 .* as 1 of 1")
-    open_fails(small_config(tmp_path, 3), StoreFormatError, "1 of 2 .* as 1 of 3")
+    open_fails(small_config(tmp_path, 1), StoreFormatError, "one of 2 directories .* names 1")
+    open_fails(small_config(tmp_path, 3), StoreFormatError, "one of 2 directories .* names 3")
     read_keys(open_store(config), make_keys(0, 2))
 
 
@@ -156,8 +159,8 @@ def test_directories_of_two_stores(tmp_path: Path, open_store: OpenStore) -> Non
 def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 1, open_store)
     path = config.dirs[0] / "superblock.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
-    open_fails(config, StoreFormatError, "store format 2, this version reads 1")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
+    open_fails(config, StoreFormatError, "store format 1, this version reads 2")
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "[]", "{}", '{"format_version": "1"}'])
@@ -167,11 +170,37 @@ def test_a_damaged_superblock(tmp_path: Path, open_store: OpenStore, text: str) 
     open_fails(config, StoreFormatError, "superblock.json is damaged")
 
 
-def test_an_emptied_disk_is_not_taken_for_a_new_one(tmp_path: Path, open_store: OpenStore) -> None:
+def test_an_emptied_directory_is_taken_in_again_and_its_chunks_are_misses(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
     config = stored(tmp_path, 2, open_store)
     for path in config.dirs[1].iterdir():
         path.unlink()
-    open_fails(config, StoreFormatError, "no superblock although the store holds data")
+    store = open_store(config)
+    assert store.stats().chunks == 0
+    assert counters["store.runs_lost"] == 1
+    write_keys(store, make_keys(0, 2), (4096,) * 4)
+    read_keys(store, make_keys(0, 2))
+    assert len(list(config.dirs[1].glob("segment-*"))) == 1
+
+
+def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file system is told by its id; here the superblock remembers another one."""
+    config = stored(tmp_path, 2, open_store)
+    path = config.dirs[0] / "superblock.json"
+    block = json.loads(path.read_text())
+    path.write_text(json.dumps({**block, "epoch": 9, "file_systems": [block["file_systems"][0], 4711]}))
+    for item in config.dirs[1].iterdir():
+        item.unlink()
+    store = open_store(config)
+    assert [item.condition for item in store.stats().directories] == ["healthy", "out"]
+    assert "is the disk mounted?" in caplog.text
+    assert store.match(make_keys(0, 2)) == 0
+    write_keys(store, make_keys(10, 2), (4096,) * 4)
+    read_keys(store, make_keys(10, 2))
+    assert {item.name for item in config.dirs[1].iterdir()} == {"lock"}
 
 
 def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore) -> None:
@@ -192,10 +221,14 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_no_o_direct_is_said_once_a_directory(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(path: Path) -> bool:
-        raise OSError(22, "Invalid argument")
+    real = os.open
 
-    monkeypatch.setattr("sglang_hcache.store.directory._direct_works", refuse)
+    def refuse(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr("os.open", refuse)
     with caplog.at_level(logging.WARNING):
         store = open_store(small_config(tmp_path, 2))
         for number in range(3):
@@ -207,7 +240,7 @@ def test_no_o_direct_is_said_once_a_directory(
 def test_configuration_errors_name_the_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hcache-dirs"):
         StoreConfig(dirs=(), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20)
-    with pytest.raises(ConfigError, match=r"--hcache-io-engine.*'uring'.*auto, posix"):
+    with pytest.raises(ConfigError, match=r"--hcache-io-engine.*'uring'.*auto, nixl, posix"):
         StoreConfig(
             dirs=(tmp_path,), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20, io_engine="uring"
         )

@@ -1,18 +1,25 @@
-"""Any sequence of writes, reads, leases, clears and restarts against a model that remembers everything."""
+"""Any sequence of writes, reads, leases, faults and restarts against a model that remembers everything."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_hcache.core.errors import StoreFullError, TierMissError
+from sglang_hcache.core.errors import CorruptExtentError, StoreFullError, StoreIOError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, ReadLease
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     physical_bytes,
@@ -31,6 +38,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.keeper = mock.patch.multiple(
+            Keeper, start=mock.DEFAULT, close=mock.DEFAULT
+        )  # its rounds are steps of the machine instead
+        self.keeper.start()
         self.base = Path(tempfile.mkdtemp())
         self.counters = Counters()
         self.written: set[bytes] = set()
@@ -38,8 +49,61 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(num_dirs=st.integers(1, 3))
     def start(self, num_dirs: int) -> None:
-        self.config = small_config(self.base, num_dirs, size=5 * MIB, segment=2**18)
+        self.config = small_config(self.base, num_dirs, size=6 * MIB, segment=2**18)
         self.store = DiskStore.open(self.config, self.counters)
+        self.damaged = 0
+
+    @property
+    def out(self) -> set[int]:
+        """Directories that are out."""
+        return {volume.stripe for volume in self.store._volumes if not volume.health.readable}
+
+    @rule(stripe=st.integers(0, 2))
+    def lose_directory(self, stripe: int) -> None:
+        if stripe < len(self.config.dirs):
+            health = self.store._volumes[stripe].health
+            health.take_out("the test says so")
+            health._retry_at = math.inf
+
+    @precondition(lambda self: self.out)
+    @rule()
+    def find_directories_again(self) -> None:
+        for volume in self.store._volumes:
+            volume.health._retry_at = 0
+        self.store._keeper.round()
+        assert not self.out
+
+    @rule()
+    def upkeep(self) -> None:
+        self.store._keeper.round()
+
+    @precondition(lambda self: not self.out)
+    @rule(first=st.integers(0, NUM_KEYS), layer=st.integers(0, 2))
+    def damage(self, first: int, layer: int) -> None:
+        """One byte of one layer of a chunk: that chunk is lost, and only that one."""
+        (key,) = make_keys(first, 1)
+        if not self.store.contains(key):
+            return
+        before = self.present()
+        run, index = self.store._catalog._chunks[key]
+        place = run.place
+        stripe = place.shape.stripe(layer)
+        at = place.extent_offset(layer) + BLOCK + index * LAYERS[layer] + 17
+        path = self.store._volumes[stripe].directory.segment_path(place.segment)
+        with open(path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x40]))
+            file.flush()
+            os.fsync(file.fileno())
+        with pytest.raises(CorruptExtentError):
+            read_keys(self.store, [key])
+        self.damaged += 1
+        assert self.present() == before - {key}
+
+    def present(self) -> set[bytes]:
+        return {key for key in make_keys(0, NUM_KEYS + 10) if self.store.contains(key)}
 
     @rule(first=st.integers(0, NUM_KEYS), count=st.integers(1, 9))
     def write(self, first: int, count: int) -> None:
@@ -47,7 +111,9 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             write_keys(self.store, keys, LAYERS)
         except StoreFullError:
-            assert self.leases
+            assert self.leases or self.out
+        except StoreIOError:
+            assert self.out
         else:
             self.written.update(keys)
             assert self.store.match(keys) == count
@@ -76,34 +142,43 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.store.clear()
-        self.written.clear()
+        if len(self.out) < len(self.config.dirs):  # else there is nobody to remember it over a restart
+            self.written.clear()
 
     @rule(lose_index=st.booleans())
     def restart(self, lose_index: bool) -> None:
         lease_at_close, self.leases = self.leases, []
-        before = {key for key in make_keys(0, NUM_KEYS + 10) if self.store.contains(key)}
+        before = self.present()
         self.store.close()
         for lease in lease_at_close:
             lease.close()
         if lose_index:
-            (self.config.dirs[0] / "index.sqlite").unlink()
+            for directory in self.config.dirs:
+                (directory / "index.sqlite").unlink(missing_ok=True)
+            # Found by their headers: damage is found again, and runs that a newer one replaced are back in order.
+            self.damaged += 1
         self.store = DiskStore.open(self.config, self.counters)
-        assert all(self.store.contains(key) for key in before)
+        assert before <= self.present()
+        for key in self.present() - before:
+            with contextlib.suppress(CorruptExtentError):
+                read_keys(self.store, [key])
+                assert key in self.written
 
     @invariant()
     def what_is_there_was_written(self) -> None:
         if hasattr(self, "store"):
             assert physical_bytes(self.config.dirs) <= self.config.size_bytes
-            assert self.counters["store.corrupt_extents"] == 0
+            assert (self.counters["store.corrupt_extents"] > 0) <= (self.damaged > 0)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
         shutil.rmtree(self.base)
+        self.keeper.stop()
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=20,
+    max_examples=30,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

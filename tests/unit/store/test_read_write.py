@@ -12,7 +12,7 @@ import pytest
 from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
-from sglang_hcache.store.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.reader import pieces, plan_slice
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
@@ -24,6 +24,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -39,7 +40,9 @@ LAYERS = {
 @pytest.fixture(params=["direct", "buffered"])
 def io_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "buffered":
-        monkeypatch.setattr("sglang_hcache.store.directory._direct_works", lambda path: False)
+        monkeypatch.setattr(
+            "sglang_hcache.store.volumes.directory.StoreDirectory.probe_direct", lambda self: None
+        )
     return str(request.param)
 
 
@@ -242,7 +245,7 @@ def test_closing_a_lease_during_a_read_waits_for_the_read(tmp_path: Path, open_s
         closer.join()
         store.clear()
         assert list((tmp_path / "disk0").glob("segment-*"))
-    assert not list((tmp_path / "disk0").glob("segment-*"))
+    wait_until(lambda: not list((tmp_path / "disk0").glob("segment-*")))
     lease.close()
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hcache.core.errors import CorruptExtentError
-from sglang_hcache.store.geometry import BLOCK, RunShape, extent_bytes
-from sglang_hcache.store.record import (
+from sglang_hcache.store.format.geometry import BLOCK, RunShape, extent_bytes
+from sglang_hcache.store.format.record import (
     ExtentHeader,
-    check_digests,
+    bad_chunks,
     check_header,
     digest,
     pack_header,
@@ -32,7 +32,10 @@ blocks = st.integers(0, 2**40).map(lambda count: count * BLOCK)
 @st.composite
 def headers(draw: st.DrawFn) -> ExtentHeader:
     num_chunks = draw(st.integers(1, 64))
-    num_layers, num_stripes = draw(st.integers(1, 2**32 - 1)), draw(st.integers(1, 2**16 - 1))
+    num_layers, num_stripes = draw(st.integers(1, 2**32 - 1)), draw(st.integers(1, 16))
+    members = draw(
+        st.sets(st.integers(0, num_stripes - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    )
     return ExtentHeader(
         namespace_id=draw(st.binary(min_size=16, max_size=16)),
         run_id=draw(st.binary(min_size=16, max_size=16)),
@@ -40,9 +43,10 @@ def headers(draw: st.DrawFn) -> ExtentHeader:
         num_layers=num_layers,
         first_chunk=draw(u32),
         chunk_bytes=draw(st.integers(1, 2**56)),
-        stripe=draw(st.integers(0, num_stripes - 1)),
+        stripe=draw(st.sampled_from(members)),
         num_stripes=num_stripes,
-        rotation=draw(st.integers(0, num_stripes - 1)),
+        members=members,
+        rotation=draw(st.integers(0, len(members) - 1)),
         segment=draw(u64),
         part_offset=draw(blocks),
         part_bytes=draw(blocks),
@@ -63,6 +67,7 @@ def example(**changes: object) -> ExtentHeader:
         chunk_bytes=8192,
         stripe=0,
         num_stripes=2,
+        members=(0, 1),
         rotation=1,
         segment=42,
         part_offset=0x10000,
@@ -94,14 +99,14 @@ def test_any_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
 def test_a_header_has_the_documented_bytes() -> None:
     block = pack_header(example())
     assert block[0:8] == b"HCEXTENT"
-    assert struct.unpack_from("<II", block, 8) == (1, 4096)
+    assert struct.unpack_from("<II", block, 8) == (2, 4096)
     zeroed = block[:16] + bytes(8) + block[24:]
     assert struct.unpack_from("<Q", block, 16) == (xxhash.xxh3_64_intdigest(zeroed),)
     assert block[24:40] == bytes(range(16))
     assert block[40:56] == bytes(range(16, 32))
     assert struct.unpack_from("<IIII", block, 56) == (3, 4, 5, 2)
     assert struct.unpack_from("<QQ", block, 72) == (8192, 16384)
-    assert struct.unpack_from("<HHHH", block, 88) == (0, 2, 1, 0)
+    assert struct.unpack_from("<HHHH", block, 88) == (0, 2, 1, 3)
     assert struct.unpack_from("<QQQQ", block, 96) == (42, 0x10000, 40960, 20480)
     assert block[128:192] == b"\xaa" * 32 + b"\xbb" * 32
     assert block[192:2176] == bytes(2176 - 192)
@@ -127,10 +132,10 @@ def test_bad_magic() -> None:
 
 def test_bad_version_even_with_a_good_digest() -> None:
     block = bytearray(pack_header(example()))
-    struct.pack_into("<I", block, 8, 2)
+    struct.pack_into("<I", block, 8, 1)
     struct.pack_into("<QI", block, 16, 0, 0)
     struct.pack_into("<Q", block, 16, digest(block))
-    with pytest.raises(CorruptExtentError, match="version 2"):
+    with pytest.raises(CorruptExtentError, match="version 1"):
         parse_header(block)
 
 
@@ -140,7 +145,16 @@ def test_short_header() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "form", "value"), [(68, "<I", 0), (68, "<I", 65), (80, "<Q", 1), (56, "<I", 4)]
+    ("at", "form", "value"),
+    [
+        (68, "<I", 0),
+        (68, "<I", 65),
+        (80, "<Q", 1),
+        (56, "<I", 4),
+        (94, "<H", 0),
+        (94, "<H", 2),
+        (94, "<H", 7),
+    ],
 )
 def test_contradicting_fields_even_with_a_good_digest(at: int, form: str, value: int) -> None:
     block = bytearray(pack_header(example()))
@@ -178,6 +192,7 @@ def test_impossible_headers_are_not_written(change: dict[str, object]) -> None:
         ("first_chunk", 6),
         ("chunk_bytes", 4096),
         ("rotation", 0),
+        ("members", (0,)),
         ("segment", 41),
         ("part_offset", 0),
     ],
@@ -194,25 +209,28 @@ def test_digests_are_not_part_of_the_identity() -> None:
 def test_a_prefix_and_a_middle_of_a_run_can_be_verified_alone() -> None:
     chunks = [bytes([number]) * 64 for number in range(3)]
     header = example(keys=(b"k" * 32,) * 3, digests=tuple(digest(chunk) for chunk in chunks))
-    check_digests(header, chunks[:2], 0)
-    check_digests(header, chunks[1:2], 1)
-    with pytest.raises(CorruptExtentError, match="chunk 2"):
-        check_digests(header, chunks[1:2], 2)
+    assert bad_chunks(header, chunks[:2], 0) == []
+    assert bad_chunks(header, chunks[1:2], 1) == []
+    assert bad_chunks(header, [chunks[0], chunks[0], chunks[2]], 0) == [1]
+    assert bad_chunks(header, chunks[1:2], 2) == [2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 64),
     st.lists(st.integers(1, 50_000), min_size=1, max_size=12),
-    st.integers(1, 5).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))),
+    st.sets(st.integers(0, 4), min_size=1).map(lambda found: tuple(sorted(found))),
+    st.integers(0, 4),
 )
-def test_extents_of_a_run_tile_its_parts(chunks: int, layers: list[int], stripes: tuple[int, int]) -> None:
-    num_stripes, rotation = stripes
-    shape = RunShape(chunks, tuple(layers), num_stripes, rotation)
+def test_extents_of_a_run_tile_its_parts(
+    chunks: int, layers: list[int], members: tuple[int, ...], turn: int
+) -> None:
+    num_stripes, rotation = 5, turn % len(members)
+    shape = RunShape(chunks, tuple(layers), num_stripes, members, rotation)
     ends = [0] * num_stripes
     for layer, chunk_bytes in enumerate(layers):
         stripe = shape.stripe(layer)
-        assert stripe == (layer + rotation) % num_stripes
+        assert stripe == members[(layer + rotation) % len(members)]
         assert shape.layer_offsets[layer] == ends[stripe]
         ends[stripe] += extent_bytes(chunks, chunk_bytes)
         assert ends[stripe] % BLOCK == 0

@@ -17,8 +17,8 @@ import pytest
 from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
-from sglang_hcache.store.geometry import BLOCK
-from sglang_hcache.store.record import pack_header
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.record import pack_header
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     find_extents,

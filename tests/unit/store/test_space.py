@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +13,20 @@ from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.directory import StoreDirectory
 from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
     make_run,
+    payload_of,
     physical_bytes,
     read_keys,
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -52,8 +55,8 @@ def test_the_cap_is_never_exceeded(
         write_keys(store, make_keys(100 * turn, count), tuple(int(n) for n in rng.integers(1, 30_000, 3)))
         measured = physical_bytes(config.dirs)
         stats = store.stats()
-        assert stats.physical_bytes == measured
-        assert measured <= stats.reserved_bytes <= stats.cap_bytes == 10 * MIB
+        assert abs(stats.physical_bytes - measured) <= 2 * MIB, "only the keeper may have come in between"
+        assert max(measured, stats.reserved_bytes) <= stats.cap_bytes == 10 * MIB
         highest = max(highest, measured)
     assert counters["store.segments_evicted"] > 3
     assert highest > 4 * MIB, "the test should come close to what segments may fill"
@@ -74,6 +77,7 @@ def test_the_index_stays_in_its_share_of_the_cap(tmp_path: Path, open_store: Ope
     assert 2 * MIB < largest < config.index_reserve_bytes, largest
 
 
+@pytest.mark.usefixtures("no_keeper")
 def test_the_least_recently_used_segment_goes_first(
     tmp_path: Path, open_store: OpenStore, counters: Counters
 ) -> None:
@@ -91,6 +95,7 @@ def test_the_least_recently_used_segment_goes_first(
     assert (store.match(a), store.match(b)) == (0, 6) or (store.match(a), store.match(b)) == (6, 0)
 
 
+@pytest.mark.usefixtures("no_keeper")
 def test_recency_survives_a_restart(tmp_path: Path, open_store: OpenStore, counters: Counters) -> None:
     config = small_config(tmp_path, size=8 * MIB, segment=MIB)
     store = open_store(config)
@@ -123,22 +128,23 @@ def test_a_lease_taken_while_a_victim_is_chosen_wins(
 ) -> None:
     store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
     (held,) = fill(store, 0, 1)
-    real = Catalog.coldest
+    real = Catalog.take_coldest
     leases = []
 
-    def coldest(catalog: Catalog) -> Segment | None:
+    def take_coldest(catalog: Catalog) -> Segment | None:
         victim = real(catalog)
         if not leases:
             leases.append(store.lease(held))
         return victim
 
-    monkeypatch.setattr(Catalog, "coldest", coldest)
+    monkeypatch.setattr(Catalog, "take_coldest", take_coldest)
     fill(store, 1000, 12)
     assert leases
     assert store.match(held) == 6
     leases[0].close()
 
 
+@pytest.mark.usefixtures("no_keeper")
 def test_evicting_an_old_run_leaves_the_newer_one_of_the_same_keys(
     tmp_path: Path, open_store: OpenStore, counters: Counters
 ) -> None:
@@ -153,6 +159,7 @@ def test_evicting_an_old_run_leaves_the_newer_one_of_the_same_keys(
     read_keys(store, keys)
 
 
+@pytest.mark.usefixtures("no_keeper")
 def test_when_everything_is_leased_a_write_is_refused_and_works_later(
     tmp_path: Path, open_store: OpenStore, counters: Counters
 ) -> None:
@@ -230,8 +237,7 @@ def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
     assert victim.exists()
     assert store.match(stuck) == 0
     monkeypatch.undo()
-    fill(store, 50_000, 3)
-    assert not victim.exists()
+    wait_until(lambda: not victim.exists())
 
 
 def test_a_smaller_cap_is_obeyed_at_the_next_start(tmp_path: Path, open_store: OpenStore) -> None:
@@ -267,7 +273,7 @@ def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: O
         store.read_layer(lease, layer, aligned_empty(6 * size))
     assert len(list(config.dirs[0].glob("segment-*"))) == 1
     lease.close()
-    assert not list(config.dirs[0].glob("segment-*"))
+    wait_until(lambda: not list(config.dirs[0].glob("segment-*")))
     (again,) = fill(store, 0, 1)
     read_keys(store, again)
     store.close()
@@ -297,21 +303,21 @@ def test_a_segment_that_cannot_be_created_leaves_nothing(
 ) -> None:
     config = small_config(tmp_path, 2)
     store = open_store(config)
-    real = StoreDirectory.open_segment
+    real = StoreDirectory.create_segment
 
-    def refuse(self: StoreDirectory, segment: int, create: bool = False) -> int:
-        if self.stripe == 1:
+    def refuse(self: StoreDirectory, segment: int, size: int) -> None:
+        if self.path == config.dirs[1]:
             raise OSError(30, "Read-only file system")
-        return real(self, segment, create)
+        real(self, segment, size)
 
-    monkeypatch.setattr(StoreDirectory, "open_segment", refuse)
-    for _ in range(3):
-        with pytest.raises(StoreIOError, match="Read-only"):
-            write_keys(store, make_keys(0, 1), (4096,))
+    monkeypatch.setattr(StoreDirectory, "create_segment", refuse)
+    with pytest.raises(StoreIOError, match="Read-only"):
+        write_keys(store, make_keys(0, 1), (4096,))
     assert not list(config.dirs[0].glob("segment-*"))
-    monkeypatch.undo()
     write_keys(store, make_keys(0, 1), (4096,))
     read_keys(store, make_keys(0, 1))
+    assert list(config.dirs[0].glob("segment-*")), "the other directory goes on alone"
+    monkeypatch.undo()
 
 
 def test_a_file_system_without_preallocation(
@@ -327,3 +333,91 @@ def test_a_file_system_without_preallocation(
         fill(store, 1000 * number, 1)
         assert physical_bytes(config.dirs) <= store.stats().reserved_bytes <= 8 * MIB
     read_keys(store, make_keys(11_000, 6))
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_of_equally_recent_prefixes_the_one_that_is_cheap_to_recompute_goes_first(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    """The long prefix was used before the short one, yet it stays; and its head stays as long as its tail."""
+    config = replace(small_config(tmp_path, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
+    store = open_store(config)
+    head, tail, short = make_keys(0, 6), make_keys(6, 6), make_keys(50, 6)
+    for keys, first_chunk in ((head, 0), (tail, 6), (short, 0)):
+        run = make_run(keys, LAYERS, first_chunk)
+        store.write_run(run, payload_of(run))
+    store.lease((*head, *tail)).close()
+    store.lease(short).close()
+    number = 1
+    while counters["store.segments_evicted"] < 2:
+        fill(store, 1000 * number, 1)
+        number += 1
+    assert store.match(short) == 0
+    assert store.match((*head, *tail)) == 12
+    while store.match((*head, *tail)) == 12:
+        fill(store, 1000 * number, 1)
+        number += 1
+    assert store.match(head) == 6, "of a prefix the tail goes first"
+    assert number < 40, "what is not used any more ages, however dear it was"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_was_dear_ages(tmp_path: Path, open_store: OpenStore) -> None:
+    config = replace(small_config(tmp_path, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
+    store = open_store(config)
+    run = make_run(make_keys(0, 6), LAYERS, 10)
+    store.write_run(run, payload_of(run))
+    for number in range(1, 100):
+        fill(store, 1000 * number, 1)
+        if not store.contains(run.keys[0]):
+            return
+    raise AssertionError("a segment that nobody uses must not stay for ever")
+
+
+def test_room_for_the_next_segment_is_made_before_it_is_needed(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    config = small_config(tmp_path, size=8 * MIB, segment=MIB)
+    store = open_store(config)
+    for number in range(30):
+        fill(store, 1000 * number, 1)
+        wait_until(lambda: store.stats().reserved_bytes + config.file_bytes + 2**14 <= 8 * MIB)
+    assert counters["store.segments_evicted"] > 10
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_touch_counts_as_a_use(tmp_path: Path, open_store: OpenStore, counters: Counters) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    a, b = fill(store, 0, 2)
+    store.touch((*a, *make_keys(7000, 3)))
+    number = 2
+    while counters["store.segments_evicted"] == 0:
+        fill(store, 1000 * number, 1)
+        number += 1
+    assert (store.match(a), store.match(b)) == (6, 0)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_when_no_file_can_be_deleted_writes_are_refused_and_most_chunks_stay(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, size=16 * MIB, segment=MIB)
+    store = open_store(config)
+    written = fill(store, 0, 18)
+
+    def refuse(self: StoreDirectory, segment: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", refuse)
+    refused = 0
+    for number in range(6):
+        try:
+            written += fill(store, 1000 + 6 * number, 1)
+        except StoreFullError:
+            refused += 1
+    assert refused
+    assert physical_bytes(config.dirs) <= 16 * MIB
+    readable = [keys for keys in written if store.match(keys) == 6]
+    assert 3 <= len(readable) < len(written)
+    for keys in readable:
+        read_keys(store, keys)

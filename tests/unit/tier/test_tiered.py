@@ -25,12 +25,22 @@ def key(name: int) -> bytes:
     return name.to_bytes(32, "little")
 
 
-def open_tiers(folder: Path, slots: int = 8, policy: WritePolicy = WritePolicy.WRITE_BACK) -> TieredStore:
+def open_tiers(
+    folder: Path,
+    slots: int = 8,
+    policy: WritePolicy = WritePolicy.WRITE_BACK,
+    write_budget: int | None = None,
+) -> TieredStore:
     counters = Counters()
-    store = DiskStore.open(
-        StoreConfig(dirs=(folder,), size_bytes=64 * 2**20, free_floor_bytes=0, segment_bytes=4 * 2**20),
-        counters,
+    config = StoreConfig(
+        dirs=(folder,),
+        size_bytes=64 * 2**20,
+        free_floor_bytes=0,
+        segment_bytes=4 * 2**20,
+        io_engine="posix",
+        write_budget_bytes=write_budget,
     )
+    store = DiskStore.open(config, counters)
     host = HostTier(np.zeros((slots, LAYOUT.chunk_bytes), np.uint8), LAYOUT, counters, keep_dirty=True)
     return TieredStore(host, store, counters, write_policy=policy, run_chunks=4)
 
@@ -128,6 +138,40 @@ def test_a_chunk_is_not_written_twice(tiers: TieredStore) -> None:
     assert tiers.disk is not None
     assert tiers.disk.stats().chunks == 4
     assert tiers._observer["demote.chunks_written"] == 4  # type: ignore[index]
+
+
+def test_when_the_write_budget_runs_short_only_what_was_used_again_is_written(tmp_path: Path) -> None:
+    extent = 4096 + LAYOUT.chunk_layer_bytes[0]  # of one chunk; a run of two has one header for both
+    run_of_two = 3 * (extent + LAYOUT.chunk_layer_bytes[0])
+    tiers = open_tiers(tmp_path / "store", write_budget=2 * run_of_two + run_of_two // 2)
+    assert tiers.disk is not None
+    for first in (1, 11, 21):
+        put(tiers, first)
+        put(tiers, first + 1)
+    tiers.demote(lambda: [key(1), key(2)])
+    wait_until_saved(tiers)
+    tiers.touch([key(11), key(12), key(13)])
+    tiers.demote(lambda: [key(11), key(12), key(21), key(22)])
+    wait_until_saved(tiers)
+    on_disk = [name for name in (1, 2, 11, 12, 21, 22) if tiers.disk.contains(key(name))]
+    assert on_disk == [1, 2, 11, 12]
+    assert tiers._observer["demote.chunks_dropped_budget"] == 2  # type: ignore[index]
+    assert tiers.disk.stats().written_today_bytes == 2 * run_of_two
+    assert tiers.host.counts()[2] == 0, "what is not written holds no slot for ever"
+    tiers.close()
+
+
+def test_of_one_prefix_the_part_that_was_used_again_is_written(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", write_budget=40_000)
+    assert tiers.disk is not None
+    for name in range(1, 5):
+        put(tiers, name)
+    tiers.touch([key(1), key(2)])
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers.match([key(name) for name in range(1, 5)]) == 4
+    assert tiers.disk.match([key(name) for name in range(1, 5)]) == 2
+    tiers.close()
 
 
 def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:

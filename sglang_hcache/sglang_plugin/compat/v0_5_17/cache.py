@@ -61,9 +61,9 @@ class HCacheRadixCache(RadixCache):
             raise ConfigError(
                 f"--hierarchical-cache hcache supports a plain MHATokenToKVPool only, got {type(pool).__name__}"
             )
-        model = ServedModel.of(self._runner.model, context.model_config)
         settings = config_of(context.server_args)
-        self._bridge = Bridge(settings, model, self, PoolSink(pool), largest_pass_of(context.server_args))
+        model = ServedModel.of(self._runner.model, context.model_config, settings.method)
+        self._bridge = Bridge(settings, model, self, DevicePool(pool), largest_pass_of(context.server_args))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
         self.cache_controller = ControllerView()
@@ -223,8 +223,8 @@ class ControllerView:
     storage_backend = type("hcache", (), {})()
 
 
-class PoolSink:
-    """Writes K and V rows into the KV pool."""
+class DevicePool:
+    """K and V rows in SGLang's KV pool."""
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
         self._pool = pool
@@ -232,6 +232,9 @@ class PoolSink:
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self._pool.k_buffer[layer][slots] = key
         self._pool.v_buffer[layer][slots] = value
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.k_buffer[layer][slots], self._pool.v_buffer[layer][slots]
 
 
 class SchedulerOf:

@@ -21,8 +21,7 @@ class ForwardOf:
     @torch.inference_mode()
     def forward(self, tokens: list[int]) -> torch.Tensor:
         count, device = len(tokens), self._runner.device
-        slots = self._cache.allocate(_round_up(count, self._cache.page_size))
-        assert slots is not None, "the KV pool is too small for the self-check"
+        slots = self.allocate(count)
         row = self._cache.req_to_token_pool.free_slots[0]  # borrowed: nobody runs yet
         self._cache.req_to_token_pool.req_to_token[row, :count] = slots[:count].to(torch.int32)
         batch = _extend_batch(tokens, row, slots[:count], device)
@@ -31,12 +30,13 @@ class ForwardOf:
             self._runner.model.model(batch.input_ids, batch.positions, batch)
         return slots[:count]
 
+    def allocate(self, count: int) -> torch.Tensor:
+        slots = self._cache.allocate(_round_up(count, self._cache.page_size))
+        assert slots is not None, "the KV pool is too small for the self-check"
+        return slots
+
     def release(self, slots: torch.Tensor) -> None:
         self._cache.free(slots)
-
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
-        return pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
 
 
 def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, device: Any) -> ForwardBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 BLOCK = 4096
@@ -9,6 +10,12 @@ BLOCK = 4096
 
 MAX_CHUNKS = 64
 """Chunks in a run at most: what fits a header."""
+
+MAX_STRIPES = 16
+"""Directories of a store at most: bits of the member mask."""
+
+MAX_SEGMENT = 10**15 - 1
+"""Largest number of a segment: what a file's name has room for, far from what an index can hold."""
 
 
 def round_up(count: int) -> int:
@@ -30,12 +37,14 @@ class RunShape:
     """Bytes of one chunk in each layer."""
     num_stripes: int
     """Directories of the store."""
+    members: tuple[int, ...]
+    """Directories that hold the run, counted from 0, ascending: those that took writes when it was written."""
     rotation: int
-    """Layer ``l`` lies in directory ``(l + rotation) % num_stripes``."""
+    """Layer ``l`` lies in directory ``members[(l + rotation) % len(members)]``."""
     layer_offsets: tuple[int, ...] = field(init=False, repr=False)
     """Where each layer's extent begins inside its part, bytes."""
     part_bytes: tuple[int, ...] = field(init=False, repr=False)
-    """Bytes the run takes in each directory's file; 0 where it has no layer."""
+    """Bytes the run takes in each directory's file, 0 where it has no layer; one entry a directory of the store."""
 
     def __post_init__(self) -> None:
         parts = [0] * self.num_stripes
@@ -49,7 +58,7 @@ class RunShape:
 
     def stripe(self, layer: int) -> int:
         """Directory of ``layer``, counted from 0."""
-        return (layer + self.rotation) % self.num_stripes
+        return self.members[(layer + self.rotation) % len(self.members)]
 
     @property
     def payload_bytes(self) -> int:
@@ -57,18 +66,30 @@ class RunShape:
         return self.num_chunks * sum(self.chunk_layer_bytes)
 
 
+def mask_of(stripes: Iterable[int]) -> int:
+    """``stripes`` as bits: bit 0 for directory 0."""
+    return sum(1 << stripe for stripe in stripes)
+
+
+def members_of(mask: int) -> tuple[int, ...]:
+    """The inverse of :func:`mask_of`, ascending."""
+    return tuple(stripe for stripe in range(mask.bit_length()) if mask >> stripe & 1)
+
+
 class ShapeTable:
     """Hands out one :class:`RunShape` per distinct geometry, so that a million runs share a few objects."""
 
     def __init__(self, num_stripes: int) -> None:
-        self._num_stripes = num_stripes
-        self._shapes: dict[tuple[int, tuple[int, ...], int], RunShape] = {}
+        self.num_stripes = num_stripes
+        self._shapes: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], RunShape] = {}
 
-    def get(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...], rotation: int) -> RunShape:
+    def get(
+        self, num_chunks: int, chunk_layer_bytes: tuple[int, ...], members: tuple[int, ...], rotation: int
+    ) -> RunShape:
         """The shape of a run in this store. Safe from several threads."""
-        key = (num_chunks, chunk_layer_bytes, rotation)
+        key = (num_chunks, chunk_layer_bytes, members, rotation)
         shape = self._shapes.get(key)
         if shape is None:
-            shape = RunShape(num_chunks, chunk_layer_bytes, self._num_stripes, rotation)
+            shape = RunShape(num_chunks, chunk_layer_bytes, self.num_stripes, members, rotation)
             shape = self._shapes.setdefault(key, shape)
         return shape

@@ -10,10 +10,10 @@ import xxhash
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
-from sglang_hcache.store.geometry import BLOCK, MAX_CHUNKS, extent_bytes
+from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, extent_bytes, mask_of, members_of
 
 MAGIC = b"HCEXTENT"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of headers and directories together. Any change to stored bytes needs a new one."""
 
 RUN_ID_BYTES = 16
@@ -25,6 +25,9 @@ _KEYS_AT = 128
 _DIGESTS_AT = _KEYS_AT + MAX_CHUNKS * KEY_BYTES
 _END = _DIGESTS_AT + MAX_CHUNKS * DIGEST_BYTES
 assert _FIXED.size == _KEYS_AT
+
+PEEK_BYTES = _FIXED.size
+"""Of a header: all but keys and digests."""
 assert _END <= BLOCK
 
 Buffer = bytes | bytearray | memoryview
@@ -44,6 +47,8 @@ class ExtentHeader:
     """Bytes of one chunk in this layer."""
     stripe: int
     num_stripes: int
+    members: tuple[int, ...]
+    """Directories that hold the run, ascending."""
     rotation: int
     segment: int
     part_offset: int
@@ -93,7 +98,7 @@ def pack_header(header: ExtentHeader) -> bytes:
             block, 0, MAGIC, FORMAT_VERSION, BLOCK, 0, header.namespace_id, header.run_id,
             header.layer, header.num_layers, header.first_chunk, header.num_chunks,
             header.chunk_bytes, header.payload_bytes,
-            header.stripe, header.num_stripes, header.rotation, 0,
+            header.stripe, header.num_stripes, header.rotation, mask_of(header.members),
             header.segment, header.part_offset, header.part_bytes, header.extent_offset,
         )  # fmt: skip
     except struct.error as error:
@@ -121,7 +126,7 @@ def parse_header(block: Buffer) -> ExtentHeader:
         raise CorruptExtentError(f"header has wrong magic {bytes(block[:8])!r}")
     fields = _FIXED.unpack_from(block)
     (_, version, header_bytes, stored_digest, namespace_id, run_id, layer, num_layers, first_chunk,
-     num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, _,
+     num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, member_mask,
      segment, part_offset, part_bytes, extent_offset) = fields  # fmt: skip
     if version != FORMAT_VERSION or header_bytes != BLOCK:
         raise CorruptExtentError(f"header has format version {version}, expected {FORMAT_VERSION}")
@@ -131,7 +136,9 @@ def parse_header(block: Buffer) -> ExtentHeader:
         raise CorruptExtentError("header digest does not match")
     if not 1 <= num_chunks <= MAX_CHUNKS or payload_bytes != num_chunks * chunk_bytes:
         raise CorruptExtentError(f"header says {payload_bytes} bytes for {num_chunks} chunks")
-    if layer >= num_layers or stripe >= num_stripes or rotation >= num_stripes:
+    members = members_of(member_mask)
+    in_range = layer < num_layers and rotation < len(members) and members[-1] < num_stripes
+    if not in_range or stripe not in members:
         raise CorruptExtentError("header fields contradict each other")
     if part_offset % BLOCK or part_bytes % BLOCK or extent_offset % BLOCK:
         raise CorruptExtentError("header offsets are not multiples of 4096")
@@ -145,6 +152,7 @@ def parse_header(block: Buffer) -> ExtentHeader:
         chunk_bytes=chunk_bytes,
         stripe=stripe,
         num_stripes=num_stripes,
+        members=members,
         rotation=rotation,
         segment=segment,
         part_offset=part_offset,
@@ -153,6 +161,29 @@ def parse_header(block: Buffer) -> ExtentHeader:
         keys=tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)),
         digests=struct.unpack_from(f"<{num_chunks}Q", block, _DIGESTS_AT),
     )
+
+
+def peek_extent(block: Buffer, first: ExtentHeader) -> tuple[int, int, int] | None:
+    """Layer, chunk bytes and extent offset of a later extent of the part that ``first`` begins; None if it is not one.
+
+    Looks at the first ``PEEK_BYTES`` only and not at the digest: quick, for what is served is checked again.
+    """
+    if len(block) < PEEK_BYTES or not looks_like_header(block):
+        return None
+    (_, version, header_bytes, _, namespace_id, run_id, layer, num_layers, first_chunk,
+     num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, member_mask,
+     segment, part_offset, part_bytes, extent_offset) = _FIXED.unpack_from(block)  # fmt: skip
+    same = (
+        (version, header_bytes, namespace_id, run_id, num_layers, first_chunk, num_chunks)
+        == (FORMAT_VERSION, BLOCK, first.namespace_id, first.run_id, first.num_layers, first.first_chunk,
+            first.num_chunks)
+        and (stripe, num_stripes, rotation, member_mask, segment, part_offset, part_bytes)
+        == (first.stripe, first.num_stripes, first.rotation, mask_of(first.members), first.segment,
+            first.part_offset, first.part_bytes)
+        and payload_bytes == num_chunks * chunk_bytes
+        and layer < num_layers
+    )  # fmt: skip
+    return (layer, chunk_bytes, extent_offset) if same else None
 
 
 def check_header(header: ExtentHeader, expected: ExtentHeader) -> None:
@@ -169,22 +200,16 @@ def check_header(header: ExtentHeader, expected: ExtentHeader) -> None:
 
 _IDENTITY = (
     "namespace_id", "keys", "layer", "num_layers", "chunk_bytes", "first_chunk", "run_id", "stripe",
-    "num_stripes", "rotation", "segment", "part_offset", "part_bytes", "extent_offset",
+    "num_stripes", "members", "rotation", "segment", "part_offset", "part_bytes", "extent_offset",
 )  # fmt: skip
 
 
 def _show(value: object) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value and isinstance(value[0], bytes):
         return f"[{len(value)} keys, first {value[0].hex()[:12]}]"
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def check_digests(header: ExtentHeader, payloads: Sequence[Buffer], start: int) -> None:
-    """Check ``payloads``, the bytes of chunks ``start``, ``start + 1``, ... of the run.
-
-    Raises:
-        CorruptExtentError: a chunk's bytes are not those that were written.
-    """
-    for index, payload in enumerate(payloads, start):
-        if digest(payload) != header.digests[index]:
-            raise CorruptExtentError(f"digest of chunk {index} of layer {header.layer} does not match")
+def bad_chunks(header: ExtentHeader, payloads: Sequence[Buffer], start: int) -> list[int]:
+    """Which of chunks ``start``, ``start + 1``, ... of the run have other bytes in ``payloads`` than were written."""
+    return [index for index, data in enumerate(payloads, start) if digest(data) != header.digests[index]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hcache.store.geometry import BLOCK, round_up
+from sglang_hcache.store.format.geometry import BLOCK, round_up
 
 ByteArray = npt.NDArray[np.uint8]
 """A C-contiguous one-dimensional array of bytes."""
@@ -59,3 +59,7 @@ class ScratchPool(threading.local):
         if size > self._buffer.size:
             self._buffer = aligned_empty(size)
         return self._buffer[:size]
+
+    def discard(self) -> None:
+        """Leave the thread's buffer to an operation that was given up but may still touch it."""
+        self._buffer = aligned_empty(0)

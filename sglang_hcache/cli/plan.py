@@ -1,0 +1,240 @@
+"""``hcache plan``: what the planner would do for a model on a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglang_hcache.core.errors import ConfigError
+
+if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.plan_report import PlanReport
+    from sglang_hcache.plan.planner import PlanKind
+    from sglang_hcache.plan.profile import Profile
+    from sglang_hcache.plan.shapes import ModelShape
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model folder, its config.json, or a name such as llama2-7b. A profile names its model itself.",
+        show_default=False,
+    ),
+]
+IoRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB/S",
+        help="What reading from the tier reaches, all drives together, in 10^9 bytes a second.",
+    ),
+]
+ComputeRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TFLOP/S",
+        help="What large matrix products in the model's dtype reach: measured, not the data sheet's peak.",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A profile of this machine, in place of --io-gbps and --tflops."),
+]
+TierName = Annotated[
+    str, typer.Option(help="Which tier of the profile is read. Default: its only one, or disk.")
+]
+Tokens = Annotated[int, typer.Option(help="Tokens of the history that comes back.")]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="Whose plan to show in full: auto, hidden, kv, hybrid or recompute. auto may mix them all."
+    ),
+]
+Buffers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Layers in memory at once; the server has 3. Default: as many as there are."
+    ),
+]
+DtypeName = Annotated[
+    str,
+    typer.Option(help="float32, float16 or bfloat16, where MODEL names none or the server uses another."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also draw the plan's two timelines as a picture (needs matplotlib)."),
+]
+
+
+def plan(
+    model: Model = "",
+    io_gbps: IoRate = None,
+    tflops: ComputeRate = None,
+    profile: ProfileFile = None,
+    tier: TierName = "",
+    tokens: Tokens = 4096,
+    method: MethodName = "auto",
+    buffers: Buffers = None,
+    dtype: DtypeName = "",
+    as_json: AsJson = False,
+    png: Picture = None,
+) -> None:
+    """Predict how fast a history comes back, by which method for each layer, and whether it pays.
+
+    A layer comes back in one of three ways. Its *hidden states* are read and projected to K and V. Or its *K and V*
+    are read as they are: more bytes (less with grouped-query attention), nothing to compute. Or it is *recomputed*
+    from the tokens: nothing to read, the most to compute. Reading one layer and computing another go on at the same
+    time, so the best mix keeps both busy until the end.
+
+    `hcache plan llama2-7b --io-gbps 26 --tflops 197` counts the costs from the model's sizes and two rates of the
+    machine. A profile has measured costs.
+
+    This predicts and changes nothing. The server of this version mixes no methods: it restores all layers by hidden
+    states or all by K and V, and measures by itself whether that pays. docs/planner.md explains the model and its
+    limits.
+    """
+    from sglang_hcache.cli.plan_report import make_report
+
+    kind = _kind(method)
+    _check_positive(tokens=tokens, io_gbps=io_gbps, tflops=tflops, buffers=buffers)
+    costs = _profile(model, dtype, io_gbps, tflops, profile)
+    report = make_report(costs, _tier(costs, tier), tokens, kind, buffers)
+    if png is not None:
+        _draw(png, report)
+    if as_json:
+        print(json.dumps(report.data(), indent=2))
+    else:
+        report.print()
+        if png is not None:
+            print(f"wrote {png}")
+
+
+def _kind(method: str) -> PlanKind:
+    from sglang_hcache.plan.planner import PlanKind
+
+    try:
+        return PlanKind(method)
+    except ValueError:
+        raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}") from None
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a number above 0")
+
+
+def _profile(
+    model: str, dtype: str, io_gbps: float | None, tflops: float | None, path: Path | None
+) -> Profile:
+    """Measured costs from the file, or costs counted from two rates.
+
+    Raises:
+        ConfigError: neither or both ways given, a wrong MODEL or file, or a profile of another model.
+    """
+    from sglang_hcache.plan.costs import Hardware
+    from sglang_hcache.plan.profile import analytic_profile
+
+    if path is not None:
+        if io_gbps is not None or tflops is not None:
+            raise ConfigError("--profile: it takes the place of --io-gbps and --tflops; leave them out")
+        return _measured(path, model, dtype)
+    if io_gbps is None or tflops is None:
+        missing = " and ".join(
+            flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
+        )
+        raise ConfigError(f"{missing} missing; give --io-gbps and --tflops, or --profile FILE")
+    if not model:
+        raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {_names()}")
+    hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)
+    machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
+    return analytic_profile(_shape(model, dtype), hardware, tier="disk", machine=machine)
+
+
+def _measured(path: Path, model: str, dtype: str) -> Profile:
+    from dataclasses import replace
+
+    from sglang_hcache.plan.profile import Profile
+
+    try:
+        found = Profile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # JSON and UTF-8 errors are some, too
+        raise ConfigError(f"--profile: {path} is no profile that we can read: {error}") from None
+    if not model and dtype:
+        raise ConfigError(f"--dtype: {dtype} needs a MODEL; a profile names its dtype itself")
+    if model and replace(_shape(model, dtype), name=found.model.name) != found.model:
+        raise ConfigError(
+            f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model}; leave MODEL out"
+        )
+    return found
+
+
+def _shape(model: str, dtype: str) -> ModelShape:
+    """The model meant; a name wins over a folder of that name.
+
+    Raises:
+        ConfigError: not a name, and no readable configuration of a model that we know.
+    """
+    from sglang_hcache.plan.shapes import DTYPE_BYTES, NAMED_SHAPES, ModelShape
+
+    if dtype and dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype: {dtype!r} is not allowed; allowed: {', '.join(DTYPE_BYTES)}")
+    if model in NAMED_SHAPES:
+        shape = NAMED_SHAPES[model]
+        return shape.with_dtype(dtype) if dtype else shape
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {_names()}")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return ModelShape.from_config(_read_object(file), path.absolute().name, dtype or None)
+    except OSError as error:
+        raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        hint = "; give --dtype" if "no dtype" in str(error) else ""
+        raise ConfigError(f"MODEL: {file}: {error}{hint}") from None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("it must hold a JSON object")
+    return config
+
+
+def _names() -> str:
+    from sglang_hcache.plan.shapes import NAMED_SHAPES
+
+    return ", ".join(NAMED_SHAPES)
+
+
+def _tier(profile: Profile, tier: str) -> str:
+    tiers = ", ".join(profile.tiers)
+    if tier:
+        if tier not in profile.tiers:
+            raise ConfigError(f"--tier: {tier!r} is not in the profile; it has {tiers}")
+        return tier
+    if len(profile.tiers) == 1:
+        return next(iter(profile.tiers))
+    if "disk" not in profile.tiers:
+        raise ConfigError(f"--tier: say which one of the profile's is read: {tiers}")
+    return "disk"
+
+
+def _draw(path: Path, report: PlanReport) -> None:
+    try:
+        from sglang_hcache.cli.plan_picture import draw
+    except ImportError:
+        raise ConfigError(
+            "--png: drawing needs matplotlib (the extra `plots`); install it with: pip install matplotlib"
+        ) from None
+    try:
+        draw(path, report)
+    except OSError as error:
+        raise ConfigError(f"--png: cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,254 @@
+"""``hcache store``: looking after the disk tier while no server runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglang_hcache.core.errors import ConfigError, StoreFullError
+from sglang_hcache.core.units import SIZE_HELP, parse_size
+
+if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.store_text import Report
+
+app = typer.Typer(
+    help="""Look after the disk tier's directories.
+
+Name all directories of the store, in any order, or the server's YAML file with --config. For example
+`hcache store stat /mnt/nvme0/hcache /mnt/nvme1/hcache`.
+
+stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
+--rebuild change the store: they refuse while a server uses it, and say which process that is.
+
+Exit status: 0 all is well, 1 something is damaged, 2 the command could not be carried out.
+""",
+    no_args_is_help=True,
+)
+
+Dirs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="DIR", help="All directories of the store, in any order; commas may join them."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The file of --hcache-config: its `dirs`, in place of DIR"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+
+
+@app.command("stat")
+def _stat(dirs: Dirs = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Sizes, counts and the health of each directory.
+
+    Counts add up since the store was created. Beside a running server they are a moment old, and the health
+    is what the server says.
+    """
+    from sglang_hcache.cli import store_report
+    from sglang_hcache.store.inspect.view import StoreView
+
+    with StoreView.open(_directories(dirs, config)) as view:
+        _show(store_report.stat(view), as_json)
+
+
+@app.command("ls")
+def _ls(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    namespaces: Annotated[
+        bool, typer.Option("--namespaces", help="List namespaces in place of runs, the largest first.")
+    ] = False,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="List damaged chunks that are not served any more.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Most rows to list; 0: all.", min=0)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """What is in the store: the newest runs, the largest namespaces or the quarantined chunks.
+
+    A run is up to 64 chunks of 64 tokens that were written together. A namespace is one model with its weights
+    and settings, and one tenant; `/server_info` of a server names its namespace.
+    """
+    from sglang_hcache.cli import store_lists
+    from sglang_hcache.store.inspect.view import StoreView
+
+    if namespaces and quarantined:
+        raise ConfigError("--namespaces and --quarantined: give one of them")
+    with StoreView.open(_directories(dirs, config)) as view:
+        if namespaces:
+            report = store_lists.list_namespaces(view, limit)
+        elif quarantined:
+            report = store_lists.list_quarantined(view, limit)
+        else:
+            report = store_lists.list_runs(view, limit)
+        _show(report, as_json)
+
+
+@app.command("verify")
+def _verify(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    quarantined: Annotated[
+        bool,
+        typer.Option("--quarantined", help="Chunks in quarantine count as damage for the exit status, too."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte and check it against the digest it was written with.
+
+    Exit status 1 if something is damaged or a directory is out. Chunks that are in quarantine are not served
+    any more: they are counted, but are no failure without --quarantined.
+
+    It reads as fast as it can, which slows a running server's restores down. What the server evicts meanwhile
+    is no damage.
+    """
+    from sglang_hcache.cli import store_report
+    from sglang_hcache.cli.store_verify import run_verification
+    from sglang_hcache.store.inspect.view import StoreView
+
+    with StoreView.open(_directories(dirs, config)) as view:
+        outcome = run_verification(view, quiet=as_json)
+        _show(store_report.verification(view, outcome), as_json)
+    is_known = quarantined and any(run.quarantined for run in view.runs())
+    is_all_there = all(volume.health.readable for volume in view.volumes)
+    if outcome.damages or is_known or not is_all_there:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def _gc(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Also evict the chunks that are least dear until the store takes no more, such as 20GB.",
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
+
+    A server does this by itself when it starts. --to makes the store smaller once; how large a server lets it
+    grow is set by its --hcache-disk-size.
+    """
+    from sglang_hcache.cli import store_report
+    from sglang_hcache.store.inspect.maintenance import collect
+
+    places, to_bytes = _directories(dirs, config), _size(to)
+    change = collect(places, to_bytes)
+    _show(store_report.collected(change), as_json)
+    if to_bytes is not None and change.after.physical_bytes > to_bytes:
+        raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
+
+
+@app.command("clear")
+def _clear(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove all chunks. The directories stay a store, with its counts.
+
+    A running server does the same when it is asked with POST /hicache/storage-backend/clear.
+    """
+    from sglang_hcache.cli import store_report
+    from sglang_hcache.store.inspect.maintenance import clear, refuse_if_locked
+    from sglang_hcache.store.inspect.view import StoreView
+
+    places = _directories(dirs, config)
+    if not yes:
+        with StoreView.open(places) as view:
+            refuse_if_locked(view)
+            question = store_report.clear_question(view)
+        typer.confirm(question, abort=True, err=True)
+    _show(store_report.cleared(clear(places)), as_json)
+
+
+@app.command("fsck")
+def _fsck(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="Write missing superblocks, take replaced disks in, make the index anew; then check.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check superblocks, index, files and permissions, and say how to mend what is wrong.
+
+    Does not read the chunks: that is `hcache store verify`. Exit status 1 if something is wrong.
+
+    --rebuild believes the headers in the segment files and nothing else. A directory without a superblock is
+    taken in if it is empty (a new disk) or if its segments are of this store. Runs with a part that is gone
+    are forgotten. Counts begin again, and chunks in quarantine are tried again.
+    """
+    from sglang_hcache.cli import store_report
+    from sglang_hcache.store.inspect.check import check
+    from sglang_hcache.store.inspect.rebuild import rebuild as rebuild_store
+    from sglang_hcache.store.inspect.view import StoreView
+
+    places = _directories(dirs, config)
+    done = rebuild_store(places) if rebuild else []
+    with StoreView.open(places) as view:
+        findings = check(view)
+        _show(store_report.checked(view, findings, done), as_json)
+    if any(finding.is_error for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.data, indent=2))
+    else:
+        report.print()
+
+
+def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...]:
+    """The directories meant.
+
+    Raises:
+        ConfigError: none or too many ways to name them.
+    """
+    if (config is None) == (not dirs):
+        raise ConfigError("name the store: either its directories (DIR) or its file with --config FILE")
+    if config is None:
+        parts = [part.strip() for text in dirs or [] for part in text.split(",") if part.strip()]
+        places = tuple(Path(part).expanduser().absolute() for part in parts)
+        if len(set(places)) < len(places):
+            raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")
+        return places
+    from sglang_hcache.core.config import HCacheConfig
+
+    found = HCacheConfig.from_settings(_read_yaml(config)).dirs
+    if not found:
+        raise ConfigError(f"--config {config}: it sets no `dirs`, so there is no disk tier")
+    return found
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--config: {path} must hold 'setting: value' lines")
+    return {str(name): value for name, value in settings.items()}
+
+
+def _size(text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--to: {text!r} is not allowed; write {SIZE_HELP}") from None

@@ -1,0 +1,198 @@
+"""What one layer costs, by method: counted from the model's sizes and the speed of a machine.
+
+N is the number of tokens that come back, D the hidden size. For multi-head attention and a plain feed forward
+network of width 4·D the counts are those of [HCache §3.2] ("Fast State Restoration in LLM Serving with HCache",
+EuroSys '25, arXiv 2410.05004)::
+
+    IO_hidden = N·D·bytes / bandwidth         C_hidden = 4·N·D² / FLOP/s
+    IO_kv   = 2·N·D·bytes / bandwidth         C_token  = (C_attn + C_ffn) = (8·N·D² + N²·D + 16·N·D²) / FLOP/s
+
+so that recomputing takes 6 + N / 4·D times as long as projecting. Everything else (GQA, heads that are not D
+wide, a gated network, other dtypes) is the same count with the model's own sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_hcache.core.layout import Method
+from sglang_hcache.plan.shapes import ModelShape
+
+PAPER_ATTENTION_FACTOR = 1.0
+"""N²·D for scores and weighted sum together, as [HCache §3.2] counts them."""
+CAUSAL_ATTENTION_FACTOR = 2.0
+"""What a kernel computes that skips the masked half: two products of 2·D FLOPs for each of N²/2 pairs."""
+DENSE_ATTENTION_FACTOR = 4.0
+"""What a kernel computes that masks after the product, on the whole square."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """Seconds that one layer of one restore keeps the two resources busy. Not negative.
+
+    The planner knows nothing else of a machine or a model: who measures more exactly makes another one of these.
+    """
+
+    io_hidden_s: float
+    """Read the layer's hidden states."""
+    io_kv_s: float
+    """Read the layer's K and V."""
+    compute_hidden_s: float
+    """Project hidden states to K and V, rotate K, write both into the pool."""
+    compute_kv_s: float
+    """Write K and V that were read into the pool."""
+    compute_recompute_s: float
+    """Run the whole layer over the tokens. Their ids are read in no time [HCache §3.2]."""
+
+    def __post_init__(self) -> None:
+        for name in LayerCosts.__slots__:
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a number of seconds, not negative, got {value!r}")
+
+    def io_s(self, method: Method) -> float:
+        """Seconds of I/O of a layer that comes back by ``method``."""
+        return {Method.HIDDEN: self.io_hidden_s, Method.KV: self.io_kv_s, Method.RECOMPUTE: 0.0}[method]
+
+    def compute_s(self, method: Method) -> float:
+        """Seconds of computation of a layer that comes back by ``method``."""
+        return {
+            Method.HIDDEN: self.compute_hidden_s,
+            Method.KV: self.compute_kv_s,
+            Method.RECOMPUTE: self.compute_recompute_s,
+        }[method]
+
+    def scaled(self, *, io: float = 1.0, compute: float = 1.0) -> LayerCosts:
+        """The costs under load: I/O takes ``io`` and computation ``compute`` times as long.
+
+        Raises:
+            ValueError: a factor is negative or not a number.
+        """
+        return LayerCosts(
+            io_hidden_s=io * self.io_hidden_s,
+            io_kv_s=io * self.io_kv_s,
+            compute_hidden_s=compute * self.compute_hidden_s,
+            compute_kv_s=compute * self.compute_kv_s,
+            compute_recompute_s=compute * self.compute_recompute_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A machine in four numbers.
+
+    Raises:
+        ValueError: a rate is not a positive number, or a time or factor is negative.
+    """
+
+    flops: float
+    """Matrix products: effective FLOP/s, what a large product really reaches, not the data sheet's peak."""
+    io_bytes_per_s: float
+    """What reading from the tier reaches, all devices together."""
+    kv_write_bytes_per_s: float = math.inf
+    """Writing K and V into the pool. Infinite, as in the paper, where nobody says."""
+    io_fixed_s: float = 0.0
+    """Before the first byte of each layer's read arrives."""
+    attention_factor: float = PAPER_ATTENTION_FACTOR
+    """FLOPs of attention as a multiple of N²·D."""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "io_bytes_per_s", "kv_write_bytes_per_s"):
+            value = getattr(self, name)
+            if math.isnan(value) or value <= 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        for name in ("io_fixed_s", "attention_factor"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must not be negative, got {value!r}")
+
+
+def projection_flops(shape: ModelShape, num_tokens: int) -> int:
+    """FLOPs of making K and V of ``num_tokens`` hidden states in one layer.
+
+    Two matrices of D x kv_size, two FLOPs an entry: 4·N·D² for MHA (C_hidden of [HCache §3.2]).
+    """
+    return 4 * num_tokens * shape.hidden_size * shape.kv_size
+
+
+def attention_flops(
+    shape: ModelShape, num_tokens: int, start: int = 0, factor: float = PAPER_ATTENTION_FACTOR
+) -> float:
+    """FLOPs of one layer's attention: its four projections, scores and weighted sum.
+
+    8·N·D² + N²·D for MHA and a history that begins at 0 (C_attn of [HCache §3.2]). The N tokens from position
+    ``start`` on also look at those before them: N² becomes ``(start + N)² - start²``.
+
+    Args:
+        factor: FLOPs of scores and weighted sum, as a multiple of N²·D.
+    """
+    query_and_output = 4 * num_tokens * shape.hidden_size * shape.attention_size
+    pairs = (start + num_tokens) ** 2 - start**2
+    return query_and_output + projection_flops(shape, num_tokens) + factor * pairs * shape.attention_size
+
+
+def ffn_flops(shape: ModelShape, num_tokens: int) -> int:
+    """FLOPs of one layer's feed forward network.
+
+    Two FLOPs for each entry of its matrices: 16·N·D² for two of D x 4·D (C_ffn of [HCache §3.2]).
+    """
+    return 2 * shape.ffn.num_matrices * num_tokens * shape.hidden_size * shape.ffn_size
+
+
+def recompute_flops(
+    shape: ModelShape, num_tokens: int, start: int = 0, factor: float = PAPER_ATTENTION_FACTOR
+) -> float:
+    """FLOPs of running one whole layer: :func:`attention_flops` + :func:`ffn_flops` (C_token)."""
+    return attention_flops(shape, num_tokens, start, factor) + ffn_flops(shape, num_tokens)
+
+
+def io_hidden(shape: ModelShape, hardware: Hardware, num_tokens: int) -> float:
+    """Seconds to read one layer's hidden states: N·D·bytes over the bandwidth ([HCache §3.2], IO_hidden)."""
+    return hardware.io_fixed_s + num_tokens * shape.hidden_row_bytes / hardware.io_bytes_per_s
+
+
+def io_kv(shape: ModelShape, hardware: Hardware, num_tokens: int) -> float:
+    """Seconds to read one layer's K and V: 2·N·D·bytes over the bandwidth for MHA ([HCache §3.2], IO_kv)."""
+    return hardware.io_fixed_s + num_tokens * shape.kv_row_bytes / hardware.io_bytes_per_s
+
+
+def c_kv_write(shape: ModelShape, hardware: Hardware, num_tokens: int) -> float:
+    """Seconds to write one layer's K and V into the pool. Every method does it; the paper leaves it out."""
+    return num_tokens * shape.kv_row_bytes / hardware.kv_write_bytes_per_s
+
+
+def c_hidden(shape: ModelShape, hardware: Hardware, num_tokens: int) -> float:
+    """Seconds to project one layer's hidden states and write K and V ([HCache §3.2], C_hidden)."""
+    seconds = projection_flops(shape, num_tokens) / hardware.flops
+    return seconds + c_kv_write(shape, hardware, num_tokens)
+
+
+def c_recompute(shape: ModelShape, hardware: Hardware, num_tokens: int, start: int = 0) -> float:
+    """Seconds to run one layer over the tokens from position ``start`` on ([HCache §3.2], C_attn + C_ffn)."""
+    flops = recompute_flops(shape, num_tokens, start, hardware.attention_factor)
+    return flops / hardware.flops + c_kv_write(shape, hardware, num_tokens)
+
+
+def analytic_costs(shape: ModelShape, hardware: Hardware, num_tokens: int, start: int = 0) -> LayerCosts:
+    """All five costs of one layer for ``num_tokens`` tokens from position ``start`` on.
+
+    Raises:
+        ValueError: ``num_tokens`` below 1 or ``start`` below 0.
+    """
+    check_range(num_tokens, start)
+    return LayerCosts(
+        io_hidden_s=io_hidden(shape, hardware, num_tokens),
+        io_kv_s=io_kv(shape, hardware, num_tokens),
+        compute_hidden_s=c_hidden(shape, hardware, num_tokens),
+        compute_kv_s=c_kv_write(shape, hardware, num_tokens),
+        compute_recompute_s=c_recompute(shape, hardware, num_tokens, start),
+    )
+
+
+def check_range(num_tokens: int, start: int) -> None:
+    """``ValueError`` unless there is at least one token and none before the history begins."""
+    if num_tokens < 1:
+        raise ValueError(f"a restore has at least one token, got {num_tokens}")
+    if start < 0:
+        raise ValueError(f"the first token's position must not be negative, got {start}")

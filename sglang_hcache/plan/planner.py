@@ -1,0 +1,376 @@
+"""Plans: the method of every layer, and how long the restore takes.
+
+A plan is chosen twice. When chunks are **saved**, :func:`plan_stored` decides what each layer stores (hidden states
+or K and V); that stays. When a prefix is **restored**, :func:`plan_restore` decides how many first layers are
+recomputed from tokens instead, from the length, the tier and the load of the moment. :func:`search` decides both
+at once, for one length: what is fastest, and the baselines.
+
+``T = max(compute, I/O) + pipeline fill``, minimised exactly: a model has few layers, so all of
+``recompute + hidden + kv = L`` are tried ([HCache §4.1], without the fill; ``docs/planner.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.plan.costs import LayerCosts
+from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.plan.timeline import FloatArray, IntArray, Timeline, best_timeline, block_totals
+
+_TIE = 1e-9
+"""Plans whose times differ by less than this share are equally fast."""
+
+
+class PlanKind(StrEnum):
+    """Which methods a plan may mix."""
+
+    AUTO = "auto"
+    """All three: HCache."""
+    HIDDEN = "hidden"
+    """Hidden states for every layer: HCache-O."""
+    KV = "kv"
+    """K and V for every layer: KV offload."""
+    HYBRID = "hybrid"
+    """Recomputation and K and V, no hidden states."""
+    RECOMPUTE = "recompute"
+    """Every layer from tokens: what happens without a tier."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """How many layers come back by which method."""
+
+    recompute: int
+    hidden: int
+    kv: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.recompute + self.hidden + self.kv
+
+    @classmethod
+    def of(cls, methods: Sequence[Method]) -> Split:
+        """Count ``methods``, one a layer."""
+        return cls(
+            recompute=sum(method is Method.RECOMPUTE for method in methods),
+            hidden=sum(method is Method.HIDDEN for method in methods),
+            kv=sum(method is Method.KV for method in methods),
+        )
+
+    def methods(self) -> tuple[Method, ...]:
+        """One a layer: recomputed layers first (they need the tokens), then K and V, then hidden states.
+
+        K and V before hidden states, so that a restore that recomputes a few more layers than were planned for
+        spares the larger reads first.
+        """
+        return (Method.RECOMPUTE,) * self.recompute + (Method.KV,) * self.kv + (Method.HIDDEN,) * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a prefix comes back, and when everything of it is there."""
+
+    methods: tuple[Method, ...]
+    """Each layer's method."""
+    timeline: Timeline
+    """Predicted, step by step; its steps are in the order in which layers are read and computed."""
+
+    @property
+    def split(self) -> Split:
+        return Split.of(self.methods)
+
+    @property
+    def total_s(self) -> float:
+        """Predicted seconds from the first read to the last layer."""
+        return self.timeline.total_s
+
+    @property
+    def is_restore(self) -> bool:
+        """Whether anything is read at all. False: recompute all; there is no restore to start."""
+        return any(method is not Method.RECOMPUTE for method in self.methods)
+
+
+class CostsOfLength(Protocol):
+    """What one layer costs for a number of tokens, such as :meth:`Profile.costs` with one tier."""
+
+    def __call__(self, num_tokens: int, /) -> LayerCosts: ...
+
+
+def make_plan(methods: Sequence[Method], costs: LayerCosts, buffers: int | None = None) -> Plan:
+    """A given method for every layer, with its times.
+
+    Raises:
+        ValueError: as :func:`sglang_hcache.plan.timeline.simulate`.
+    """
+    return Plan(methods=tuple(methods), timeline=best_timeline(methods, costs, buffers))
+
+
+def search(
+    costs: LayerCosts,
+    num_layers: int,
+    kind: PlanKind = PlanKind.AUTO,
+    *,
+    buffers: int | None = None,
+    with_fill: bool = True,
+) -> Plan:
+    """The fastest plan of ``kind``, found by trying all of them.
+
+    Of equally fast ones it is the one with the least computation, then the least I/O: others want the device, too.
+
+    Args:
+        costs: seconds of one layer, for one length.
+        num_layers: layers of the model, at least 1.
+        kind: which methods may be mixed.
+        buffers: layers that fit in memory at once; None: all.
+        with_fill: False leaves the pipeline's fill out of what is minimised, as [HCache §4.1.2] does. The plan's
+            own times always have it.
+
+    Raises:
+        ValueError: ``num_layers`` or ``buffers`` below 1.
+    """
+    if num_layers < 1:
+        raise ValueError(f"a model has at least one layer, got {num_layers}")
+    splits = [split for split in _all_splits(num_layers) if _allows(kind, split)]
+    recompute, hidden, kv = _counts(splits)
+    total, io, compute = block_totals(recompute, hidden, kv, costs)
+    if not with_fill:
+        total = np.maximum(io, compute)
+    elif buffers is not None:
+        total = _simulated_totals([split.methods() for split in splits], costs, buffers)
+    best = splits[_first_of_fastest(total, compute, io)]
+    return make_plan(best.methods(), costs, buffers)
+
+
+def plan_stored(
+    costs: LayerCosts, num_layers: int, kind: PlanKind = PlanKind.AUTO, *, keep_all: bool = True
+) -> tuple[Method, ...]:
+    """What each layer stores, decided once, when chunks are saved.
+
+    Args:
+        costs: seconds of one layer, for the length to be good at.
+        num_layers: layers of the model, at least 1.
+        kind: which methods restores may mix later.
+        keep_all: store something for every layer, also for those that a restore of this length would recompute, so
+            that longer ones need not: recomputing grows with the square of the length, and long contexts are
+            best restored without it [HCache §6.2.3]. What the fastest plan does not read of these layers is
+            chosen for restores that recompute none. False: recomputed layers store nothing, which is how
+            [HCache Table 3] counts storage, and must then be recomputed at every length.
+
+    Returns:
+        ``HIDDEN`` or ``KV`` for each layer; ``RECOMPUTE`` for one that stores nothing.
+
+    Raises:
+        ValueError: ``num_layers`` below 1.
+    """
+    if not keep_all or kind is PlanKind.RECOMPUTE:
+        return search(costs, num_layers, kind).methods
+    if kind is PlanKind.HIDDEN:
+        return (Method.HIDDEN,) * num_layers
+    if kind in (PlanKind.KV, PlanKind.HYBRID):
+        return (Method.KV,) * num_layers
+    choices = [Split(0, num_layers - num_kv, num_kv).methods() for num_kv in range(num_layers + 1)]
+    fastest = []
+    for stored in choices:
+        totals, _, _ = block_totals(*_after_recomputing(stored, range(num_layers + 1)), costs)
+        fastest.append((float(totals.min()), float(totals[0])))
+    times = np.array(fastest)
+    _, io, _ = block_totals(*_counts([Split.of(stored) for stored in choices]), costs)
+    return choices[_first_of_fastest(times[:, 0], times[:, 1], io)]
+
+
+def plan_restore(
+    stored: Sequence[Method],
+    costs: LayerCosts,
+    *,
+    buffers: int | None = None,
+    max_recompute: int | None = None,
+) -> Plan:
+    """The fastest way to bring back what was stored: how many first layers to recompute instead, if any.
+
+    Recomputing all of them is one of the choices. It is taken if restoring is predicted to be slower; the plan's
+    :attr:`Plan.is_restore` is False then, and the restore is not to be started.
+
+    Args:
+        stored: what each layer stores, as :func:`plan_stored` returns it.
+        costs: seconds of one layer for this restore: its length, the tiers its tokens are in, the load.
+        buffers: layers that fit in memory at once; None: all.
+        max_recompute: most layers to recompute; None: all.
+
+    Raises:
+        ValueError: no layers, ``buffers`` below 1, a layer without stored state behind one that has some, or
+            ``max_recompute`` below the number of layers that store nothing.
+    """
+    fewest = Split.of(stored).recompute
+    most = len(stored) if max_recompute is None else min(max_recompute, len(stored))
+    if any(method is Method.RECOMPUTE for method in stored[fewest:]):
+        raise ValueError("layers that store nothing must be the first ones")
+    if most < fewest:
+        raise ValueError(f"{fewest} layers store nothing and must be recomputed, more than {most}")
+    total, io, compute = _restore_totals(stored, range(fewest, most + 1), costs, buffers)
+    count = fewest + _first_of_fastest(total, compute, io)
+    return make_plan(_recomputing(stored, count), costs, buffers)
+
+
+def pays_from(
+    stored: Sequence[Method],
+    costs_of: CostsOfLength,
+    *,
+    max_tokens: int = 2**20,
+    max_recompute: int | None = None,
+    buffers: int | None = None,
+) -> int | None:
+    """From how many tokens on is restoring predicted faster than recomputing, at every longer length, too?
+
+    Lengths are looked at in steps of about a fifth up to ``max_tokens``, then chunk by chunk around the first one.
+
+    Args:
+        stored: what each layer stores.
+        costs_of: costs of one layer for a length.
+        max_tokens: longest length to look at, at least one chunk.
+        max_recompute: most layers that a restore recomputes; None: all but one.
+        buffers: layers that fit in memory at once; None: all.
+
+    Returns:
+        Tokens, a whole number of chunks; None if restoring does not pay at ``max_tokens``.
+    """
+    most = len(stored) - 1 if max_recompute is None else min(max_recompute, len(stored) - 1)
+    choices = range(Split.of(stored).recompute, most + 1)
+
+    def pays(num_chunks: int) -> bool:
+        costs = costs_of(num_chunks * CHUNK_TOKENS)
+        totals, _, _ = _restore_totals(stored, choices, costs, buffers)
+        return bool(totals.min() < len(stored) * costs.compute_recompute_s)
+
+    above = max_tokens // CHUNK_TOKENS
+    if not choices or above < 1 or not pays(above):
+        return None
+    while above > 1:
+        below = min(above - 1, round(above / 1.2))
+        if not pays(below):
+            return CHUNK_TOKENS * _bisect(pays, below, above)
+        above = below
+    return CHUNK_TOKENS
+
+
+def closed_form(costs: LayerCosts, num_layers: int) -> Split:
+    """[HCache §4.1.2]: balance computation and I/O with one method besides hidden states.
+
+    If projecting is slower than reading (C_H > IO_H), the other layers are read as K and V, which cost no
+    computation: ``L_H·C_H = L_H·IO_H + L_O·IO_KV``. Otherwise they are recomputed, which costs no I/O:
+    ``L_H·IO_H = L_H·C_H + L_O·C_token``. With ``L_H + L_O = L``::
+
+        C_H > IO_H:   L_H = ceil(L·IO_KV   / (IO_KV + C_H - IO_H))
+        C_H <= IO_H:  L_H = ceil(L·C_token / (C_token + IO_H - C_H))
+
+    There is no pipeline fill in it, writing K and V is free, and it assumes that K and V are larger than hidden states
+    and recomputing slower than projecting. :func:`search` assumes none of it.
+
+    Raises:
+        ValueError: ``num_layers`` below 1, or costs outside these assumptions.
+    """
+    if num_layers < 1:
+        raise ValueError(f"a model has at least one layer, got {num_layers}")
+    if costs.io_kv_s <= costs.io_hidden_s or costs.compute_recompute_s <= costs.compute_hidden_s:
+        raise ValueError("K and V must be slower to read than hidden states, and recomputing than projecting")
+    gap_s = costs.compute_hidden_s - costs.io_hidden_s
+    other_s = costs.io_kv_s if gap_s > 0 else costs.compute_recompute_s
+    # Rounding must not make 32.000000001 of an exact 32.
+    hidden = min(num_layers, math.ceil(num_layers * other_s / (other_s + abs(gap_s)) - _TIE))
+    rest = num_layers - hidden
+    return Split(0, hidden, rest) if gap_s > 0 else Split(rest, hidden, 0)
+
+
+def stored_bytes(shape: ModelShape, stored: Sequence[Method]) -> int:
+    """Bytes that one token takes in a tier, all layers together."""
+    split = Split.of(stored)
+    return split.hidden * shape.hidden_row_bytes + split.kv * shape.kv_row_bytes
+
+
+def state_layout(shape: ModelShape, stored: Sequence[Method]) -> StateLayout:
+    """The layout of chunks that store this.
+
+    Raises:
+        ValueError: a layer stores nothing; a chunk has a row for every layer.
+    """
+    if Method.RECOMPUTE in stored:
+        raise ValueError("every layer of a chunk stores something")
+    rows = {Method.HIDDEN: shape.hidden_row_bytes, Method.KV: shape.kv_row_bytes}
+    return StateLayout(tuple(stored), tuple(rows[method] for method in stored))
+
+
+def _all_splits(num_layers: int) -> list[Split]:
+    return [
+        Split(recompute, num_layers - recompute - kv, kv)
+        for recompute in range(num_layers + 1)
+        for kv in range(num_layers - recompute + 1)
+    ]
+
+
+def _allows(kind: PlanKind, split: Split) -> bool:
+    if kind is PlanKind.AUTO:
+        return True
+    if kind is PlanKind.HYBRID:
+        return split.hidden == 0
+    return (
+        split.num_layers
+        == {
+            PlanKind.HIDDEN: split.hidden,
+            PlanKind.KV: split.kv,
+            PlanKind.RECOMPUTE: split.recompute,
+        }[kind]
+    )
+
+
+def _counts(splits: Sequence[Split]) -> tuple[IntArray, IntArray, IntArray]:
+    """(recompute, hidden, kv) of each split."""
+    table = np.array([(split.recompute, split.hidden, split.kv) for split in splits], dtype=np.int64)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _after_recomputing(stored: Sequence[Method], choices: range) -> tuple[IntArray, IntArray, IntArray]:
+    """(recompute, hidden, kv) left of ``stored`` for each number of recomputed first layers in ``choices``."""
+    counts = np.array(choices, dtype=np.int64)
+    hidden = np.array([method is Method.HIDDEN for method in stored] + [False], dtype=np.int64)
+    kv = np.array([method is Method.KV for method in stored] + [False], dtype=np.int64)
+    return counts, hidden[::-1].cumsum()[::-1][counts], kv[::-1].cumsum()[::-1][counts]
+
+
+def _recomputing(stored: Sequence[Method], count: int) -> tuple[Method, ...]:
+    return (Method.RECOMPUTE,) * count + tuple(stored[count:])
+
+
+def _restore_totals(
+    stored: Sequence[Method], choices: range, costs: LayerCosts, buffers: int | None
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(total, I/O, computation) for each number of recomputed first layers in ``choices``."""
+    total, io, compute = block_totals(*_after_recomputing(stored, choices), costs)
+    if buffers is not None:
+        total = _simulated_totals([_recomputing(stored, count) for count in choices], costs, buffers)
+    return total, io, compute
+
+
+def _bisect(holds: Callable[[int], bool], below: int, above: int) -> int:
+    """The least number over ``below`` that ``holds``, which ``above`` does and ``below`` does not."""
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if holds(middle) else (middle, above)
+    return above
+
+
+def _simulated_totals(
+    candidates: Sequence[Sequence[Method]], costs: LayerCosts, buffers: int | None
+) -> FloatArray:
+    return np.array([best_timeline(methods, costs, buffers).total_s for methods in candidates])
+
+
+def _first_of_fastest(total: FloatArray, second: FloatArray, third: FloatArray) -> int:
+    """The place of the smallest total; of those as good as equal, of the smallest ``second``, then ``third``."""
+    fastest = np.flatnonzero(total <= total.min() * (1 + _TIE))
+    return int(min(fastest, key=lambda place: (second[place], third[place])))

@@ -1,0 +1,218 @@
+"""The sizes of a model that decide what a restore costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+class FFNKind(StrEnum):
+    """What the feed forward network of a layer is made of. Values stand in profiles: never rename one."""
+
+    PLAIN = "plain"
+    """Two matrices, up and down (OPT, GPT-NeoX)."""
+    GATED = "gated"
+    """Three matrices, gate, up and down (Llama, Mistral, Qwen, Gemma)."""
+
+    @property
+    def num_matrices(self) -> int:
+        return 2 if self is FFNKind.PLAIN else 3
+
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Name of an element type -> its bytes."""
+
+FFN_KINDS = {
+    "opt": FFNKind.PLAIN,
+    "gpt_neox": FFNKind.PLAIN,
+    "llama": FFNKind.GATED,
+    "mistral": FFNKind.GATED,
+    "qwen2": FFNKind.GATED,
+    "qwen3": FFNKind.GATED,
+    "gemma": FFNKind.GATED,
+}
+"""``model_type`` of a configuration that we can read -> its feed forward network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder whose layers are all alike.
+
+    Raises:
+        ValueError: a size is not a positive number, or the heads do not share KV heads evenly.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    """Values of one hidden state: D in [HCache §3.2]."""
+    num_heads: int
+    num_kv_heads: int
+    """As many as ``num_heads``: multi-head attention (MHA). Fewer: grouped-query attention (GQA)."""
+    head_size: int
+    ffn: FFNKind
+    ffn_size: int
+    """Width of the feed forward network, values."""
+    hidden_dtype_bytes: int = 2
+    """Bytes of one value of a stored hidden state."""
+    kv_dtype_bytes: int = 2
+    """Bytes of one value of K or V in the KV pool and in a tier."""
+
+    def __post_init__(self) -> None:
+        for field in _SIZE_FIELDS:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} must be a positive whole number, got {value!r}")
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a text that is not empty, got {self.name!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+
+    @property
+    def attention_size(self) -> int:
+        """Values of one token's query, and of what attention returns: ``num_heads * head_size``."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Values of one token's K, and of its V: ``num_kv_heads * head_size``."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Bytes of one token's hidden state in one layer."""
+        return self.hidden_size * self.hidden_dtype_bytes
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one token's K and V together in one layer."""
+        return 2 * self.kv_size * self.kv_dtype_bytes
+
+    def with_dtype(self, dtype: str) -> ModelShape:
+        """The same model with hidden states, K and V of ``dtype``, a key of :data:`DTYPE_BYTES`.
+
+        Raises:
+            ValueError: an unknown dtype.
+        """
+        size = _dtype_bytes(dtype)
+        return replace(self, hidden_dtype_bytes=size, kv_dtype_bytes=size)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str, dtype: str | None = None) -> ModelShape:
+        """The shape that a Hugging Face ``config.json`` describes.
+
+        Args:
+            config: the file's object.
+            name: what to call the model.
+            dtype: element type of hidden states, K and V; None: the one the file names.
+
+        Raises:
+            ValueError: an architecture whose costs we do not know (mixture of experts, MLA, sliding windows, an
+                unknown ``model_type``), or a key that is missing or wrong.
+        """
+        model_type = _refuse_unknown(config)
+        dtype = dtype or config.get("dtype") or config.get("torch_dtype")
+        if dtype is None:
+            raise ValueError("it names no dtype; say which one the server computes in")
+        hidden_size = _size(config, "hidden_size")
+        num_heads = _size(config, "num_attention_heads")
+        if config.get("head_dim") is None and hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads")
+        size = _dtype_bytes(dtype)
+        return cls(
+            name=name,
+            num_layers=_size(config, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=_size(config, "num_key_value_heads", num_heads),
+            head_size=_size(config, "head_dim", hidden_size // num_heads),
+            ffn=FFN_KINDS[model_type],
+            ffn_size=_size(config, "ffn_dim" if model_type == "opt" else "intermediate_size"),
+            hidden_dtype_bytes=size,
+            kv_dtype_bytes=size,
+        )
+
+
+_SIZE_FIELDS = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size"),
+    *("hidden_dtype_bytes", "kv_dtype_bytes"),
+)
+
+
+def _refuse_unknown(config: Mapping[str, Any]) -> str:
+    """The configuration's ``model_type``, if we know what its layers compute."""
+    model_type = config.get("model_type")
+    if model_type not in FFN_KINDS:
+        raise ValueError(f"model_type {model_type!r} is not known; known: {', '.join(sorted(FFN_KINDS))}")
+    # Qwen names a window that it does not use.
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        raise ValueError(f"sliding_window {config['sliding_window']}: windows are not planned for")
+    odd_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    if odd_layers:
+        raise ValueError(f"layer_types {', '.join(sorted(odd_layers))}: all layers must be full_attention")
+    return str(model_type)
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _dtype_bytes(dtype: Any) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not allowed; allowed: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def _gated(name: str, layers: int, hidden: int, heads: int, kv_heads: int, head: int, ffn: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head,
+        ffn=FFNKind.GATED,
+        ffn_size=ffn,
+    )
+
+
+def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=hidden // heads,
+        ffn=FFNKind.PLAIN,
+        ffn_size=4 * hidden,
+    )
+
+
+# From the config.json that each model was published with; 2-byte states (float16 or bfloat16).
+NAMED_SHAPES: Mapping[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _gated("llama2-7b", 32, 4096, 32, 32, 128, 11008),
+        _gated("llama2-13b", 40, 5120, 40, 40, 128, 13824),
+        _gated("llama2-70b", 80, 8192, 64, 8, 128, 28672),
+        _gated("llama3-8b", 32, 4096, 32, 8, 128, 14336),
+        _gated("llama3-70b", 80, 8192, 64, 8, 128, 28672),
+        _opt("opt-6.7b", 32, 4096, 32),
+        _opt("opt-13b", 40, 5120, 40),
+        _opt("opt-30b", 48, 7168, 56),
+        _gated("qwen1.5-7b", 32, 4096, 32, 32, 128, 11008),
+        _gated("qwen2-7b", 28, 3584, 28, 4, 128, 18944),
+        _gated("qwen3-8b", 36, 4096, 32, 8, 128, 12288),
+        _gated("mistral-7b-v0.3", 32, 4096, 32, 8, 128, 14336),
+        _gated("gemma-7b", 28, 3072, 16, 16, 256, 24576),
+    )
+}
+"""Name -> shape of models that need no file."""

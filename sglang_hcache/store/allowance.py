@@ -1,0 +1,86 @@
+"""The write budget: how many bytes were written in the last 24 hours, and who may write more. Pure."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+
+from sglang_hcache.core.errors import WriteBudgetError
+from sglang_hcache.core.units import format_bytes
+
+_HOUR_S = 3600
+_WINDOW_HOURS = 24
+_SHARE_OF_NEW = 0.8
+"""Chunks that were never used again may take up to this share of the budget."""
+
+
+class WriteAllowance:
+    """Bytes written by hour of the wall clock, which survives restarts. Safe from several threads.
+
+    Args:
+        budget_bytes: most in any 24 hours; None: unlimited, only counted.
+        hours: bytes by hour since the epoch, from an earlier :meth:`to_json`.
+    """
+
+    def __init__(self, budget_bytes: int | None, hours: Mapping[int, int] | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._hours = dict(hours or {})
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_json(cls, budget_bytes: int | None, text: str | None) -> WriteAllowance:
+        """What :meth:`to_json` wrote; anything else counts as nothing written."""
+        try:
+            found = json.loads(text or "{}")
+            hours = {int(hour): int(size) for hour, size in found.items() if int(size) > 0}
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            hours = {}
+        return cls(budget_bytes, hours)
+
+    def to_json(self) -> str:
+        with self._lock:
+            return json.dumps(self._hours)
+
+    def written(self, now_s: float) -> int:
+        """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch).
+
+        Hours that lie in the future, after the clock was set back, count as the present one.
+        """
+        with self._lock:
+            return self._written(now_s)
+
+    def allows(self, size: int, *, reused: bool, now_s: float) -> bool:
+        """Whether ``size`` more bytes may be written: the last fifth is kept for chunks that were used again."""
+        with self._lock:
+            return self._allows(size, reused, now_s)
+
+    def spend(self, size: int, *, reused: bool, now_s: float) -> None:
+        """``size`` bytes go to disk.
+
+        Raises:
+            WriteBudgetError: not within the budget; nothing is counted.
+        """
+        with self._lock:
+            if not self._allows(size, reused, now_s):
+                budget = format_bytes(self.budget_bytes or 0)
+                raise WriteBudgetError(
+                    f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
+                )
+            hour = int(now_s // _HOUR_S)
+            self._hours[hour] = self._hours.get(hour, 0) + size
+
+    def _allows(self, size: int, reused: bool, now_s: float) -> bool:
+        if self.budget_bytes is None:
+            return True
+        limit = self.budget_bytes if reused else self.budget_bytes * _SHARE_OF_NEW
+        return self._written(now_s) + size <= limit
+
+    def _written(self, now_s: float) -> int:
+        hour = int(now_s // _HOUR_S)
+        late = sum(self._hours.pop(ahead) for ahead in [item for item in self._hours if item > hour])
+        if late:
+            self._hours[hour] = self._hours.get(hour, 0) + late
+        for old in [item for item in self._hours if item <= hour - _WINDOW_HOURS]:
+            del self._hours[old]
+        return sum(self._hours.values())

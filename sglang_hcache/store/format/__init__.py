@@ -1,0 +1,1 @@
+"""Bytes as they lie on disk: blocks, headers, superblocks, rows. Pure."""

@@ -1,0 +1,1 @@
+"""Looking at a store and mending it, beside a server or without one: what ``hcache store`` does."""

@@ -1,0 +1,131 @@
+"""Changing a store while no server runs: tidying, clearing, and mending what :mod:`check` finds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreIOError, StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
+from sglang_hcache.store.store import DiskStore
+from sglang_hcache.store.volumes.directory import SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.volumes.health import Condition
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Sizes of a store."""
+
+    directories: list[DirectoryInfo]
+    chunks: int
+    runs: int
+
+    @classmethod
+    def of(cls, view: StoreView) -> Snapshot:
+        return cls(view.directories(), view.chunks(), len(view.contents.runs))
+
+    @property
+    def physical_bytes(self) -> int:
+        return sum(item.physical_bytes for item in self.directories)
+
+    @property
+    def segment_files(self) -> int:
+        return sum(item.segments for item in self.directories)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an operation did."""
+
+    before: Snapshot
+    after: Snapshot
+    counts: dict[str, int]
+    """Events of the store while it was open, such as ``store.segments_evicted``."""
+
+
+def collect(dirs: Sequence[Path], to_bytes: int | None = None) -> Change:
+    """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
+
+    With ``to_bytes`` also evict the least dear segments until the store takes no more than that, or until
+    nothing but index and directories is left.
+
+    Raises:
+        StoreLockedError: a server runs.
+        StoreError: the store cannot be opened, or a directory is out.
+    """
+    with _opened(dirs) as (store, before, segment_bytes, counters):
+        if to_bytes is not None:
+            _shrink(store, to_bytes, segment_bytes)
+    return _change(dirs, before, counters)
+
+
+def clear(dirs: Sequence[Path]) -> Change:
+    """Remove all chunks. Raises as :func:`collect`."""
+    with _opened(dirs) as (store, before, _, counters):
+        store.clear()
+    return _change(dirs, before, counters)
+
+
+def config_of(identity: StoreIdentity, dirs: Sequence[Path]) -> StoreConfig:
+    """The settings of the store's last server: with others, opening it might evict.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    return StoreConfig(
+        dirs=tuple(dirs),
+        size_bytes=identity.size_bytes,
+        free_floor_bytes=identity.free_floor_bytes,
+        segment_bytes=identity.segment_bytes,
+    )
+
+
+def refuse_if_locked(view: StoreView) -> None:
+    """
+    Raises:
+        StoreLockedError: somebody uses the store.
+    """
+    if view.lock_holder is not None:
+        raise StoreLockedError(f"{view.paths[0]} is in use by process {view.lock_holder}; stop it first")
+
+
+@contextlib.contextmanager
+def _opened(dirs: Sequence[Path]) -> Iterator[tuple[DiskStore, Snapshot, int, Counters]]:
+    """The store, opened as its last server did; what it held before; bytes of a segment; what it counts."""
+    with StoreView.open(dirs) as view:
+        refuse_if_locked(view)
+        before, identity, paths = Snapshot.of(view), view.identity, view.paths
+    for item in before.directories:
+        if item.condition != Condition.HEALTHY:
+            # Opening would forget the runs that lie there, and make the directory if it is missing.
+            raise StoreIOError(
+                f"{item.path}: {item.reason}; this needs all directories, see `hcache store fsck`"
+            )
+    counters = Counters()
+    store = DiskStore.open(config_of(identity, paths), counters)
+    try:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                (path / SUPERBLOCK_TMP_NAME).unlink(missing_ok=True)
+        yield store, before, identity.segment_bytes, counters
+    finally:
+        store.close()
+
+
+def _change(dirs: Sequence[Path], before: Snapshot, counters: Counters) -> Change:
+    with StoreView.open(dirs) as view:
+        return Change(before, Snapshot.of(view), counters.snapshot())
+
+
+def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int) -> None:
+    """Evict until no more than ``to_bytes`` are allocated, or nothing is left."""
+    while (excess := store.stats().physical_bytes - to_bytes) > 0:
+        # Measuring takes long in a large store: several at once, but fewer than could be too many.
+        for _ in range(max(1, excess // (2 * segment_bytes))):
+            if not store.evict_one():
+                return

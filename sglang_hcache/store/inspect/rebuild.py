@@ -1,0 +1,172 @@
+"""Making a store whole again from what its segments say: lost superblocks, replaced disks, a lost index."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_hcache.core.errors import CorruptExtentError, StoreError, StoreFormatError, StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store.format.record import ExtentHeader, parse_header
+from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
+from sglang_hcache.store.index import Index, remove_index
+from sglang_hcache.store.inspect.maintenance import config_of
+from sglang_hcache.store.store import DiskStore
+from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
+from sglang_hcache.store.volumes.looking import Seen, agreed, in_place, look_at_each
+
+_CLOSE_S = 0.5
+
+
+def rebuild(dirs: Sequence[Path]) -> list[str]:
+    """Write superblocks that are missing or damaged, then the index anew from the headers; says what was done.
+
+    A directory without a superblock is taken in if it is empty, as a new disk is, or if its segments are of
+    this store. Runs that are not complete are forgotten, and so are counts and quarantine, which only the
+    index knew.
+
+    Raises:
+        StoreLockedError: a server runs.
+        StoreError: a directory is missing, or is not of this store.
+    """
+    for item in look_at_each(dirs):
+        if not item.exists:
+            raise StoreIOError(
+                f"{item.volume.path}: {item.volume.health.reason}; mount its disk, or make an empty directory "
+                "there if it was replaced"
+            )
+    try:
+        identity, seen, done = _prepare(dirs)
+    except OSError as error:
+        raise StoreIOError(f"cannot change the store: {error}") from error
+    counters = Counters()
+    store = DiskStore.open(config_of(identity, [item.volume.path for item in seen]), counters)
+    try:
+        stats = store.stats()
+    finally:
+        store.close()
+    done.append(f"wrote the index anew: {stats.runs} runs with {stats.chunks} chunks are complete")
+    return done
+
+
+def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]]:
+    """Under the locks: write superblocks, remove indexes. Raises OSError, StoreError."""
+    with contextlib.ExitStack() as stack:
+        locked: dict[Path, StoreDirectory] = {}
+        for path in dirs:
+            locked[path] = StoreDirectory.acquire(path)
+            stack.callback(locked[path].release)
+        seen = look_at_each(dirs)  # again: now nobody changes it
+        identity, done = _take_in(seen)
+        seen = in_place(seen, identity.num_stripes)
+        for item in seen:
+            locked[item.volume.path].write_superblock(Superblock(identity, item.volume.stripe))
+        for item in seen:
+            remove_index(item.volume.path / INDEX_NAME)
+            item.volume.close(_CLOSE_S)
+    return identity, seen, done
+
+
+def _take_in(seen: Sequence[Seen]) -> tuple[StoreIdentity, list[str]]:
+    """Give a place to every directory that has no superblock; what all shall agree on, and what is new."""
+    done: list[str] = []
+    headers = {item.volume.path: _first_headers(item) for item in seen}
+    if any(item.superblock is not None for item in seen):
+        identity = agreed(seen)
+        known = _runs_in_index(seen, identity)
+    else:
+        identity = _guessed(seen, headers)
+        known = set()
+        done.append("no superblock was left: the settings are guessed until a server brings its own")
+    for item in seen:
+        if item.superblock is not None:
+            continue
+        path = item.volume.path
+        item.directory.check_no_strangers()
+        others = {
+            header.run_id for other in seen if other is not item for header in headers[other.volume.path]
+        }
+        _place(item, headers[path], known | others, identity, alone=len(seen) == 1)
+    stripes = [item.superblock.stripe for item in seen if item.superblock is not None]
+    if len(set(stripes)) < len(stripes):
+        raise StoreFormatError("two of these directories hold the same part of a store; give the right ones")
+    for item in in_place(seen, identity.num_stripes):
+        if not item.volume.health.readable:
+            kind = "with its segments" if headers[item.volume.path] else "empty"
+            done.append(f"took {item.volume.path} in as directory {item.volume.stripe}, {kind}")
+    file_systems = tuple(item.directory.file_system() for item in in_place(seen, identity.num_stripes))
+    return identity.next(file_systems=file_systems), done
+
+
+def _place(
+    item: Seen, headers: Sequence[ExtentHeader], known: set[bytes], identity: StoreIdentity, *, alone: bool
+) -> None:
+    """Put a directory where its segments belong; without segments it goes where there is room.
+
+    Raises:
+        StoreFormatError: they are not of this store.
+    """
+    path = item.volume.path
+    if not headers:
+        if item.directory.segment_sizes():
+            raise StoreFormatError(f"{path} holds segments without a readable header; delete its files first")
+        return
+    stripes = {(header.stripe, header.num_stripes) for header in headers}
+    ours = alone or any(header.run_id in known for header in headers)
+    if not ours or len(stripes) > 1 or headers[0].num_stripes != identity.num_stripes:
+        raise StoreFormatError(f"{path} holds segments of another store; give the right directory")
+    item.superblock = Superblock(identity, headers[0].stripe)
+
+
+def _first_headers(item: Seen) -> list[ExtentHeader]:
+    """What stands at the beginning of each segment file, if it is a header."""
+    found = []
+    for segment in item.volume.probe(item.directory.segment_sizes):
+        try:
+            block = item.volume.probe(lambda segment=segment: item.directory.read_blocks(segment, [0]))[0]  # type: ignore[misc]
+            header = parse_header(block)
+        except (CorruptExtentError, OSError):
+            continue
+        if header.segment == segment:
+            found.append(header)
+    return found
+
+
+def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
+    """Ids of the runs that the index knows; none if it cannot be read."""
+    for item in seen:
+        try:
+            contents, _ = Index.read(item.volume.path / INDEX_NAME, identity.num_stripes, identity.store_id)
+        except StoreError:
+            continue
+        return {row.run_id for row in contents.runs}
+    return set()
+
+
+def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> StoreIdentity:
+    """An identity for segments whose superblocks are all lost, so large that opening the store evicts nothing.
+
+    Raises:
+        StoreFormatError: there is nothing to go by, or a directory is not named.
+    """
+    counts = {header.num_stripes for found in headers.values() for header in found}
+    if not counts:
+        raise StoreFormatError(f"{seen[0].volume.path} and its like hold neither a superblock nor a segment")
+    if counts != {len(seen)}:
+        raise StoreFormatError(
+            f"the segments are of a store of {max(counts)} directories, and {len(seen)} are named; name all of them"
+        )
+    sizes = [size for item in seen for size in item.directory.segment_sizes().values()]
+    segment_bytes = max(2**20, max(sizes) * len(seen))
+    return StoreIdentity(
+        store_id=uuid.uuid4().hex,
+        epoch=0,
+        index_stripe=0,
+        first_segment=0,
+        file_systems=(0,) * len(seen),
+        size_bytes=2 * sum(item.directory.physical_bytes() for item in seen) + 4 * segment_bytes + 2**24,
+        segment_bytes=segment_bytes,
+        free_floor_bytes=0,
+    )

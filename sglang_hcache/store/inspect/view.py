@@ -1,0 +1,331 @@
+"""What is in a store, seen without its lock: beside a running server or without one. Nothing is written.
+
+(SQLite may make its log beside the index while it is read, and takes it away again.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from sglang_hcache.core.errors import StoreError, StoreFormatError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store.allowance import WriteAllowance
+from sglang_hcache.store.format.geometry import ShapeTable
+from sglang_hcache.store.format.rows import IndexContents, RunRow
+from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.scan import scan_segments
+from sglang_hcache.store.segments import RunPlace
+from sglang_hcache.store.tally import Tally
+from sglang_hcache.store.volumes.directory import INDEX_NAME
+from sglang_hcache.store.volumes.health import Condition
+from sglang_hcache.store.volumes.looking import Sight, look_at
+
+_CLOSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryInfo:
+    """One directory of the store."""
+
+    path: Path
+    stripe: int
+    condition: str
+    """``healthy``, ``read-only`` or ``out``: what the server says if one runs, else as it looks now."""
+    reason: str
+    """Why it is not healthy."""
+    physical_bytes: int
+    """Allocated blocks of everything in it, as ``du`` counts; 0 if it cannot be asked."""
+    free_bytes: int
+    """Free space of its file system for this user; -1 if it cannot be asked."""
+    segments: int
+    """Segment files in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run and what is known of it."""
+
+    row: RunRow
+    disk_bytes: int
+    """Headers and padding included."""
+    quarantined: Mapping[int, str]
+    """Chunk of the run -> why it is not served."""
+    is_available: bool
+    """Whether all its directories are there: else its chunks are misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """All runs of one namespace: of one model with its weights and settings, and one tenant."""
+
+    namespace_id: bytes
+    chunks: int
+    """Distinct, without the quarantined."""
+    runs: int
+    disk_bytes: int
+    written_at: float | None
+    """When its newest segment was written to last, seconds since the epoch; None if no file can be asked."""
+    use_rank: int | None
+    """1: no segment was used later than one of its. None: unknown."""
+
+
+class StoreView:
+    """A store as it was at the moment of :meth:`open`. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        sight: Sight,
+        contents: IndexContents,
+        meta: Mapping[str, str],
+        index_problem: str,
+        lock_holder: str | None,
+    ) -> None:
+        self.sight = sight
+        self.identity: StoreIdentity = sight.identity
+        self.volumes = sight.volumes
+        self.contents = contents
+        """From the index, or from the headers of the segments if there is an ``index_problem``."""
+        self.index_problem = index_problem
+        """Why the index could not be used; empty if it could."""
+        self.lock_holder = lock_holder
+        """Process id of whoever uses the store; None if nobody does."""
+        self._meta = meta
+        self._shapes = ShapeTable(self.identity.num_stripes)
+
+    @classmethod
+    def open(cls, dirs: Sequence[Path]) -> StoreView:
+        """Look at the store in ``dirs``: all of its directories, in any order.
+
+        Directories that are missing or sick are reported (:meth:`directories`), not fatal.
+
+        Raises:
+            StoreFormatError: no store, not one store, not all of its directories, or one of another format.
+        """
+        sight = look_at(dirs)
+        holder = _lock_holder(sight)
+        try:
+            contents, meta = _read_index(sight)
+        except StoreError as error:
+            for volume in sight.volumes:
+                volume.close(_CLOSE_S)
+            again = look_at(dirs)
+            if again.identity.epoch > sight.identity.epoch:  # a server has just moved the index
+                return cls.open(dirs)
+            return cls(again, _read_headers(again), {}, str(error), holder)
+        return cls(sight, contents, meta, "", holder)
+
+    def close(self) -> None:
+        for volume in self.volumes:
+            volume.close(_CLOSE_S)
+
+    def __enter__(self) -> StoreView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the store -------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The directories, by stripe."""
+        return tuple(volume.path for volume in self.volumes)
+
+    def directories(self) -> list[DirectoryInfo]:
+        """Every directory, by stripe; asks the file systems."""
+        told = self._told_health()
+        found = []
+        for item in self.sight.seen:
+            volume, directory = item.volume, item.directory
+            try:
+                physical, free, segments = volume.call(
+                    lambda directory=directory: (  # type: ignore[misc]
+                        directory.physical_bytes(), directory.free_bytes(), len(directory.segment_sizes())
+                    ),
+                    "cannot ask",
+                )  # fmt: skip
+            except StoreError as error:
+                volume.health.take_out(str(error))
+                physical, free, segments = 0, -1, 0
+            condition, reason = str(volume.health.condition), volume.health.reason
+            if volume.health.readable:
+                condition, reason = told.get(volume.stripe, _mounted(volume.path))
+            found.append(
+                DirectoryInfo(volume.path, volume.stripe, condition, reason, physical, free, segments)
+            )
+        return found
+
+    def segment_sizes(self) -> dict[int, dict[int, int]]:
+        """Bytes of segment files as they are now, by directory and segment, as far as directories answer."""
+        found = {}
+        for volume in self.volumes:
+            with contextlib.suppress(StoreError):
+                found[volume.stripe] = volume.call(volume.directory.segment_sizes, "cannot list the segments")
+        return found
+
+    def totals(self) -> dict[str, int] | None:
+        """Counts since the store was created, by event; None if they are not known."""
+        if "totals" not in self._meta:
+            return None
+        tally = Tally(Counters())
+        tally.resume(self._meta["totals"])
+        return tally.totals()
+
+    def written_today_bytes(self) -> int | None:
+        """Bytes written in the last 24 hours; None if that is not known."""
+        if "written" not in self._meta:
+            return None
+        return WriteAllowance.from_json(None, self._meta["written"]).written(time.time())
+
+    # -- what is in it ---------------------------------------------------------------------------
+
+    def runs(self) -> list[RunInfo]:
+        """All runs, oldest first."""
+        out = {volume.stripe for volume in self.volumes if not volume.health.readable}
+        found = []
+        for row in self.contents.runs:
+            marks = self.contents.quarantined.get(row.number, {})
+            found.append(
+                RunInfo(
+                    row=row,
+                    disk_bytes=sum(self.place(row).shape.part_bytes),
+                    quarantined={chunk: why for chunk, why in marks.items() if chunk < len(row.keys)},
+                    is_available=out.isdisjoint(row.members),
+                )
+            )
+        return found
+
+    def place(self, row: RunRow) -> RunPlace:
+        """Where the bytes of a run lie."""
+        shape = self._shapes.get(len(row.keys), row.chunk_layer_bytes, row.members, row.rotation)
+        return RunPlace(
+            row.run_id, row.namespace_id, row.keys, row.first_chunk, shape, row.segment, row.offsets
+        )
+
+    def chunks(self) -> int:
+        """Distinct chunks that are not quarantined, those of directories that are out included."""
+        return _count_chunks(self.runs())
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        """Largest first."""
+        groups: dict[bytes, list[RunInfo]] = {}
+        for run in self.runs():
+            groups.setdefault(run.row.namespace_id, []).append(run)
+        ranks = self._use_ranks()
+        found = []
+        for namespace_id, runs in groups.items():
+            segments = {run.row.segment: run.row for run in runs}
+            newest = max(segments.values(), key=lambda row: row.segment)
+            found.append(
+                NamespaceInfo(
+                    namespace_id=namespace_id,
+                    chunks=_count_chunks(runs),
+                    runs=len(runs),
+                    disk_bytes=sum(run.disk_bytes for run in runs),
+                    written_at=self.written_at(newest),
+                    use_rank=min((ranks[number] for number in segments if number in ranks), default=None),
+                )
+            )
+        return sorted(found, key=lambda item: item.disk_bytes, reverse=True)
+
+    def written_at(self, row: RunRow) -> float | None:
+        """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
+        times = []
+        for stripe in row.members:
+            volume = self.volumes[stripe]
+            path = volume.directory.segment_path(row.segment)
+            try:
+                times.append(volume.call(lambda path=path: path.stat().st_mtime, "cannot ask"))  # type: ignore[misc]
+            except StoreError:
+                continue
+        return max(times, default=None)
+
+    def _use_ranks(self) -> dict[int, int]:
+        """Segment -> its rank by last use, 1 for the latest."""
+        order = sorted(
+            self.contents.recency, key=lambda number: self.contents.recency[number].last_used, reverse=True
+        )
+        return {} if self.index_problem else {number: rank for rank, number in enumerate(order, 1)}
+
+    def _told_health(self) -> dict[int, tuple[str, str]]:
+        """What the running server thinks of its directories, by stripe."""
+        if self.lock_holder is None:
+            return {}  # what the last server thought is long over
+        try:
+            told = json.loads(self._meta.get("health", "[]"))
+            return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
+        except (ValueError, TypeError):
+            return {}
+
+
+def _count_chunks(runs: Sequence[RunInfo]) -> int:
+    return len(
+        {key for run in runs for index, key in enumerate(run.row.keys) if index not in run.quarantined}
+    )
+
+
+def _lock_holder(sight: Sight) -> str | None:
+    for item in sight.seen:
+        if not item.exists:
+            continue
+        try:
+            holder = item.volume.probe(item.directory.lock_holder)
+        except OSError:
+            continue
+        if holder is not None:
+            return holder
+    return None
+
+
+def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
+    identity = sight.identity
+    home = sight.volumes[identity.index_stripe]
+    if not home.health.readable:
+        raise StoreFormatError(f"the index is in {home.path}, which is out: {home.health.reason}")
+    path, num_stripes = home.path / INDEX_NAME, identity.num_stripes
+    contents, meta = home.call(
+        lambda: Index.read(path, num_stripes, identity.store_id), "cannot read the index"
+    )
+    runs = [row for row in contents.runs if row.segment >= identity.first_segment]
+    return replace(contents, runs=runs), meta
+
+
+def _read_headers(sight: Sight) -> IndexContents:
+    """The runs that are complete in the directories that can be read, numbered by age."""
+    directories = {item.volume.stripe: item.directory for item in sight.seen if item.volume.health.readable}
+    numbers: set[int] = set()
+    for stripe in list(directories):
+        volume = sight.volumes[stripe]
+        try:
+            numbers |= set(volume.call(volume.directory.segment_sizes, "cannot list the segments"))
+        except StoreError as error:
+            volume.health.take_out(str(error))
+            del directories[stripe]
+    rows: list[RunRow] = []
+    wanted = sorted(number for number in numbers if number >= sight.identity.first_segment)
+    for found in scan_segments(wanted, directories, sight.identity.num_stripes):
+        rows += [replace(row, number=len(rows) + place) for place, row in enumerate(found, 1)]
+    return IndexContents(rows, [], {}, {})
+
+
+def _mounted(path: Path) -> tuple[str, str]:
+    """Condition and reason of a directory that answers."""
+    try:
+        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+    except OSError:
+        return str(Condition.HEALTHY), ""
+    return (
+        (str(Condition.READ_ONLY), "its file system is read-only")
+        if read_only
+        else (str(Condition.HEALTHY), "")
+    )

@@ -1,0 +1,1 @@
+"""Moving bytes between memory and files: engines, deadlines, threads. Knows nothing of runs or segments."""

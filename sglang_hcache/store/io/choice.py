@@ -1,0 +1,111 @@
+"""Which engine to use: the one that is asked for, or the one that reads faster from this disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sglang_hcache.store.io.engine import IOEngine
+from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.io.rate import probe_bytes, read_rates
+from sglang_hcache.store.io.workers import Lane
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 5.0
+"""For everything, the opening and the removal of the file as well."""
+
+LEAD = 1.05
+"""NIXL must be faster by this factor to be chosen."""
+
+
+NIXL_DEPTH = 64
+"""Operations at once in each directory with NIXL, where they cost no threads. Enough to keep a device busy until our
+thread gets its turn: while another one computes in Python, that takes 5 ms."""
+
+BUSY_S, FREE_S = 0.004, 0.001
+"""How long the neighbour in the comparison keeps and leaves the interpreter."""
+
+
+def choose_engine(
+    name: str, directories: Sequence[Path], direct: Sequence[bool], num_threads: int, spare_bytes: int
+) -> IOEngine:
+    """The engine ``name``, for ``directories``; ``posix`` with ``num_threads`` threads for each.
+
+    ``auto`` reads a small file in the first directory with both, beside a thread that keeps the interpreter busy as
+    the scheduler of a loaded server does, and takes the faster one. It logs one line.
+
+    Args:
+        direct: whether files in each directory are opened with O_DIRECT.
+        spare_bytes: how large the file may be; below 4 MiB there is none, and ``posix`` is taken.
+
+    Raises:
+        ConfigError: ``nixl`` is asked for and does not work here.
+    """
+    if name not in ("auto", "posix", "nixl"):
+        raise ValueError(f"no engine is called {name!r}")
+    if name == "nixl" or (name == "auto" and _nixl_wins(directories[0], direct[0], num_threads, spare_bytes)):
+        return NixlEngine(len(directories), max(NIXL_DEPTH, num_threads))
+    return PosixEngine(len(directories), num_threads)
+
+
+def _nixl_wins(directory: Path, direct: bool, num_threads: int, spare_bytes: int) -> bool:
+    problem = nixl_problem()
+    if problem is not None:
+        logger.info("hcache: %s; using the posix engine", problem)
+        return False
+    size = probe_bytes(spare_bytes)
+    if not size:
+        logger.info("hcache: no room to compare I/O engines; using the posix engine")
+        return False
+    lane = Lane("hcache-probe")
+    try:
+        posix, nixl = lane.call(lambda: _compare(directory, direct, num_threads, size), PROBE_TIMEOUT_S)
+    except Exception as error:  # whatever it is, the server starts: posix needs nothing that can be missing
+        logger.warning("hcache: comparing I/O engines failed (%s); using the posix engine", error)
+        return False
+    finally:
+        lane.close(0.0)
+    wins = nixl > LEAD * posix
+    logger.info(
+        "hcache: using the %s engine; in %s, beside a busy thread, posix reads %.0f MB/s and nixl %.0f MB/s",
+        *("nixl" if wins else "posix", directory, posix / 1e6, nixl / 1e6),
+    )
+    return wins
+
+
+def _compare(directory: Path, direct: bool, num_threads: int, size: int) -> list[float]:
+    """Bytes a second of posix and NIXL. Raises OSError, or ConfigError if NIXL does not start."""
+    with contextlib.ExitStack() as stack:
+        engines: list[IOEngine] = [
+            PosixEngine(1, num_threads),
+            NixlEngine(1, max(NIXL_DEPTH, num_threads)),
+        ]
+        for engine in engines:
+            stack.callback(engine.close, 0.0)
+        stack.enter_context(_busy_interpreter())
+        return read_rates(engines, directory, direct, size)
+
+
+@contextlib.contextmanager
+def _busy_interpreter() -> Iterator[None]:
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.wait(FREE_S):
+            begun = time.monotonic()
+            while time.monotonic() - begun < BUSY_S:
+                pass
+
+    thread = threading.Thread(target=compute, name="hcache-probe-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

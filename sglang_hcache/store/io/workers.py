@@ -1,0 +1,147 @@
+"""Threads that a hung device may keep: daemons, so that they never hold up the end of the process."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Runs jobs in the order of submission on up to ``num_threads`` threads, started at the first job."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"a pool needs a thread, got {num_threads}")
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._lock = threading.Lock()
+        self._unstarted = list(self._threads)
+        self._closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue ``job``. What it raises is only logged.
+
+        Raises:
+            OSError: the pool is closed, or the system gives it no thread.
+        """
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.ESHUTDOWN, "closed")
+            while self._unstarted:
+                thread = self._unstarted[-1]
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    if len(self._unstarted) == len(self._threads):
+                        raise OSError(errno.EAGAIN, f"no thread for input and output: {error}") from None
+                    break  # fewer do as well; the next job tries again
+                self._unstarted.pop()
+            self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop behind the jobs queued so far; False if some still run after ``timeout_s`` seconds."""
+        with self._lock:
+            self._closed = True
+            started = [thread for thread in self._threads if thread not in self._unstarted]
+            for _ in started:
+                self._jobs.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in started)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # our bug; the thread outlives it
+                _log.exception("hcache: a job failed")
+            job = None  # the next one may be long in coming, and this one holds buffers
+
+
+class Lane:
+    """Calls that may hang, one at a time on a thread of their own, with a deadline.
+
+    While a call hangs, further ones fail at once. Safe from several threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = WorkerPool(name, 1)
+        self._lock = threading.Lock()
+        self._running_since: float | None = None
+        self._stuck = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that overran its deadline still runs."""
+        return self._stuck
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """What ``function()`` returns or raises.
+
+        Raises:
+            TimeoutError: it runs for longer than ``timeout_s`` seconds, or an earlier call hangs. It may still
+                take effect.
+            OSError: the lane is closed; nothing is done.
+        """
+        if self._stuck:
+            raise TimeoutError(errno.ETIMEDOUT, "an earlier call still hangs")
+        future: Future[T] = Future()
+        self._pool.submit(lambda: self._run(function, future))
+        while True:
+            try:
+                return future.result(timeout_s)
+            except FutureTimeout:
+                if future.done():  # just now, or the function itself raised a TimeoutError
+                    return future.result()
+                if self._overruns(timeout_s):
+                    reason = (
+                        "an earlier call hangs" if future.cancel() else f"no answer within {timeout_s:g} s"
+                    )
+                    raise TimeoutError(errno.ETIMEDOUT, reason) from None
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Have ``function()`` called some time. Never waits; on a closed lane it is called at once."""
+        try:
+            self._pool.submit(lambda: self._run(function, Future()))
+        except OSError:
+            function()
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop behind the running call; False if it hangs."""
+        return self._pool.close(0.0 if self._stuck else timeout_s)
+
+    def _overruns(self, timeout_s: float) -> bool:
+        with self._lock:
+            since = self._running_since
+            if since is not None and time.monotonic() - since >= timeout_s:
+                self._stuck = True
+            return self._stuck
+
+    def _run(self, function: Callable[[], T], future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        with self._lock:
+            self._running_since = time.monotonic()
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            with self._lock:
+                self._running_since = None
+                self._stuck = False

@@ -1,0 +1,66 @@
+"""Deciding what of a run that could not be read is served again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Mapping
+
+from sglang_hcache.core.errors import CorruptExtentError, StoreError
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.reader import SliceFailure
+from sglang_hcache.store.segments import StoredRun
+
+_log = logging.getLogger(__name__)
+
+_FAILURES_ALLOWED = 2
+"""Chunks are quarantined at this many EIO: else one bad sector would delay every restore of them."""
+
+
+class Judge:
+    """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads."""
+
+    def __init__(self, catalog: Catalog, ledger: Ledger, observer: Observer) -> None:
+        self._catalog = catalog
+        self._ledger = ledger
+        self._observer = observer
+
+    def judge(self, failure: SliceFailure) -> None:
+        """A slice could not be read. What the device's health explains is left to that."""
+        item, run = failure.item, failure.item.run
+        if isinstance(failure.error, CorruptExtentError):
+            self._observer.count("store.corrupt_extents")
+            whole = range(len(run.place.keys))
+            self._quarantine(run, dict.fromkeys(failure.bad_chunks or whole, str(failure.error)))
+        elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
+            if self._catalog.drop_run(run):
+                _log.warning("hcache: a stored run is forgotten: %s", failure.error)
+                self.forget_row(run)
+        elif failure.error_number == errno.EIO:
+            run.failures += 1
+            if run.failures >= _FAILURES_ALLOWED:
+                self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
+
+    def forget_row(self, run: StoredRun) -> None:
+        """Remove a run that is not in the catalog from the index as well."""
+        try:
+            self._ledger.delete_runs([run.number])
+        except StoreError as error:
+            _log.warning("hcache: could not remove a run from the index: %s", error)
+
+    def _quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> None:
+        fresh = self._catalog.quarantine(run, chunks)
+        if not fresh:
+            return
+        self._observer.count("store.chunks_quarantined", len(fresh))
+        for chunk, reason in fresh.items():
+            _log.warning(
+                "hcache: chunk %s in segment %d is damaged and not served again: %s",
+                run.place.keys[chunk].hex(), run.segment.number, reason,
+            )  # fmt: skip
+        try:
+            self._ledger.quarantine(run.number, fresh)
+        except StoreError as error:
+            _log.warning("hcache: the quarantine is not written down: %s", error)

@@ -1,0 +1,214 @@
+"""The index in its place: on a directory that is well, moved to another one when that fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.rows import Recency, RunRow
+from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.index import Index, batches, remove_index
+from sglang_hcache.store.segments import StoredRun
+from sglang_hcache.store.volumes.directory import INDEX_NAME
+from sglang_hcache.store.volumes.opening import publish
+from sglang_hcache.store.volumes.volume import Volume
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FAILURES_ALLOWED = 3
+"""So many failures in a row mean the database, however well its directory is."""
+
+
+class Ledger:
+    """Writes the index under its directory's deadline. The catalog in memory has all it holds, so it can move.
+
+    Safe from several threads; every method but :meth:`identity` may do I/O and raises ``StoreError``.
+
+    Args:
+        index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
+    """
+
+    def __init__(
+        self,
+        index: Index | None,
+        volumes: Sequence[Volume],
+        identity: StoreIdentity,
+        catalog: Catalog,
+        config: StoreConfig,
+    ) -> None:
+        self._index = index
+        self._volumes = volumes
+        self._identity = identity
+        self._catalog = catalog
+        self._config = config
+        self._lost = index is None
+        self._failures = 0
+        """In a row."""
+        self._is_published = True
+        self._lock = threading.RLock()
+        """Held by changes, so that a move sees all of them or none."""
+        self._abandoned: list[tuple[int, Index]] = []
+        """Indexes on directories that hang or are gone: closed when those are back."""
+
+    @property
+    def identity(self) -> StoreIdentity:
+        """What the directories agree on."""
+        return self._identity
+
+    def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
+        """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
+        with self._lock:
+            self._call(lambda index: index.insert([row_of(run)], recency))
+            return self._catalog.add_run(run)
+
+    def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
+        """See ``Index``, here and below."""
+        self._call(lambda index: index.quarantine(run, chunks))
+
+    def delete_runs(self, rows: Iterable[int]) -> None:
+        self._call(lambda index: index.delete_runs(rows))
+
+    def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
+        self._call(lambda index: index.delete_segment(segment, rows))
+
+    def save_recency(self, recency: Mapping[int, Recency]) -> None:
+        self._call(lambda index: index.save_recency(recency))
+
+    def save_meta(self, values: Mapping[str, str]) -> None:
+        self._call(lambda index: index.save_meta(values))
+
+    def move_if_needed(self, meta: Mapping[str, str]) -> None:
+        """If the index or its directory failed: write the index anew, with ``meta``, where writing works."""
+        if not self._is_published:
+            with self._lock:
+                self._publish()
+        home = self._volumes[self._identity.index_stripe]
+        self._lost |= not home.health.readable
+        if home.health.writable and not self._lost:
+            return
+        well = [volume for volume in (home, *self._volumes) if volume.health.writable]
+        if not well:
+            return
+        with self._lock:
+            self._lost = True
+            if self._index is not None:
+                self._abandoned.append((home.stripe, self._index))
+                self._index = None
+            self._close_abandoned(well[0])
+            self._index = self._written_at(well[0], meta)
+            self._lost = False
+            if well[0] is not home:
+                self._identity = self._identity.next(index_stripe=well[0].stripe)
+                self._publish()
+        _log.info("hcache: the index is in %s now", well[0].path)
+
+    def welcome(self, volume: Volume) -> None:
+        """``volume`` is back: remove the index it had, if that is elsewhere by now."""
+        with self._lock:
+            self._close_abandoned(volume)
+            # It may be a new directory, with the index in the one that was deleted.
+            self._lost |= volume.stripe == self._identity.index_stripe and not volume.health.readable
+        if volume.stripe != self._identity.index_stripe:
+            volume.probe(lambda: remove_index(volume.path / INDEX_NAME))
+
+    def outgrow(self, other: StoreIdentity) -> None:
+        """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us."""
+        with self._lock:
+            if other.epoch >= self._identity.epoch and other != self._identity:
+                first_segment = max(self._identity.first_segment, other.first_segment)
+                self._identity = replace(self._identity, epoch=other.epoch).next(first_segment=first_segment)
+                self._is_published = False
+
+    def void_before(self, segment: int) -> None:
+        """From now on segments below this number count as cleared, whatever becomes of their files and rows.
+
+        If no directory takes the note of it now, :meth:`move_if_needed` brings it there as soon as one does.
+        """
+        with self._lock:
+            self._identity = self._identity.next(first_segment=segment)
+            self._is_published = False
+            try:
+                self._publish()
+            except StoreError as error:
+                _log.warning("hcache: the clearing is not written down yet: %s", error)
+
+    def close(self) -> None:
+        """Close the index, unless its directory hangs."""
+        try:
+            self._call(Index.close)
+        except StoreError as error:
+            _log.warning("hcache: the index is left open: %s", error)
+
+    def _call(self, function: Callable[[Index], T]) -> T:
+        with self._lock:
+            index = self._index
+            if self._lost or index is None:
+                raise StoreIOError("the index is being written anew")
+            home = self._volumes[self._identity.index_stripe]
+            try:
+                result = home.call(lambda: function(index), "the index", writing=True)
+            except StoreFormatError as error:
+                self._lost = True
+                raise StoreIOError(f"{error}; it is written anew") from error
+            except StoreIOError:
+                self._failures += 1
+                self._lost |= self._failures >= _FAILURES_ALLOWED
+                raise
+            self._failures = 0
+            return result
+
+    def _publish(self) -> None:
+        self._is_published = False
+        publish(self._volumes, self._identity)
+        self._is_published = True
+
+    def _close_abandoned(self, volume: Volume) -> None:
+        for stripe, index in list(self._abandoned):
+            if stripe == volume.stripe:
+                volume.probe(index.close)
+                self._abandoned.remove((stripe, index))
+
+    def _written_at(self, volume: Volume, meta: Mapping[str, str]) -> Index:
+        path = volume.path / INDEX_NAME
+        limit, store_id = self._config.index_file_bytes, self._identity.store_id
+
+        def put(function: Callable[[], T]) -> T:
+            return volume.call(function, "cannot write the index", writing=True)
+
+        index = put(lambda: Index.create(path, store_id, limit))
+        for runs in batches(self._catalog.runs()):
+            put(partial(index.insert, [row_of(run) for run in runs], {}))
+            for run in runs:
+                if run.quarantined:
+                    put(partial(index.quarantine, run.number, dict(run.quarantined)))
+        segments = {item.number: Recency(item.last_used, item.score) for item in self._catalog.segments()}
+        put(lambda: index.save_recency(segments))
+        put(lambda: index.save_meta(meta))
+        put(index.mark_complete)
+        return index
+
+
+def row_of(run: StoredRun) -> RunRow:
+    """The row of a run in memory."""
+    place = run.place
+    return RunRow(
+        number=run.number,
+        run_id=place.run_id,
+        segment=place.segment,
+        namespace_id=place.namespace_id,
+        first_chunk=place.first_chunk,
+        members=place.shape.members,
+        rotation=place.shape.rotation,
+        keys=place.keys,
+        chunk_layer_bytes=place.shape.chunk_layer_bytes,
+        offsets=place.offsets,
+    )

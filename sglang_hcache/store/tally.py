@@ -1,0 +1,38 @@
+"""Counts since the store was created: what ``hcache store stat`` shows, whoever runs the store."""
+
+from __future__ import annotations
+
+import json
+
+from sglang_hcache.core.observer import Counters, Observer
+
+_KEPT = "store."
+
+
+class Tally:
+    """An ``Observer`` that passes on what it counts, and adds up the store's events across restarts."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._counters = Counters()
+
+    def count(self, event: str, amount: int = 1) -> None:
+        if event.startswith(_KEPT):
+            self._counters.count(event, amount)
+        self._observer.count(event, amount)
+
+    def resume(self, text: str | None) -> None:
+        """Add what an earlier :meth:`to_json` said; what makes no sense counts as nothing."""
+        try:
+            found = {str(event): int(amount) for event, amount in json.loads(text or "{}").items()}
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return
+        for event, amount in found.items():
+            self._counters.count(event, amount)
+
+    def totals(self) -> dict[str, int]:
+        """By event, without the leading ``store.``."""
+        return {event.removeprefix(_KEPT): amount for event, amount in self._counters.snapshot().items()}
+
+    def to_json(self) -> str:
+        return json.dumps(self._counters.snapshot())

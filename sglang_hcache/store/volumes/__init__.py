@@ -1,0 +1,1 @@
+"""Directories: opening them, watching their health, calls and transfers with a deadline."""

@@ -1,0 +1,168 @@
+"""Is a directory well? A circuit breaker with back-off, one for each directory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_hcache.core.observer import Observer
+
+_log = logging.getLogger(__name__)
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+READ_ONLY_ERRNOS = FULL_ERRNOS | {errno.EROFS}
+"""Writing does not work, reading does."""
+
+GONE_ERRNOS = frozenset(
+    {errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN}
+)
+"""One is enough: the device hangs or is not there."""
+
+_FAILURES_ALLOWED = 3
+"""So many failures in a row mean the device; fewer may be one bad sector."""
+
+_LONGEST_RETRY_S = 60.0
+
+
+class Condition(StrEnum):
+    """What a directory is used for. Values are shown to users and kept in the index."""
+
+    HEALTHY = "healthy"
+    READ_ONLY = "read-only"
+    """Its chunks are served, nothing is written to it: full, or mounted read-only."""
+    OUT = "out"
+    """Its chunks are misses."""
+
+
+class Health:
+    """Condition of one directory. Safe from any thread.
+
+    ::
+
+        HEALTHY --ENOSPC, EROFS, 3 failed writes in a row--> READ_ONLY
+        HEALTHY, READ_ONLY --3 failed reads in a row, a hang, gone--> OUT
+        READ_ONLY, OUT --recover(), by whoever probed it when is_due()--> HEALTHY
+
+    Args:
+        retry_s: seconds until the first attempt to take it in again; doubles each time, up to a minute.
+    """
+
+    def __init__(self, path: Path, observer: Observer, retry_s: float) -> None:
+        self._path = path
+        self._observer = observer
+        self._first_retry_s = retry_s
+        self.on_change: Callable[[], None] = _nothing
+        """Called after each change of condition, on the thread that caused it."""
+        self._lock = threading.Lock()
+        self._failed_reads = 0
+        self._failed_writes = 0
+        self._hanging = 0
+        self._retry_s = retry_s
+        self._retry_at = 0.0
+        self._recovered_at = -_LONGEST_RETRY_S
+        self.condition = Condition.HEALTHY
+        self.reason = ""
+        """Why it is not healthy."""
+        self.is_full = False
+        """It takes no writes for want of room."""
+
+    @property
+    def readable(self) -> bool:
+        return self.condition is not Condition.OUT
+
+    @property
+    def writable(self) -> bool:
+        return self.condition is Condition.HEALTHY
+
+    @property
+    def can_delete(self) -> bool:
+        """Whether deleting files frees room: also where the disk is full."""
+        return self.condition is Condition.HEALTHY or self.is_full
+
+    def succeeded(self, *, writing: bool) -> None:
+        """Data was read, or written durably. Other calls say nothing: a device may list files and read none."""
+        if writing:
+            self._failed_writes = 0
+        else:
+            self._failed_reads = 0
+
+    def failed(self, error: OSError, *, writing: bool) -> None:
+        """An operation failed."""
+        self._observer.count("store.io_errors")
+        reason = error.strerror or str(error)
+        with self._lock:
+            if writing:
+                self._failed_writes += 1
+            else:
+                self._failed_reads += 1
+        if error.errno in GONE_ERRNOS or self._failed_reads >= _FAILURES_ALLOWED:
+            self.take_out(reason)
+        elif error.errno in READ_ONLY_ERRNOS or self._failed_writes >= _FAILURES_ALLOWED:
+            self._trip(Condition.READ_ONLY, reason, is_full=error.errno in FULL_ERRNOS)
+
+    def take_out(self, reason: str) -> None:
+        """Serve nothing from it until it has recovered."""
+        if self.condition is not Condition.OUT:
+            self._trip(Condition.OUT, reason)
+
+    def hangs(self) -> None:
+        """An operation was given up but has not ended."""
+        with self._lock:
+            self._hanging += 1
+
+    def returned(self) -> None:
+        """An operation that was given up has ended."""
+        with self._lock:
+            self._hanging -= 1
+
+    def is_due(self) -> bool:
+        """Whether it is time to probe it."""
+        if self.condition is Condition.HEALTHY or self._hanging:
+            return False
+        return time.monotonic() >= self._retry_at
+
+    def still_sick(self, reason: str) -> None:
+        """A probe failed."""
+        with self._lock:
+            if reason != self.reason:
+                _log.warning("hcache: %s is still %s: %s", self._path, self.condition, reason)
+            self.reason = reason
+            self._back_off()
+
+    def recover(self) -> None:
+        """A probe went well: use it again."""
+        with self._lock:
+            _log.info("hcache: %s is used again", self._path)
+            self.condition = Condition.HEALTHY
+            self.reason = ""
+            self.is_full = False
+            self._failed_reads = self._failed_writes = 0
+            self._recovered_at = time.monotonic()
+        self._observer.count("store.directory_recoveries")
+        self.on_change()
+
+    def _trip(self, condition: Condition, reason: str, *, is_full: bool = False) -> None:
+        with self._lock:
+            if self.condition in (condition, Condition.OUT):
+                return
+            if time.monotonic() - self._recovered_at >= _LONGEST_RETRY_S:
+                self._retry_s = self._first_retry_s  # it had been well for long
+            self.condition, self.reason, self.is_full = condition, reason, is_full
+            self._back_off()
+        what = "its chunks are misses" if condition is Condition.OUT else "nothing is written to it"
+        _log.warning("hcache: %s is %s (%s): %s until it is well again", self._path, condition, reason, what)
+        self._observer.count("store.directory_trips")
+        self.on_change()
+
+    def _back_off(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,199 @@
+"""Looking at a store's directories without their locks: nothing is written, and one that is sick is only reported."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.record import FORMAT_VERSION
+from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
+from sglang_hcache.store.io.engine import OpenFile
+from sglang_hcache.store.io.memory import aligned_empty
+from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
+from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
+from sglang_hcache.store.volumes.volume import Volume
+
+_PATIENCE_S = 30.0
+"""For one call, such as reading the whole index. A server waits less, but here nobody is served."""
+
+
+class SeenDirectory(StoreDirectory):
+    """A directory without its lock: segments are opened for reading, and nothing is ever created."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, -1)
+
+    def is_present(self) -> bool:
+        return (self.path / SUPERBLOCK_NAME).exists()
+
+    def open_segment(self, segment: int) -> OpenFile:
+        return OpenFile(self._open_to_read(segment, os.O_DIRECT if self.direct else 0), self.direct)
+
+    def try_direct(self) -> None:
+        """Set ``direct`` by reading a block of a segment, if there is one."""
+        segment = max(self.segment_sizes(), default=None)
+        if segment is None:
+            return
+        try:
+            file = OpenFile(self._open_to_read(segment, os.O_DIRECT), True)
+            os.preadv(file.fd, [aligned_empty(BLOCK).data], 0)
+        except OSError:
+            return
+        self.direct = True
+
+    def read_blocks(self, segment: int, offsets: Sequence[int]) -> list[bytes]:
+        """The blocks at ``offsets`` of a segment's file, through the page cache. Raises OSError."""
+        file = OpenFile(self._open_to_read(segment, 0), False)
+        return [os.pread(file.fd, BLOCK, offset) for offset in offsets]
+
+    def modes(self) -> dict[str, int]:
+        """``st_mode`` of every entry, by name. Raises OSError."""
+        found = {}
+        for entry in self._entries():
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                found[entry.name] = entry.stat(follow_symlinks=False).st_mode
+        return found
+
+    def _open_to_read(self, segment: int, flags: int) -> int:
+        return os.open(self.segment_path(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+
+
+class SilentHealth(Health):
+    """For looking: what is wrong is shown, not logged, and many bad sectors are no reason to stop reading."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, Counters(), retry_s=1.0)
+
+    def failed(self, error: OSError, *, writing: bool) -> None:
+        if error.errno in GONE_ERRNOS:
+            self.take_out(error.strerror or str(error))
+
+    def take_out(self, reason: str) -> None:
+        if self.condition is not Condition.OUT:
+            self.condition, self.reason = Condition.OUT, reason
+
+
+@dataclass(slots=True)
+class Seen:
+    """One directory as it was found."""
+
+    volume: Volume
+    directory: SeenDirectory
+    superblock: Superblock | None
+    """None: missing or damaged; ``volume.health.reason`` says which."""
+    exists: bool
+    """Whether there is a directory that answers, whatever is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """All directories of a store, by stripe, and what they agree on."""
+
+    seen: list[Seen]
+    identity: StoreIdentity
+
+    @property
+    def volumes(self) -> list[Volume]:
+        return [item.volume for item in self.seen]
+
+
+def look_at(dirs: Sequence[Path]) -> Sight:
+    """Find out which store lies in ``dirs``, given in any order.
+
+    Directories that are missing, sick or without a superblock are out, and fill the places that are left.
+
+    Raises:
+        StoreFormatError: no store, not one store, not all of its directories, or one of another format.
+    """
+    seen = look_at_each(dirs)
+    identity = agreed(seen)
+    return Sight(in_place(seen, identity.num_stripes), identity)
+
+
+def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
+    """Each directory for itself, in the order given.
+
+    Raises:
+        StoreFormatError: one of them has another format.
+    """
+    return [_look(path) for path in dirs]
+
+
+def in_place(seen: Sequence[Seen], num_stripes: int) -> list[Seen]:
+    """By stripe: superblocks say where a directory belongs, the others fill the gaps in the order given."""
+    placed = {item.superblock.stripe: item for item in seen if item.superblock is not None}
+    gaps = iter(sorted(set(range(num_stripes)) - set(placed)))
+    placed.update((next(gaps), item) for item in seen if item.superblock is None)
+    for stripe, item in placed.items():
+        item.volume.stripe = stripe
+    return [placed[stripe] for stripe in range(num_stripes)]
+
+
+def _look(path: Path) -> Seen:
+    directory = SeenDirectory(path)
+    volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
+    seen = Seen(volume, directory, None, False)
+    try:
+        is_empty = volume.probe(directory.is_empty)
+        seen.exists = True
+        seen.superblock = volume.probe(directory.read_superblock)
+    except StoreFormatError:
+        volume.health.take_out("its superblock is damaged")
+        return seen
+    except OSError as error:
+        gone = error.errno == errno.ENOENT
+        volume.health.take_out("it does not exist" if gone else error.strerror or str(error))
+        return seen
+    if seen.superblock is None:
+        volume.health.take_out("it is empty: is its disk mounted?" if is_empty else "it has no superblock")
+    elif seen.superblock.format_version != FORMAT_VERSION:
+        raise StoreFormatError(
+            f"{path} has store format {seen.superblock.format_version}, this version reads {FORMAT_VERSION}"
+        )
+    return seen
+
+
+def agreed(seen: Sequence[Seen]) -> StoreIdentity:
+    """What the superblocks say, once they are known to be all of one store."""
+    blocks = [(item.volume.path, item.superblock) for item in seen if item.superblock is not None]
+    if not blocks:
+        raise StoreFormatError("\n".join(_no_store(item) for item in seen))
+    if len({block.identity.store_id for _, block in blocks}) > 1:
+        names = ", ".join(f"{path} is of {block.identity.store_id[:8]}" for path, block in blocks)
+        raise StoreFormatError(f"these are directories of different stores: {names}")
+    identity = max((block.identity for _, block in blocks), key=lambda item: item.epoch)
+    places: dict[int, Path] = {}
+    for path, block in blocks:
+        if block.stripe in places:
+            raise StoreFormatError(f"{places[block.stripe]} and {path} are both directory {block.stripe}")
+        places[block.stripe] = path
+    if len(seen) != identity.num_stripes:
+        known = [
+            f"directory {stripe} is {places.get(stripe, 'missing')}" for stripe in range(identity.num_stripes)
+        ]
+        raise StoreFormatError(
+            f"this store has {_directories(identity.num_stripes)}, but {len(seen)} "
+            f"{'is' if len(seen) == 1 else 'are'} named: {', '.join(known)}; name exactly those of the store"
+        )
+    return identity
+
+
+def _no_store(item: Seen) -> str:
+    text = f"{item.volume.path} is not a directory of a store: {item.volume.health.reason}"
+    try:
+        if item.exists and item.volume.probe(item.directory.segment_sizes):
+            text += "; it has segments, `hcache store fsck --rebuild` may save them"
+    except OSError:
+        pass
+    return text
+
+
+def _directories(count: int) -> str:
+    return "1 directory" if count == 1 else f"{count} directories"

@@ -1,0 +1,288 @@
+"""Opening all directories of a store as one: same store, every one in its place, the sick ones left out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.record import FORMAT_VERSION
+from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
+from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
+from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
+from sglang_hcache.store.volumes.volume import Volume
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Found:
+    """One of the configured directories, as far as it could be opened."""
+
+    volume: Volume
+    superblock: Superblock | None = None
+    damage: StoreFormatError | None = None
+    """Why its superblock cannot be understood."""
+
+
+def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume], StoreIdentity]:
+    """Lock and check the directories, initialising new ones; volumes by stripe, and what they agree on.
+
+    Directories of an existing store that fail, hang or are empty where they should not be are left out.
+
+    Raises:
+        StoreFormatError, StoreLockedError, StoreIOError: no lock is kept.
+    """
+    volumes = [
+        Volume(StoreDirectory(path, -1), 0, Health(path, observer, config.retry_s), config.io_timeout_s)
+        for path in config.dirs
+    ]
+    try:
+        found = _acquire_all(volumes)
+        known = [item for item in found if item.superblock is not None]
+        _check_damage(found, bool(known))
+        identity = _agreed(known, len(volumes)) if known else _new_identity(volumes, config)
+        volumes = _in_place(found, identity)
+        for volume in volumes:
+            if volume.health.readable:
+                _ready(volume, identity, is_new=not known)
+        if not any(volume.health.readable for volume in volumes):
+            raise StoreIOError(f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}")
+        agree = all(item.superblock.identity == identity for item in known if item.superblock is not None)
+        return volumes, _updated(volumes, identity, config, agree)
+    except BaseException:
+        for volume in volumes:
+            volume.close(config.io_timeout_s)
+        raise
+
+
+def publish(volumes: Sequence[Volume], identity: StoreIdentity) -> None:
+    """Write ``identity`` to every directory that takes writes. Raises StoreError if none took it."""
+    failure: StoreError = StoreIOError("no directory takes writes")
+    written = 0
+    for volume in volumes:
+        if volume.health.writable:
+            try:
+                write_superblock(volume, identity)
+                written += 1
+            except StoreError as error:
+                failure = error
+    if not written:
+        raise failure
+
+
+def write_superblock(volume: Volume, identity: StoreIdentity) -> None:
+    """Make ``volume`` a directory of the store. Raises StoreError."""
+    block = Superblock(identity, volume.stripe)
+    volume.call(lambda: volume.directory.write_superblock(block), "cannot write the superblock", writing=True)
+
+
+def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
+    """Check a directory that was out: the same store and place, or emptied on the file system where it was.
+
+    Segments without a superblock are what a deletion left that is not finished: whoever takes it in compares them.
+
+    Returns what it said of the store: more than ``identity`` if others were not there when it was written.
+
+    Raises:
+        StoreFormatError, StoreLockedError, OSError: it cannot be used (yet).
+    """
+    directory = volume.directory
+    _check_mounted(directory, identity.file_systems[volume.stripe])
+    directory.reacquire()
+    found = directory.read_superblock()
+    if found is None:
+        directory.check_no_strangers()
+        directory.write_superblock(Superblock(identity, volume.stripe))
+    elif (found.identity.store_id, found.stripe) != (identity.store_id, volume.stripe):
+        raise StoreFormatError(f"{directory.path} belongs to another store now")
+    elif found.identity.epoch < identity.epoch:
+        directory.write_superblock(Superblock(identity, volume.stripe))
+    directory.probe()
+    return identity if found is None else found.identity
+
+
+def _acquire_all(volumes: Sequence[Volume]) -> list[_Found]:
+    """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
+    found = {
+        volume: _acquire(volume) for volume in sorted(volumes, key=lambda item: os.path.abspath(item.path))
+    }
+    return [found[volume] for volume in volumes]
+
+
+def _acquire(volume: Volume) -> _Found:
+    """Lock the directory and read its superblock; a device that fails is taken out."""
+    try:
+        volume.probe(volume.directory.reacquire)
+        try:
+            return _Found(volume, volume.probe(volume.directory.read_superblock))
+        except StoreFormatError as error:
+            return _Found(volume, damage=error)
+    except OSError as error:
+        volume.health.take_out(error.strerror or str(error))
+        return _Found(volume)
+
+
+def _check_damage(found: Sequence[_Found], is_known: bool) -> None:
+    """Leave out directories whose superblock is damaged, if others say what the store is."""
+    for item in found:
+        if item.damage is not None:
+            if not is_known:
+                raise item.damage
+            item.volume.health.take_out(
+                "its superblock is damaged; `hcache store fsck --rebuild` makes a new one"
+            )
+
+
+def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdentity:
+    """For a store that does not exist yet: every directory must be there, and empty."""
+    for volume in volumes:
+        if not volume.health.readable:
+            raise StoreIOError(f"cannot use {volume.path} (--hcache-dirs): {volume.health.reason}")
+        volume.probe(volume.directory.check_no_strangers)
+        if volume.probe(volume.directory.segment_sizes):
+            raise StoreFormatError(
+                f"{volume.path} holds segments but no superblock; delete its files to start an empty store"
+            )
+    return StoreIdentity(
+        store_id=uuid.uuid4().hex,
+        epoch=0,
+        index_stripe=0,
+        first_segment=0,
+        file_systems=tuple(volume.probe(volume.directory.file_system) for volume in volumes),
+        size_bytes=config.size_bytes,
+        segment_bytes=config.segment_bytes,
+        free_floor_bytes=config.free_floor_bytes,
+    )
+
+
+def _agreed(known: Sequence[_Found], num_dirs: int) -> StoreIdentity:
+    """What the superblocks say, once they are known to be of one store."""
+    blocks = [(item.volume.path, item.superblock) for item in known if item.superblock is not None]
+    for path, block in blocks:
+        if block.format_version != FORMAT_VERSION:
+            raise StoreFormatError(
+                f"{path} has store format {block.format_version}, this version reads "
+                f"{FORMAT_VERSION}; use another directory, or delete its files"
+            )
+    if len({block.identity.store_id for _, block in blocks}) > 1:
+        names = ", ".join(f"{path} is of {block.identity.store_id[:8]}" for path, block in blocks)
+        raise StoreFormatError(f"--hcache-dirs mixes directories of different stores: {names}")
+    identity = max((block.identity for _, block in blocks), key=lambda item: item.epoch)
+    # Where each was used without the other, what one of them cleared stays cleared.
+    identity = replace(identity, first_segment=max(block.identity.first_segment for _, block in blocks))
+    if identity.num_stripes != num_dirs:
+        raise StoreFormatError(
+            f"{blocks[0][0]} is one of {identity.num_stripes} directories of its store, but --hcache-dirs names "
+            f"{num_dirs}; give all of them, or delete the files of all these directories to start an empty store"
+        )
+    if len({block.stripe for _, block in blocks}) < len(blocks):
+        raise StoreFormatError("--hcache-dirs names two copies of the same directory of a store")
+    return identity
+
+
+def _in_place(found: Sequence[_Found], identity: StoreIdentity) -> list[Volume]:
+    """The volumes by stripe: superblocks say where they belong, the others fill the gaps in the order given."""
+    placed = {item.superblock.stripe: item.volume for item in found if item.superblock is not None}
+    gaps = iter(sorted(set(range(identity.num_stripes)) - set(placed)))
+    placed.update((next(gaps), item.volume) for item in found if item.superblock is None)
+    for stripe, volume in placed.items():
+        volume.stripe = stripe
+    return [placed[stripe] for stripe in range(identity.num_stripes)]
+
+
+def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
+    """Bring a directory into use; one that cannot be is left out, or refused if the store is new."""
+    directory = volume.directory
+
+    def make_ready() -> None:
+        if directory.read_superblock() is None:
+            if not is_new:
+                directory.check_no_strangers()
+                _check_emptied(directory, identity.file_systems[volume.stripe])
+            directory.write_superblock(Superblock(identity, volume.stripe))
+        _probe(directory)
+
+    try:
+        volume.probe(make_ready)
+    except OSError as error:
+        if is_new:
+            raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
+        volume.health.failed(error, writing=True)
+        if volume.health.writable:  # one failure is not many, but nothing has ever worked here
+            volume.health.take_out(error.strerror or str(error))
+
+
+def _check_emptied(directory: StoreDirectory, file_system: int) -> None:
+    """
+    Raises:
+        OSError: it is not empty, or it is the mount point of a disk that is not mounted.
+    """
+    if not directory.is_empty():
+        raise OSError(errno.EUCLEAN, "it has no superblock; `hcache store fsck --rebuild` makes a new one")
+    _check_mounted(directory, file_system)
+
+
+def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
+    """Before anything is created there.
+
+    Raises:
+        OSError: it has no superblock and is, or would be, on another file system than before.
+    """
+    place = directory.path
+    if (place / SUPERBLOCK_NAME).exists():
+        return
+    while not place.exists():
+        place = place.parent
+    if os.statvfs(place).f_fsid != file_system:
+        raise OSError(
+            errno.ENODEV,
+            "it is empty and on another file system than before: is the disk mounted? If it was replaced, "
+            "`hcache store fsck --rebuild` takes the empty one in",
+        )
+
+
+def _probe(directory: StoreDirectory) -> None:
+    """Try O_DIRECT; on a full disk the oldest segments go first: without room not even the index opens."""
+    while True:
+        try:
+            directory.probe_direct()
+            return
+        except OSError as error:
+            oldest = min(directory.segment_sizes(), default=None)
+            if error.errno not in FULL_ERRNOS or oldest is None:
+                raise
+            _log.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
+            directory.unlink_segment(oldest)
+
+
+def _updated(
+    volumes: Sequence[Volume], identity: StoreIdentity, config: StoreConfig, agree: bool
+) -> StoreIdentity:
+    """``identity`` with this start's settings, written down if they are new or the directories do not agree."""
+    file_systems = list(identity.file_systems)
+    for volume in volumes:
+        with contextlib.suppress(StoreError):
+            file_systems[volume.stripe] = volume.call(
+                volume.directory.file_system, "cannot ask for its identity"
+            )
+    changed = identity.next(
+        file_systems=tuple(file_systems),
+        size_bytes=config.size_bytes,
+        segment_bytes=config.segment_bytes,
+        free_floor_bytes=config.free_floor_bytes,
+    )
+    if agree and changed == identity.next():
+        return identity
+    try:
+        publish(volumes, changed)
+    except StoreError as error:
+        _log.warning("hcache: the superblocks could not be brought up to date: %s", error)
+    return changed

@@ -1,0 +1,57 @@
+"""Batches of operations with a deadline: what hangs is given up, and every outcome moves a directory's health."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult
+from sglang_hcache.store.volumes.volume import Volume
+
+
+class Transfers:
+    """Runs operations through an engine. Safe from several threads.
+
+    Args:
+        patience_s: a batch of which nothing ended for so long is given up, seconds.
+    """
+
+    def __init__(self, engine: IOEngine, volumes: Sequence[Volume], patience_s: float) -> None:
+        self._engine = engine
+        self._volumes = volumes
+        self._patience_s = patience_s
+
+    def run(self, ops: Sequence[IOOp]) -> list[IOResult]:
+        """Results of ``ops``, in order. Those of directories that are out fail with ENODEV at once."""
+        wanted = [index for index, op in enumerate(ops) if self._volumes[op.stripe].health.readable]
+        batch = Batch([ops[index] for index in wanted], self._late)
+        if wanted:
+            self._engine.submit(batch, range(len(wanted)))
+        out = IOResult(0, OSError(errno.ENODEV, "its directory is out"))
+        results = [out] * len(ops)
+        for index, result in zip(wanted, batch.wait(self._patience_s), strict=True):
+            results[index] = _explained(ops[index], result)
+            self._note(ops[index], results[index])
+        return results
+
+    def _note(self, op: IOOp, result: IOResult) -> None:
+        health = self._volumes[op.stripe].health
+        if result.in_flight:
+            health.hangs()
+        if result.error is not None:
+            if result.error.errno != errno.ECANCELED:
+                health.failed(result.error, writing=op.kind is not IOKind.READ)
+        elif op.kind is not IOKind.WRITE:  # what is written counts when it is synced
+            health.succeeded(writing=op.kind is IOKind.SYNC)
+
+    def _late(self, op: IOOp) -> None:
+        self._volumes[op.stripe].health.returned()
+
+
+def _explained(op: IOOp, result: IOResult) -> IOResult:
+    """A file that could only be opened for reading says EBADF to a write: its file system is read-only."""
+    if op.kind is IOKind.WRITE and result.error is not None and result.error.errno == errno.EBADF:
+        return replace(result, error=OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    return result

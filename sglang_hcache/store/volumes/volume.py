@@ -1,0 +1,132 @@
+"""A directory as the running store uses it: every call has a deadline, and its outcome moves the health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, StoreTimeoutError
+from sglang_hcache.store.config import DirectoryStats
+from sglang_hcache.store.io.engine import OpenFile
+from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, Health
+
+T = TypeVar("T")
+
+
+def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
+    """``error`` as one of ours: full when the device is full, late when it overran its deadline."""
+    if error.errno in FULL_ERRNOS:
+        return StoreFullError(f"{doing}: {error}")
+    kind = StoreTimeoutError if isinstance(error, TimeoutError) else StoreIOError
+    return kind(f"{doing}: {error}")
+
+
+class Volume:
+    """One directory, its health, and the thread on which its files are created, deleted and asked about.
+
+    Args:
+        patience_s: deadline of a call, seconds.
+    """
+
+    def __init__(self, directory: StoreDirectory, stripe: int, health: Health, patience_s: float) -> None:
+        self.directory = directory
+        self.stripe = stripe
+        self.health = health
+        self._patience_s = patience_s
+        self._lane = Lane(f"hcache-dir{stripe}")
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    def call(self, function: Callable[[], T], doing: str, *, writing: bool = False, blame: bool = True) -> T:
+        """What ``function()`` returns. Without ``blame`` only a device that hangs or is gone moves the health.
+
+        Raises:
+            StoreFullError, StoreIOError, StoreTimeoutError: it failed, or the directory is out.
+        """
+        if not self.health.readable:
+            raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
+        try:
+            return self._guarded(function)
+        except FileNotFoundError as error:
+            self.check_presence()
+            raise storage_error(error, doing) from error
+        except OSError as error:
+            if blame or error.errno in GONE_ERRNOS:
+                self.health.failed(error, writing=writing)
+            raise storage_error(error, doing) from error
+        except StoreFullError:
+            raise
+        except StoreIOError as error:
+            cause = error.__cause__
+            self.health.failed(cause if isinstance(cause, OSError) else OSError(str(error)), writing=writing)
+            raise
+
+    def create_segment(self, segment: int, size: int) -> None:
+        """See ``StoreDirectory``; here and below raises what :meth:`call` does."""
+        create = partial(self.directory.create_segment, segment, size)
+        self.call(create, "cannot create a segment file", writing=True)
+
+    def open_segment(self, segment: int) -> OpenFile:
+        return self.call(partial(self.directory.open_segment, segment), "cannot open a segment file")
+
+    def trim_segment(self, segment: int, size: int) -> None:
+        trim = partial(self.directory.trim_segment, segment, size)
+        self.call(trim, "cannot trim a segment file", writing=True)
+
+    def segment_bytes(self, segment: int) -> int:
+        return self.call(partial(self.directory.segment_bytes, segment), "cannot measure a segment file")
+
+    def unlink_segment(self, segment: int) -> None:
+        """One file that cannot be deleted says nothing about the device."""
+        unlink = partial(self.directory.unlink_segment, segment)
+        self.call(unlink, "cannot delete a segment file", writing=True, blame=False)
+
+    def let_go(self, files: dict[int, OpenFile], name: int) -> None:
+        """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""
+        self._lane.post(partial(files.__delitem__, name))
+
+    def probe(self, function: Callable[[], T], patience_s: float | None = None) -> T:
+        """``function()`` whatever the health says, with the deadline, and without an effect on the health.
+
+        Raises:
+            OSError, StoreError: whatever it raises; TimeoutError if it is late.
+        """
+        return self._lane.call(function, patience_s or self._patience_s)
+
+    def check_presence(self) -> None:
+        """Take the volume out if its directory is not the one that was opened."""
+        try:
+            present = self._guarded(self.directory.is_present)
+        except OSError as error:
+            self.health.failed(error, writing=False)
+            return
+        if not present:
+            self.health.take_out("the directory was deleted or unmounted")
+
+    def close(self, timeout_s: float) -> bool:
+        """Release the lock; False, keeping it until the process ends, if a call hangs."""
+        idle = self._lane.close(timeout_s)
+        if idle:
+            self.directory.release()
+        return idle
+
+    def _guarded(self, function: Callable[[], T]) -> T:
+        return self._lane.call(function, self._patience_s)
+
+
+def volume_stats(volume: Volume) -> DirectoryStats:
+    """How a directory is, as far as it answers."""
+    directory, health = volume.directory, volume.health
+    try:
+        physical, free = volume.call(
+            lambda: (directory.physical_bytes(), directory.free_bytes()), "statistics"
+        )
+    except StoreError:
+        physical, free = 0, -1
+    return DirectoryStats(volume.path, str(health.condition), health.reason, physical, free, directory.direct)

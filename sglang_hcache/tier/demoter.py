@@ -1,0 +1,233 @@
+"""The demoter: a thread that moves chunks from host memory to the disk, so that slots can be used again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from sglang_hcache.core.errors import StoreError, StoreFullError, WriteBudgetError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.tier.chunk import ChunkInfo, form_runs
+from sglang_hcache.tier.host import HostTier
+
+logger = logging.getLogger(__name__)
+
+_SPARE_FRACTION = 8  # one in so many host slots is kept free or clean
+_TICK_S = 0.5
+_WAIT_FOR_SLOT_S = 0.5
+_CLOSE_S = 3.0
+_MOST_REQUESTS = 4096  # each holds the tokens of an evicted prefix
+
+
+class ChunkSource(Protocol):
+    """Computes the keys of chunks to demote; called on the demoter's thread."""
+
+    def __call__(self) -> Iterable[ChunkKey]: ...
+
+
+class Demoter:
+    """Owns the writing side of ``disk``. Every method is safe from any thread.
+
+    Args:
+        run_chunks: most chunks of one disk run.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskStore, observer: Observer, run_chunks: int) -> None:
+        self._host = host
+        self._disk = disk
+        self._observer = observer
+        self._run_chunks = run_chunks
+        self._may_warn = Throttle()
+        self._spare_slots = max(1, host.num_slots // _SPARE_FRACTION)
+        lock = threading.Lock()
+        self._wake = threading.Condition(lock)  # there is work
+        self._freed = threading.Condition(lock)  # slots were made clean
+        self._requests: deque[ChunkSource] = deque()
+        self._keeps_up = True
+        self._busy = False
+        self._clearing = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="hcache-demoter", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is work."""
+        with self._wake:
+            return self._busy or self._clearing or bool(self._requests)
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether what is on disk must count as gone already."""
+        return self._clearing
+
+    def request(self, keys: ChunkSource) -> None:
+        """Write those of the chunks ``keys()`` that exist only in host memory. Never waits."""
+        with self._wake:
+            if len(self._requests) == _MOST_REQUESTS:
+                # The disk does not keep up. Those chunks stay dirty, and go when slots run short.
+                self._observer.count("demote.requests_dropped")
+                return
+            self._requests.append(keys)
+            self._wake.notify()
+
+    def wake_if_short(self) -> None:
+        """Look after slots now if few are free or clean."""
+        if self._is_short_of_slots():
+            with self._wake:
+                self._wake.notify()
+
+    def wait_for_slot(self) -> int | None:
+        """A host slot as soon as one is clean, or None. Waits a moment, but not for a disk that hangs."""
+        if not self._keeps_up:
+            return None
+        slot = None
+        deadline = time.monotonic() + _WAIT_FOR_SLOT_S
+        with self._freed:
+            while slot is None and (left := deadline - time.monotonic()) > 0:
+                self._wake.notify()
+                self._freed.wait(left)
+                slot = self._host.reserve()
+            # A disk that hangs must not hold up every chunk; its next completed run ends this.
+            self._keeps_up = slot is not None
+        return slot
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """False if time ran out first."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_busy:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+            time.sleep(0.005)
+        return True
+
+    def clear_disk(self) -> None:
+        """Empty the disk, and forget what was asked before. Never waits."""
+        with self._wake:
+            self._requests.clear()
+            self._clearing = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Stop after the run that is being written; does not wait for a disk that hangs. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._requests.clear()
+            self._wake.notify()
+        self._thread.join(_CLOSE_S)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                while not (self._requests or self._stopping or self._clearing or self._is_short_of_slots()):
+                    self._wake.wait(_TICK_S)
+                if self._stopping:
+                    return
+                self._busy = True
+                requests = [self._requests.popleft() for _ in range(len(self._requests))]
+            try:
+                if self._clearing:
+                    self._clear()
+                self._demote(requests)
+            except Exception:
+                # The thread must outlive anything: what could not be written stays in host memory or is dropped.
+                logger.exception("hcache: demotion failed")
+                self._observer.count("demote.errors")
+                time.sleep(_TICK_S)
+
+    def _is_short_of_slots(self) -> bool:
+        free, clean, dirty = self._host.counts()
+        return bool(dirty) and free + clean < self._spare_slots
+
+    def _clear(self) -> None:
+        self._disk.clear()
+        with self._wake:
+            self._clearing = False
+
+    def _demote(self, requests: Sequence[ChunkSource]) -> None:
+        chunks = {
+            info.key: info
+            for request in requests
+            for key in request()
+            if (info := self._host.dirty_info(key)) is not None
+        }
+        if self._is_short_of_slots():
+            oldest = self._host.oldest_dirty(max(self._spare_slots, self._run_chunks))
+            chunks.update((info.key, info) for info in oldest)
+        runs = form_runs(chunks.values(), self._run_chunks)
+        # What was used again first: it must not find the write budget used up by what was not.
+        for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
+            if self._stopping or self._clearing:
+                return
+            self._write_run(run)
+
+    def _write_run(self, run: Sequence[ChunkInfo]) -> None:
+        """Write one run; a chunk that cannot be written is given up, so that its slot can be used again."""
+        pinned = [(info, slot) for info in run if (slot := self._host.pin(info.key)) is not None]
+        try:
+            fresh = [(info, slot) for info, slot in pinned if not self._disk.contains(info.key)]
+            for piece in _consecutive(fresh):
+                if self._clearing:
+                    return
+                self._write_within_budget(piece)
+        except WriteBudgetError:
+            self._observer.count("demote.chunks_dropped_budget", len(pinned))
+        except StoreFullError:
+            self._observer.count("demote.chunks_dropped_full", len(pinned))
+        except StoreError as error:
+            if self._may_warn():
+                logger.warning(
+                    "hcache: %d chunks could not be demoted, now and perhaps more: %s", len(pinned), error
+                )
+            self._observer.count("demote.chunks_dropped_error", len(pinned))
+        finally:
+            for info, slot in pinned:
+                self._host.unpin(info.key, slot)
+                self._host.mark_clean(info.key)
+            with self._freed:
+                self._keeps_up = True
+                self._freed.notify_all()
+
+    def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]]) -> None:
+        """Write consecutive chunks; when the write budget runs short, only those that were used again."""
+        # A prefix that was used again begins with its first chunk, so what was not is the tail.
+        reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
+        all_pass = self._disk.admits(len(piece), self._host.layout.chunk_layer_bytes, reused=False)
+        keep = len(piece) if all_pass else reused
+        if keep < len(piece):
+            self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
+        if keep:
+            infos, slots = zip(*piece[:keep], strict=True)
+            self._write_piece(infos, slots)
+
+    def _write_piece(self, infos: Sequence[ChunkInfo], slots: Sequence[int]) -> None:
+        run = Run(
+            namespace_id=infos[0].namespace_id,
+            keys=tuple(info.key for info in infos),
+            first_chunk=infos[0].index,
+            chunk_layer_bytes=self._host.layout.chunk_layer_bytes,
+        )
+        self._disk.write_run(run, lambda layer: [self._host.layer_of(slot, layer) for slot in slots])
+        self._observer.count("demote.chunks_written", len(infos))
+
+
+def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:
+    """Split where a chunk in the middle is on disk already."""
+    pieces: list[list[tuple[ChunkInfo, int]]] = []
+    for item in chunks:
+        if pieces and pieces[-1][-1][0].key == item[0].parent:
+            pieces[-1].append(item)
+        else:
+            pieces.append([item])
+    return pieces

@@ -1,0 +1,22 @@
+"""Options for all tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sglang-hcache")
+    group.addoption(
+        "--kills", type=int, default=20, metavar="N", help="tests/faults: kill a store's process N times (20)"
+    )
+    group.addoption(
+        "--flips",
+        type=int,
+        default=40,
+        metavar="N",
+        help="tests/faults: damage each kind of file N times (40)",
+    )
+    group.addoption(
+        "--fault-seed", type=int, default=0, metavar="N", help="tests/faults: what is damaged, and when (0)"
+    )

@@ -1,0 +1,112 @@
+"""A small file system of its own: in memory, or ext4 in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+DISK_BYTES = 48 * 2**20
+_PIECE = 2**16
+
+
+class SmallDisk:
+    """A mounted file system of 48 MiB. Needs the right to mount; see :func:`small_disk`.
+
+    Args:
+        kind: ``tmpfs`` or ``ext4``.
+        base: a folder for the mount point and the image.
+    """
+
+    def __init__(self, kind: str, base: Path) -> None:
+        self.kind = kind
+        self.mount_point = base / "mounted"
+        self.mount_point.mkdir()
+        self._source = "tmpfs"
+        self._mounts = 0
+        self._loop = ""
+        if kind == "ext4":
+            image = base / "image"
+            with open(image, "wb") as file:
+                file.truncate(DISK_BYTES)
+            _run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+            self._loop = self._source = _run("losetup", "--find", "--show", str(image))
+
+    @property
+    def others_file(self) -> Path:
+        """What somebody else has on the disk."""
+        return self.mount_point / "others"
+
+    def mount(self) -> None:
+        options = [f"size={DISK_BYTES}"] if self.kind == "tmpfs" else []
+        self._mount("-t", self.kind, "-o", ",".join(["noatime", *options]), self._source)
+
+    def cover(self) -> None:
+        """Mount it once more over itself, read-only: what is opened from now on cannot be written."""
+        self._mount("--bind", str(self.mount_point))
+        _run("mount", "-o", "remount,bind,ro", str(self.mount_point))
+
+    def abort(self) -> None:
+        """What ext4 does when it finds itself damaged: read-only until it is mounted again."""
+        _run("mount", "-o", "remount,abort", str(self.mount_point))
+
+    def unmount(self) -> None:
+        """Take the uppermost mount away, though files of it may be open."""
+        _run("umount", "--lazy", str(self.mount_point))
+        self._mounts -= 1
+
+    def close(self) -> None:
+        """Leave nothing mounted."""
+        while self._mounts:
+            self.unmount()
+        if self._loop:
+            _run("losetup", "--detach", self._loop)
+
+    def free_bytes(self) -> int:
+        found = os.statvfs(self.mount_point)
+        return found.f_bavail * found.f_frsize
+
+    def fill(self, leave_bytes: int = 0) -> None:
+        """Others take all but ``leave_bytes``."""
+        with open(self.others_file, "ab", buffering=0) as file:
+            for size in (_PIECE, 4096):
+                while self.free_bytes() - size >= leave_bytes:
+                    try:
+                        file.write(bytes(size))
+                    except OSError as error:
+                        if error.errno != errno.ENOSPC:
+                            raise
+                        break
+            os.fsync(file.fileno())
+
+    def empty(self) -> None:
+        """Others delete theirs."""
+        self.others_file.unlink(missing_ok=True)
+
+    def _mount(self, *arguments: str) -> None:
+        _run("mount", *arguments, str(self.mount_point))
+        self._mounts += 1
+
+
+def small_disk(kind: str, base: Path) -> SmallDisk:
+    """A mounted disk; skips the test where that is not permitted or the tools are missing."""
+    disk = None
+    try:
+        disk = SmallDisk(kind, base)
+        disk.mount()
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        if disk is not None:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                disk.close()
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        pytest.skip(f"no {kind} of our own can be mounted here: {reason}")
+    return disk
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

@@ -1,0 +1,161 @@
+"""Flipped bits in extents: every field of the header, the payload; also with a digest that fits the damage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.format.geometry import BLOCK
+from tests.faults.damage import (
+    ALL,
+    RUNS,
+    Extent,
+    change,
+    examine,
+    extents,
+    flip,
+    in_time,
+    read,
+    rows_of_table,
+    served,
+)
+
+WAYS = ("closed", "without index", "running")
+
+
+def header_fields() -> dict[str, tuple[int, int]]:
+    """Name -> first byte and bytes behind it, as docs/store-format.md has them."""
+    fields = {}
+    for offset, size, name, _ in rows_of_table("Extent header", "offset"):
+        end = int(offset) + int(size.replace("32 * n", "96").replace("8 * n", "24"))
+        fields[name] = (int(offset), end)
+    return fields
+
+
+FIELDS = header_fields()
+
+
+def test_the_documented_fields_fill_the_header() -> None:
+    ends = {"chunk keys": 2176, "chunk digests": 2688}
+    at = 0
+    for name, (begin, end) in FIELDS.items():
+        assert begin == at, name
+        at = ends.get(name, end)
+    assert at == BLOCK
+
+
+Damage = Callable[[StoreConfig], None]
+
+
+def found_after(how: str, config: StoreConfig, damage: Damage) -> set[int]:
+    """Which runs are served after ``damage`` was done in one of three ways; fails where the store refuses."""
+    if how == "running":
+        return found_while_running(config, damage)
+    damage(config)
+    if how == "without index":
+        (config.dirs[0] / "index.sqlite").unlink()
+    found = examine(config)
+    assert found is not None, "refused"
+    return found
+
+
+def found_while_running(config: StoreConfig, damage: Damage) -> set[int]:
+    store = DiskStore.open(config, Counters())
+    try:
+        assert served(store) == ALL
+        damage(config)
+        found = in_time(lambda: served(store))
+        assert found == served(store)
+        return found
+    finally:
+        store.close()
+
+
+def an_extent(config: StoreConfig, chance: random.Random, runs: Sequence[tuple[bytes, ...]] = RUNS) -> Extent:
+    return chance.choice([item for item in extents(config) if item.header.keys in runs])
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_bit_of_a_header(
+    fresh: Callable[[], StoreConfig], chance: random.Random, flips: int, field: str, how: str
+) -> None:
+    """Its run is not served, all others are."""
+    for _ in range(max(1, flips // 20)):
+        config = fresh()
+        extent = an_extent(config, chance)
+        at = extent.offset + chance.randrange(*FIELDS[field])
+        found = found_after(how, config, lambda _, at=at, path=extent.path: flip(path, at, chance))
+        assert found == ALL - {RUNS.index(extent.header.keys)}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("field", sorted(FIELDS.keys() - {"header digest"}))
+def test_a_header_that_is_wrong_in_itself(
+    fresh: Callable[[], StoreConfig], chance: random.Random, field: str, how: str
+) -> None:
+    """With a digest that fits: a bit, all zeros or all ones in the field, also where a run has one header only."""
+    begin, end = FIELDS[field]
+    for fill, runs in ((b"\0", RUNS), (b"\xff", RUNS), (b"\xff", RUNS[3:4]), (None, RUNS)):
+        config = fresh()
+        extent = an_extent(config, chance, runs)
+        at = extent.offset + begin
+
+        def damage(_: StoreConfig, path: Path = extent.path, at: int = at, fill: bytes | None = fill) -> None:
+            if fill is None:
+                flip(path, chance.randrange(at, at + end - begin), chance)
+            else:
+                change(path, at, fill * (end - begin))
+            fix_digest(path, at - begin)
+
+        filled = fill is not None and read(extent.path, at, end - begin) == fill * (end - begin)
+        found = found_after(how, config, damage)
+        number = RUNS.index(extent.header.keys)
+        assert found >= ALL - {number}
+        if how != "without index" and field != "reserved" and not filled:
+            assert number not in found, "the index promised something else"
+
+
+def fix_digest(path: Path, at: int) -> None:
+    """Make the digest of the header at ``at`` fit its bytes."""
+    block = bytearray(read(path, at, BLOCK))
+    block[16:24] = bytes(8)
+    change(path, at + 16, xxhash.xxh3_64_intdigest(block).to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_bit_of_a_payload(
+    fresh: Callable[[], StoreConfig], chance: random.Random, flips: int, how: str
+) -> None:
+    """Behind the last chunk it does not matter; else the chunk is not served, but all others are."""
+    for _ in range(flips // 3):
+        config = fresh()
+        extent = an_extent(config, chance)
+        place = chance.randrange(extent.header.extent_bytes - BLOCK)
+        at = extent.offset + BLOCK + place
+        number = RUNS.index(extent.header.keys)
+        found = found_after(how, config, lambda _, at=at, path=extent.path: flip(path, at, chance))
+        assert found == (ALL - {number} if place < extent.header.payload_bytes else ALL)
+
+
+def test_other_bytes_anywhere_in_the_files(
+    fresh: Callable[[], StoreConfig], chance: random.Random, flips: int
+) -> None:
+    """Blocks of them, with and without an index: what is served is right, and most is."""
+    for turn in range(flips // 2):
+        config = fresh()
+        for _ in range(turn % 4 + 1):
+            path = chance.choice([item.path for item in extents(config)])
+            size = path.stat().st_size
+            change(path, chance.randrange(size) // BLOCK * BLOCK, chance.randbytes(BLOCK))
+        if turn % 2:
+            (config.dirs[0] / "index.sqlite").unlink()
+        found = examine(config)
+        assert found is not None
+        assert len(found) >= len(RUNS) - turn % 4 - 1

@@ -1,0 +1,264 @@
+"""A real disk that is full, goes read-only, or is unmounted, under a running store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreError, TierMissError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
+from tests.faults.damage import HANG_S
+from tests.faults.small_disk import SmallDisk, small_disk
+from tests.faults.traffic import Habits, Traffic, Watch
+from tests.unit.store.conftest import wait_until
+
+OpenStore = Callable[..., DiskStore]
+MIB = 2**20
+LAYERS = (16_384, 10_000, 16_384)
+NUM_KEYS = 6
+"""In a run of ``fill``; about 270 KiB."""
+IO_TIMEOUT_S = 30.0
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk]:
+    disk = small_disk(request.param, tmp_path)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def config_on(disk: SmallDisk, *others: Path, floor: int = 0, cap: int = 40 * MIB) -> StoreConfig:
+    """A store in a folder of the disk, and in ``others``."""
+    config = small_config(disk.mount_point, size=cap, segment=MIB, floor=floor)
+    return replace(
+        config, dirs=(disk.mount_point / "hcache", *others), io_timeout_s=IO_TIMEOUT_S, retry_s=0.05
+    )
+
+
+def keys_of(run: int) -> tuple[bytes, ...]:
+    return make_keys(10 * run, NUM_KEYS)
+
+
+def write(store: DiskStore, runs: range) -> None:
+    for run in runs:
+        write_keys(store, keys_of(run), LAYERS)
+
+
+def takes_writes(store: DiskStore, run: int) -> bool:
+    try:
+        write(store, range(run, run + 1))
+    except StoreError:
+        return False
+    return True
+
+
+def served(store: DiskStore, runs: range) -> list[int]:
+    """Which of ``runs`` are there; reads them all, and fails if one cannot be read."""
+    found = []
+    for run in runs:
+        with contextlib.suppress(TierMissError):
+            read_keys(store, keys_of(run))
+            found.append(run)
+    return found
+
+
+def conditions(store: DiskStore) -> list[str]:
+    return [item.condition for item in store.stats().directories]
+
+
+def is_healthy(store: DiskStore) -> bool:
+    return set(conditions(store)) == {"healthy"}
+
+
+@contextmanager
+def greedy_neighbour(disk: SmallDisk) -> Iterator[None]:
+    """Somebody who takes whatever is free, and whatever the store gives up."""
+    stop = threading.Event()
+
+    def fill() -> None:
+        while not stop.wait(0.001):
+            disk.fill()
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(HANG_S)
+        disk.empty()
+
+
+def test_a_disk_that_others_fill_up_under_load(disk: SmallDisk, open_store: OpenStore, seed: int) -> None:
+    """Writes are refused, what is leased is served; when there is room again, everything works again."""
+    config = config_on(disk)
+    store = open_store(config)
+    write(store, range(100, 104))
+    lease = store.lease(keys_of(100))
+    habits = Habits(seed=str(seed), num_threads=2, num_keys=900)
+    with Watch(lambda: over_cap(config)), Traffic(store, habits) as traffic:
+        wait_until(lambda: traffic.counts["written"] > 20, HANG_S)
+        with greedy_neighbour(disk):
+            wait_until(lambda: traffic.counts["write StoreFullError"] > 20, HANG_S)
+            assert store.match(keys_of(100)) == NUM_KEYS
+            read_keys(store, keys_of(100))
+        written = traffic.counts["written"]
+        wait_until(lambda: traffic.counts["written"] > written + 20, HANG_S)
+        assert traffic.counts["read CorruptExtentError"] == 0
+    lease.close()
+    wait_until(lambda: is_healthy(store), HANG_S)
+    write(store, range(200, 204))
+    assert store._keeper._thread.is_alive()
+    store.close()
+    store = open_store(config)
+    assert served(store, range(200, 204)) == [200, 201, 202, 203]
+
+
+def over_cap(config: StoreConfig) -> str | None:
+    used = physical_bytes(config.dirs)
+    return f"{used} of {config.size_bytes}" if used > config.size_bytes else None
+
+
+def test_the_floor_holds_while_we_write_and_when_others_do(disk: SmallDisk, open_store: OpenStore) -> None:
+    floor = 16 * MIB
+    config = config_on(disk, floor=floor)
+    store = open_store(config)
+
+    def below_floor() -> str | None:
+        free = disk.free_bytes()
+        return f"{free} bytes are free" if free < floor else None
+
+    with Watch(below_floor), Watch(lambda: over_cap(config)):
+        write(store, range(150))
+    assert store.stats().totals["segments_evicted"] > 5
+    before = physical_bytes(config.dirs)
+    assert before > 20 * MIB, "the floor, not the cap"
+    disk.fill(leave_bytes=floor // 2)
+    wait_until(lambda: below_floor() is None, HANG_S)
+    assert physical_bytes(config.dirs) < before - 6 * MIB
+    with Watch(below_floor):
+        write(store, range(200, 250))
+    assert served(store, range(245, 250)) == [245, 246, 247, 248, 249]
+    disk.fill(leave_bytes=0)
+    disk.empty()
+    wait_until(lambda: takes_writes(store, 300), HANG_S)
+    assert served(store, range(300, 301))
+
+
+def test_starting_on_a_full_disk(disk: SmallDisk, open_store: OpenStore) -> None:
+    """As much is given up as is needed to start, the rest is served."""
+    config = config_on(disk)
+    store = open_store(config)
+    write(store, range(40))
+    store.close()
+    disk.fill()
+    store = open_store(config)
+    found = served(store, range(40))
+    assert 20 <= len(found) < 40
+    wait_until(lambda: takes_writes(store, 50), HANG_S)
+    assert served(store, range(50, 51))
+    store.close()
+    store = open_store(config)
+    assert served(store, range(50, 51))
+
+
+def test_starting_on_a_disk_that_is_full_of_other_things(disk: SmallDisk) -> None:
+    disk.fill()
+    with pytest.raises(StoreError, match="No space left"):
+        DiskStore.open(config_on(disk), Counters())
+    disk.empty()
+    DiskStore.open(config_on(disk), Counters()).close()
+
+
+def test_a_disk_that_goes_read_only_and_comes_back(
+    disk: SmallDisk, tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = config_on(disk, tmp_path / "plain")
+    store = open_store(config)
+    write(store, range(10))
+    disk.cover()
+    wait_until(lambda: not takes_writes(store, 20), HANG_S)
+    wait_until(lambda: conditions(store) == ["read-only", "healthy"], HANG_S)
+    assert served(store, range(10)) == list(range(10))
+    wait_until(lambda: takes_writes(store, 30), HANG_S)
+    assert served(store, range(30, 31)), "the other directory goes on"
+    disk.unmount()
+    wait_until(lambda: is_healthy(store), HANG_S)
+    write(store, range(40, 50))
+    assert served(store, range(50)) == [*range(10), 30, *range(40, 50)]
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[SmallDisk]:
+    disk = small_disk("ext4", tmp_path)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def test_a_file_system_that_aborts(
+    ext4: SmallDisk, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ext4 found itself damaged and takes no more writes: the store serves on from it."""
+    caplog.set_level(logging.CRITICAL, "sglang_hcache")  # records hold errors, which hold open files
+    config = config_on(ext4)
+    store = open_store(config)
+    write(store, range(10))
+    ext4.abort()
+    wait_until(lambda: not takes_writes(store, 20), HANG_S)
+    wait_until(lambda: conditions(store) == ["read-only"], HANG_S)
+    assert served(store, range(10)) == list(range(10))
+    store.clear()  # noted in memory only
+    assert served(store, range(10)) == []
+    store.close()
+
+
+@pytest.mark.parametrize("folder", ["", "hcache"])
+def test_a_disk_that_is_unmounted_and_mounted_again(
+    ext4: SmallDisk, tmp_path: Path, open_store: OpenStore, folder: str
+) -> None:
+    """Its chunks are misses and come back; nothing is written to the folder that it was mounted on."""
+
+    def something_below() -> str | None:
+        return ", ".join(str(path) for path in ext4.mount_point.iterdir()) or None
+
+    on_disk = ext4.mount_point / folder
+    config = replace(config_on(ext4), dirs=(on_disk, tmp_path / "plain"))
+    store = open_store(config)
+    write(store, range(10))
+    for turn in range(3):
+        ext4.unmount()
+        with Watch(something_below, 0.001):
+            with pytest.raises(FileNotFoundError):  # as if the store had not noticed yet
+                store._volumes[0].directory.create_segment(999, BLOCK)
+            wait_until(lambda turn=turn: takes_writes(store, 100 + turn), HANG_S)
+            wait_until(lambda: conditions(store) == ["out", "healthy"], HANG_S)
+            for run in range(20, 30):
+                takes_writes(store, run)
+            assert served(store, range(10)) == []
+            time.sleep(0.3)  # the store looks whether it is back
+        ext4.mount()
+        wait_until(lambda: is_healthy(store), HANG_S)
+        assert served(store, range(10)) == list(range(10))
+        write(store, range(30 + turn, 35 + turn))
+    assert store._keeper._thread.is_alive()
+    store.close()
+    store = open_store(config)
+    assert served(store, range(30)) == [*range(10), *range(20, 30)]
+    store.close()
+    ext4.unmount()
+    assert not list(ext4.mount_point.iterdir())

@@ -1,0 +1,105 @@
+"""The benchmark of the store's I/O runs, small, and reports what it measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_hcache.store.io.nixl import nixl_problem
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ENGINES = ["posix"] if nixl_problem() else ["posix", "nixl"]
+
+
+@pytest.fixture
+def store_io(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import store_io
+
+    yield store_io
+    for name in ("store_io", "io_load", "io_report", "store_load"):
+        sys.modules.pop(name, None)
+
+
+def run(store_io: ModuleType, *arguments: str) -> str:
+    result = CliRunner().invoke(store_io.app, arguments)
+    if "O_DIRECT" in result.output:
+        pytest.skip("no O_DIRECT on the file system of the temporary folder")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def small(tmp_path: Path) -> list[str]:
+    sizes = ["--size", "1MiB", "--block", "64KiB", "--depth", "2", "--rounds", "2"]
+    return ["--dir", str(tmp_path), *sizes, "--quiet", "0", "--no-store", "--out", str(tmp_path / "out")]
+
+
+def report_of(tmp_path: Path) -> dict[str, Any]:
+    report = json.loads((tmp_path / "out/store_io.json").read_text())
+    assert isinstance(report, dict)
+    return report
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_engines_are_compared_with_fio(store_io: ModuleType, tmp_path: Path) -> None:
+    output = run(store_io, *small(tmp_path))
+    assert "rows reach their floor" in output
+    report = report_of(tmp_path)
+    rows = [(row["pattern"], row["variant"]) for row in report["rows"]]
+    assert rows == [
+        (pattern, variant) for pattern in ("read", "randread", "write") for variant in ("fio", *ENGINES)
+    ]
+    assert all(len(row["samples"]) == 2 and row["mb_per_s"] > 0 for row in report["rows"])
+    assert all((row["ratio_to_fio"] is None) == (row["variant"] == "fio") for row in report["rows"])
+    with (tmp_path / "out/store_io.csv").open(newline="") as file:
+        assert [(line["pattern"], line["variant"]) for line in csv.DictReader(file)] == rows
+    assert (tmp_path / "out/store_io.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_fio_the_rows_say_so(
+    store_io: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    output = run(store_io, *small(tmp_path))
+    assert "fio: not installed (apt install fio)" in output
+    rows = report_of(tmp_path)["rows"]
+    assert {row["note"] for row in rows if row["variant"] == "fio"} == {
+        "fio: not installed (apt install fio)"
+    }
+    assert all(row["ratio_to_fio"] is None for row in rows)
+    assert all(len(row["samples"]) == 2 for row in rows if row["variant"] != "fio")
+
+
+def test_the_store_is_measured(store_io: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = store_io.StoreLoad(2, runs_per_segment=2, num_chunks=4, num_layers=3, chunk_bytes=4096)
+    make_plan = store_io.make_plan
+
+    def tiny_plan(**wanted: Any) -> Any:
+        plan = make_plan(**wanted)
+        return type(plan)(**{**vars(plan), "store": tiny})
+
+    monkeypatch.setattr(store_io, "make_plan", tiny_plan)
+    run(store_io, *small(tmp_path))
+    rows = [row for row in report_of(tmp_path)["rows"] if row["what"] == "store"]
+    assert [(row["pattern"], row["variant"], row["block_bytes"], row["depth"]) for row in rows] == [
+        (pattern, variant, 16384, depth)
+        for pattern, depth in (("write", 8), ("read", 4))
+        for variant in ("fio", *(f"DiskStore, {name}" for name in ENGINES))
+    ]
+    assert all(row["mb_per_s"] > 0 for row in rows if row["samples"])
+
+
+def test_a_folder_that_does_not_exist_is_told(store_io: ModuleType, tmp_path: Path) -> None:
+    result = CliRunner().invoke(store_io.app, ["--dir", str(tmp_path / "missing")])
+    assert result.exit_code == 2
+    assert "does not" in result.output

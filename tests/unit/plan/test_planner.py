@@ -1,0 +1,361 @@
+"""Plans: the exact search, what is stored, and what a restore makes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
+from sglang_hcache.plan.planner import (
+    PlanKind,
+    Split,
+    closed_form,
+    make_plan,
+    pays_from,
+    plan_restore,
+    plan_stored,
+    search,
+    state_layout,
+    stored_bytes,
+)
+from sglang_hcache.plan.profile import analytic_profile
+from sglang_hcache.plan.shapes import NAMED_SHAPES
+
+H, KV, RE = Method.HIDDEN, Method.KV, Method.RECOMPUTE
+
+seconds = st.floats(1e-3, 10)
+layer_costs = st.builds(
+    LayerCosts,
+    io_hidden_s=seconds,
+    io_kv_s=seconds,
+    compute_hidden_s=seconds,
+    compute_kv_s=st.just(0.0) | seconds,
+    compute_recompute_s=seconds,
+)
+gqa_names = st.sampled_from(["llama3-8b", "llama3-70b", "qwen3-8b", "qwen2-7b", "mistral-7b-v0.3"])
+mha_names = st.sampled_from(["llama2-7b", "llama2-13b", "opt-30b", "gemma-7b", "qwen1.5-7b"])
+machines = st.builds(
+    Hardware,
+    flops=st.floats(1e12, 1e15),
+    io_bytes_per_s=st.floats(1e9, 1e11),
+    kv_write_bytes_per_s=st.just(math.inf) | st.floats(1e10, 3e12),
+    io_fixed_s=st.just(0.0) | st.floats(0, 1e-3),
+)
+lengths = st.integers(1, 2000).map(lambda chunks: chunks * CHUNK_TOKENS)
+
+
+def time_of(split: Split, costs: LayerCosts) -> float:
+    """T of a plan by a simulation that shares nothing with ours, over all orders of the three methods' blocks."""
+    parts = {
+        RE: (split.recompute, 0.0, costs.compute_recompute_s),
+        H: (split.hidden, costs.io_hidden_s, costs.compute_hidden_s),
+        KV: (split.kv, costs.io_kv_s, costs.compute_kv_s),
+    }
+    times = []
+    for blocks in ((RE, H, KV), (RE, KV, H), (H, RE, KV), (H, KV, RE), (KV, RE, H), (KV, H, RE)):
+        read = done = 0.0
+        for count, io, compute in (parts[block] for block in blocks):
+            for _ in range(count):
+                read += io
+                done = max(done, read if io else 0.0) + compute
+        times.append(max(done, read))
+    return min(times)
+
+
+def brute_force(costs: LayerCosts, num_layers: int, kind: PlanKind) -> float:
+    times = []
+    for recompute in range(num_layers + 1):
+        for kv in range(num_layers - recompute + 1):
+            split = Split(recompute, num_layers - recompute - kv, kv)
+            allowed = {
+                PlanKind.AUTO: True,
+                PlanKind.HYBRID: not split.hidden,
+                PlanKind.HIDDEN: split.hidden == num_layers,
+                PlanKind.KV: split.kv == num_layers,
+                PlanKind.RECOMPUTE: split.recompute == num_layers,
+            }
+            if allowed[kind]:
+                times.append(time_of(split, costs))
+    return min(times)
+
+
+@given(costs=layer_costs, num_layers=st.integers(1, 9), kind=st.sampled_from(PlanKind))
+def test_search_equals_brute_force(costs, num_layers, kind):
+    plan = search(costs, num_layers, kind)
+    assert plan.total_s == pytest.approx(brute_force(costs, num_layers, kind), rel=1e-9)
+    assert plan.total_s == pytest.approx(time_of(plan.split, costs), rel=1e-9)
+    assert len(plan.methods) == num_layers
+
+
+@given(name=mha_names | gqa_names, machine=machines, length=lengths)
+def test_search_equals_brute_force_for_real_models(name, machine, length):
+    shape = replace(NAMED_SHAPES[name], num_layers=12)
+    costs = analytic_costs(shape, machine, length)
+    assert search(costs, 12).total_s == pytest.approx(brute_force(costs, 12, PlanKind.AUTO), rel=1e-9)
+
+
+@given(costs=layer_costs, num_layers=st.integers(1, 6), buffers=st.integers(1, 4))
+def test_search_with_few_buffers(costs, num_layers, buffers):
+    """T is the simulated time; and more memory, or more choice, is never slower."""
+    plan = search(costs, num_layers, buffers=buffers)
+    assert plan.total_s == make_plan(plan.methods, costs, buffers).total_s
+    assert plan.total_s >= search(costs, num_layers).total_s - 1e-9
+    for kind in PlanKind:
+        assert search(costs, num_layers, kind, buffers=buffers).total_s >= plan.total_s - 1e-9
+
+
+@given(costs=layer_costs, num_layers=st.integers(1, 12))
+def test_baselines_are_never_faster(costs, num_layers):
+    best = search(costs, num_layers).total_s
+    for kind in PlanKind:
+        assert search(costs, num_layers, kind).total_s >= best * (1 - 1e-8)
+
+
+def test_equally_fast_plans_spare_the_device():
+    """Reading takes 8 s either way; K and V leave nothing to compute."""
+    costs = LayerCosts(io_hidden_s=2, io_kv_s=2, compute_hidden_s=0, compute_kv_s=0, compute_recompute_s=100)
+    assert search(costs, 4).split == Split(0, 0, 4) or search(costs, 4).timeline.compute_s == 0
+    slower = replace(costs, compute_hidden_s=1e-12)
+    assert search(slower, 4).split == Split(0, 0, 4)
+
+
+# --- the closed forms of [HCache §4.1.2] ---
+
+
+def two_method_best(costs: LayerCosts, num_layers: int, other: Method) -> tuple[float, list[int]]:
+    """The smallest max(compute, I/O) with ``other`` besides hidden states, and every ``hidden`` that has it."""
+
+    def busy(hidden: int) -> float:
+        rest = num_layers - hidden
+        return max(
+            hidden * costs.io_hidden_s + rest * costs.io_s(other),
+            hidden * costs.compute_hidden_s + rest * costs.compute_s(other),
+        )
+
+    best = min(busy(hidden) for hidden in range(num_layers + 1))
+    return best, [hidden for hidden in range(num_layers + 1) if busy(hidden) <= best * (1 + 1e-9)]
+
+
+ratios = st.floats(1.05, 8)
+paper_like = st.builds(
+    lambda io, c, kv, tok: LayerCosts(
+        io_hidden_s=io, io_kv_s=io * kv, compute_hidden_s=c, compute_kv_s=0.0, compute_recompute_s=c * tok
+    ),
+    seconds,
+    seconds,
+    ratios,
+    st.floats(1.05, 20),
+)
+
+
+@given(costs=paper_like, num_layers=st.integers(1, 80))
+def test_closed_form_is_the_best_of_its_two_methods_up_to_rounding(costs, num_layers):
+    form = closed_form(costs, num_layers)
+    assert form.num_layers == num_layers
+    other = KV if costs.compute_hidden_s > costs.io_hidden_s else RE
+    assert (form.kv if other is RE else form.recompute) == 0
+    _, best = two_method_best(costs, num_layers, other)
+    # It rounds up, and the best whole number is one of the two beside the exact balance.
+    assert best[0] - 1 <= form.hidden <= best[-1] + 1
+
+
+@given(costs=paper_like, num_layers=st.integers(1, 60))
+def test_search_agrees_with_the_closed_form_where_it_applies(costs, num_layers):
+    """Where hidden states lie below the line between recomputing and K and V, no mix of these two beats them."""
+    hidden_share = costs.io_hidden_s / costs.io_kv_s + costs.compute_hidden_s / costs.compute_recompute_s
+    assume(hidden_share < 1)
+    form = closed_form(costs, num_layers)
+    other = KV if costs.compute_hidden_s > costs.io_hidden_s else RE
+    other_s = costs.io_kv_s if other is KV else costs.compute_recompute_s
+    gap_s = abs(costs.compute_hidden_s - costs.io_hidden_s)
+    share = other_s / (other_s + gap_s)  # of hidden layers, where compute and I/O end together
+    balanced_s = num_layers * share * max(costs.compute_hidden_s, costs.io_hidden_s)
+
+    found = search(costs, num_layers, with_fill=False)
+    found_s = max(found.timeline.io_s, found.timeline.compute_s)
+    form_timeline = make_plan(form.methods(), costs).timeline
+    form_s = max(form_timeline.io_s, form_timeline.compute_s)
+    one_layer_s = max(costs.compute_hidden_s, costs.io_hidden_s)
+    assert balanced_s * (1 - 1e-9) <= found_s <= form_s * (1 + 1e-9)
+    assert form_s <= (balanced_s + one_layer_s) * (1 + 1e-9)
+    pair_s, _ = two_method_best(costs, num_layers, other)
+    assert found_s <= pair_s * (1 + 1e-9)
+
+
+def test_closed_form_of_equal_speeds_is_hidden_states_only():
+    costs = LayerCosts(io_hidden_s=1, io_kv_s=2, compute_hidden_s=1, compute_kv_s=0, compute_recompute_s=6)
+    assert closed_form(costs, 32) == Split(0, 32, 0)
+
+
+def test_closed_form_refuses_what_it_does_not_cover():
+    gqa = analytic_costs(NAMED_SHAPES["llama3-8b"], Hardware(flops=2e14, io_bytes_per_s=2e10), 4096)
+    with pytest.raises(ValueError, match="slower to read than hidden states"):
+        closed_form(gqa, 32)
+    with pytest.raises(ValueError, match="at least one layer"):
+        closed_form(gqa, 0)
+
+
+# --- grouped-query attention ---
+
+
+@given(name=gqa_names, machine=machines, length=lengths, keep_all=st.booleans())
+@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096, True)
+def test_gqa_never_stores_hidden_states(name, machine, length, keep_all):
+    """They are larger than K and V, and must be projected as well."""
+    shape = NAMED_SHAPES[name]
+    costs = analytic_costs(shape, machine, length)
+    assert search(costs, shape.num_layers).split.hidden == 0
+    assert H not in plan_stored(costs, shape.num_layers, keep_all=keep_all)
+
+
+def test_gqa_mixes_k_and_v_with_recomputing():
+    shape = NAMED_SHAPES["llama3-8b"]
+    costs = analytic_costs(shape, Hardware(flops=4e14, io_bytes_per_s=7e9), 4096)
+    plan = search(costs, 32)
+    assert plan.split.recompute > 0
+    assert plan.split.kv > 0
+    assert plan.total_s == search(costs, 32, PlanKind.HYBRID).total_s < search(costs, 32, PlanKind.KV).total_s
+    assert plan_stored(costs, 32) == (KV,) * 32
+
+
+# --- what is stored, and what a restore makes of it ---
+
+
+@given(
+    costs=layer_costs, num_layers=st.integers(1, 10), keep_all=st.booleans(), kind=st.sampled_from(PlanKind)
+)
+def test_storing_loses_nothing_at_the_length_it_was_planned_for(costs, num_layers, keep_all, kind):
+    stored = plan_stored(costs, num_layers, kind, keep_all=keep_all)
+    most = None if kind in (PlanKind.AUTO, PlanKind.HYBRID) else stored.count(RE)
+    restore = plan_restore(stored, costs, max_recompute=most)
+    assert restore.total_s == pytest.approx(search(costs, num_layers, kind).total_s, rel=1e-8)
+    assert (RE in stored) <= (not keep_all or kind is PlanKind.RECOMPUTE)
+
+
+@given(
+    stored=st.lists(st.sampled_from([H, KV]), min_size=1, max_size=12),
+    costs=layer_costs,
+    buffers=st.none() | st.integers(1, 3),
+)
+def test_restore_equals_brute_force_and_is_never_slower_than_recomputing(stored, costs, buffers):
+    plan = plan_restore(stored, costs, buffers=buffers)
+    times = [
+        make_plan((RE,) * count + tuple(stored[count:]), costs, buffers).total_s
+        for count in range(len(stored) + 1)
+    ]
+    assert plan.total_s == pytest.approx(min(times), rel=1e-8)
+    assert plan.total_s <= len(stored) * costs.compute_recompute_s * (1 + 1e-8)
+    count = plan.split.recompute
+    assert plan.methods == (RE,) * count + tuple(stored[count:])
+    assert plan.is_restore == (count < len(stored))
+
+
+def test_slow_tier_is_left_alone():
+    costs = analytic_costs(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=1e7), 1024)
+    plan = plan_restore((H,) * 32, costs)
+    assert not plan.is_restore
+    assert plan.split == Split(32, 0, 0)
+
+
+def test_load_moves_work_to_the_idle_resource():
+    """What is stored stays; a busy tier makes a restore recompute, a busy device does not."""
+    shape = NAMED_SHAPES["llama2-7b"]
+    costs = analytic_costs(shape, Hardware(flops=2e14, io_bytes_per_s=24e9), 2048)
+    stored = plan_stored(costs, 32)
+    recomputed = [
+        plan_restore(stored, costs.scaled(io=io, compute=compute)).split.recompute
+        for io, compute in ((1, 4), (1, 1), (3, 1), (6, 1))
+    ]
+    assert recomputed[:2] == [0, 0]
+    assert 0 < recomputed[2] < recomputed[3]
+
+
+def test_long_contexts_fall_back_to_hidden_states_only():
+    """Recomputing grows with the square of the length, reading and projecting do not [HCache §6.2.3]."""
+    shape = NAMED_SHAPES["opt-30b"]
+    profile = analytic_profile(shape, Hardware(flops=5.3e14, io_bytes_per_s=16.5e9))
+    stored = plan_stored(profile.costs(2048), 48)
+    assert stored == (H,) * 48
+    recomputed = [
+        plan_restore(stored, profile.costs(n)).split.recompute for n in (2048, 16384, 131072, 2**20, 2**23)
+    ]
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert (recomputed[0], recomputed[-1]) == (8, 0)
+
+
+def test_without_stored_first_layers_a_restore_must_recompute_them():
+    stored = (RE, RE, H, H)
+    costs = LayerCosts(
+        io_hidden_s=0.1, io_kv_s=0.2, compute_hidden_s=0.1, compute_kv_s=0, compute_recompute_s=50
+    )
+    assert plan_restore(stored, costs).split == Split(2, 2, 0)
+    with pytest.raises(ValueError, match="2 layers store nothing and must be recomputed, more than 1"):
+        plan_restore(stored, costs, max_recompute=1)
+    with pytest.raises(ValueError, match="must be the first ones"):
+        plan_restore((H, RE), costs)
+
+
+def test_k_and_v_are_given_up_before_hidden_states():
+    """They are the larger reads, and cost nothing to compute."""
+    methods = Split(1, 2, 3).methods()
+    assert methods == (RE, KV, KV, KV, H, H)
+    assert Split.of(methods) == Split(1, 2, 3)
+
+
+# --- from which length on a restore pays ---
+
+
+@given(fixed_s=st.floats(1e-5, 0.02), buffers=st.none() | st.integers(1, 3))
+def test_pays_from_the_first_chunk_after_which_it_always_does(fixed_s, buffers):
+    shape = replace(NAMED_SHAPES["llama2-7b"], num_layers=4)
+    late = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=26e9, io_fixed_s=fixed_s))
+    stored = (H,) * 4
+
+    def pays(n: int) -> bool:
+        costs = late.costs(n)
+        return make_plan(stored, costs, buffers).total_s < 4 * costs.compute_recompute_s
+
+    first = pays_from(stored, late.costs, max_recompute=0, buffers=buffers)
+    assert first % CHUNK_TOKENS == 0
+    assert pays(first)
+    assert first == CHUNK_TOKENS or not pays(first - CHUNK_TOKENS)
+    assert all(pays(first * factor) for factor in (2, 3, 10))
+
+
+def test_pays_at_once_or_never():
+    shape = NAMED_SHAPES["llama2-7b"]
+    fast = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=26e9))
+    assert pays_from((H,) * 32, fast.costs) == 64
+    assert pays_from((RE,) * 32, fast.costs) is None
+    slow = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=1e8))
+    assert pays_from((H,) * 32, slow.costs, max_tokens=4096, max_recompute=0) is None
+
+
+def test_only_long_contexts_pay_on_a_slow_disk():
+    """Attention grows with the square of the length: at some length reading is faster than anything."""
+    slow = analytic_profile(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=2e9))
+    first = pays_from((H,) * 32, slow.costs, max_recompute=0)
+    assert 64 < first < 2**20
+    # Reading some layers while the others are recomputed is faster at once.
+    assert pays_from((H,) * 32, slow.costs) == 64
+
+
+# --- bytes ---
+
+
+def test_bytes_and_layout_of_what_is_stored():
+    shape = replace(NAMED_SHAPES["llama2-7b"], num_layers=4)
+    stored = Split(0, 3, 1).methods()
+    layout = state_layout(shape, stored)
+    assert layout.row_bytes == (16384, 8192, 8192, 8192)
+    assert sum(layout.row_bytes) == stored_bytes(shape, stored) == 40960
+    assert stored_bytes(shape, (RE, H, H, H)) == 3 * 8192
+    assert state_layout(shape, (H,) * 4) == StateLayout.all_hidden(4, 4096, 2)
+    assert state_layout(shape, (KV,) * 4) == StateLayout.all_kv(4, 32, 128, 2)
+    with pytest.raises(ValueError, match="every layer of a chunk stores something"):
+        state_layout(shape, (RE, H, H, H))

@@ -1,0 +1,164 @@
+"""Profiles: curves of tokens, fitted or counted, and their JSON form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hcache.plan.costs import Hardware, analytic_costs
+from sglang_hcache.plan.curves import CostCurve, fit_curve
+from sglang_hcache.plan.profile import Profile, ProfileSource, TierCurves, analytic_profile
+from sglang_hcache.plan.shapes import NAMED_SHAPES
+
+HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9, kv_write_bytes_per_s=1e12, io_fixed_s=1e-4)
+shapes = st.sampled_from(list(NAMED_SHAPES.values()))
+coefficients = st.floats(0, 1) | st.sampled_from([0.0, 1e-12])
+
+
+def profile() -> Profile:
+    made = analytic_profile(NAMED_SHAPES["llama2-7b"], HARDWARE)
+    fast = TierCurves(hidden=CostCurve(per_token_s=1e-9, r_squared=0.99), kv=CostCurve(per_token_s=2e-9))
+    return replace(
+        made,
+        source=ProfileSource.MEASURED,
+        machine="a machine",
+        tiers={**made.tiers, "host": fast},
+        token_range=(64, 8192),
+    )
+
+
+@given(shape=shapes, n=st.integers(1, 100_000), start=st.integers(0, 100_000))
+def test_analytic_profile_is_the_analytic_costs(shape, n, start):
+    expected = analytic_costs(shape, HARDWARE, n, start)
+    found = analytic_profile(shape, HARDWARE).costs(n, start)
+    for name in type(expected).__slots__:
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-9)
+
+
+def test_tokens_in_two_tiers_are_read_one_after_the_other():
+    both = profile().costs({"disk": 512, "host": 128})
+    disk, host = profile().costs({"disk": 512, "host": 0}), profile().costs({"host": 128})
+    assert both.io_hidden_s == pytest.approx(disk.io_hidden_s + host.io_hidden_s)
+    assert both.io_kv_s == pytest.approx(disk.io_kv_s + host.io_kv_s)
+    assert both.compute_hidden_s == pytest.approx(profile().costs({"host": 640}).compute_hidden_s)
+
+
+def test_json_round_trip():
+    assert Profile.from_json(profile().to_json()) == profile()
+    data = json.loads(profile().to_json())
+    assert (data["format"], data["source"], data["model"]["ffn"]) == (1, "measured", "gated")
+    assert data["versions"].keys() == {"sglang-hcache"}
+
+
+@given(fixed=coefficients, linear=coefficients, squared=coefficients, r_squared=st.none() | st.floats(-1, 1))
+def test_json_keeps_every_number(fixed, linear, squared, r_squared):
+    curve = CostCurve(fixed_s=fixed, per_token_s=linear, per_token_squared_s=squared, r_squared=r_squared)
+    made = profile()
+    made = replace(made, compute=replace(made.compute, recompute=curve))
+    assert Profile.from_json(made.to_json()) == made
+
+
+def _put(data, path, value):
+    *folders, last = path.split(".")
+    for folder in folders:
+        data = data[folder]
+    data[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "format must be 1, got 2"),
+        ("source", "guessed", "'guessed' is not a valid ProfileSource"),
+        ("machine", 7, "machine must be a text"),
+        ("extra", 1, "profile: unknown extra"),
+        ("model.num_layers", 0, "model: num_layers must be a positive whole number"),
+        ("model.ffn", "wide", "'wide' is not a valid FFNKind"),
+        ("model", None, "model must be an object"),
+        ("tiers", {}, "tiers must name at least one tier"),
+        ("tiers.disk.hidden.per_token_s", -1, "tiers.disk.hidden: per_token_s must be a number of seconds"),
+        ("tiers.disk.kv.per_token_s", "1", "tiers.disk.kv: per_token_s"),
+        ("tiers.disk.kv.per_token_squared_s", 1e-9, "only recomputing has a squared term"),
+        ("compute.hidden.per_token_squared_s", 1e-9, "compute: hidden: per_token_squared_s must be 0"),
+        ("compute.kv", 3, "compute.kv must be an object"),
+        ("compute.kv", {}, "per_token_s"),
+        ("compute", {}, "compute: .*missing"),
+        ("compute.recompute.r_squared", 1.5, "r_squared must be a number up to 1"),
+        ("compute.recompute.fixed_s", float("nan"), "fixed_s must be a number"),
+        ("token_range", [64], r"token_range must be \[shortest, longest\]"),
+        ("token_range", [65, 64], "token_range must be"),
+        ("versions", [], "versions must be an object"),
+    ],
+)
+def test_damaged_file_says_what_is_wrong(path, value, message):
+    data = json.loads(profile().to_json())
+    _put(data, path, value)
+    with pytest.raises(ValueError, match=message):
+        Profile.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}"])
+def test_what_is_no_profile_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is JSON's own, or names the format
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (64, "say in which tier"),
+        ({"tape": 64}, "tier 'tape' is not in the profile; it has disk, host"),
+        ({"disk": -1}, "-1 tokens"),
+        ({"disk": 0}, "at least one token"),
+        ({}, "at least one token"),
+    ],
+)
+def test_costs_of_no_such_tokens(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        profile().costs(tokens)
+
+
+LENGTHS = [64, 256, 1024, 4096, 16384]
+
+
+@given(fixed=st.floats(0, 1e-2), linear=st.floats(1e-8, 1e-4), squared=st.floats(0, 1e-8))
+def test_fit_finds_the_curve_that_made_the_times(fixed, linear, squared):
+    truth = CostCurve(fixed_s=fixed, per_token_s=linear, per_token_squared_s=squared)
+    found = fit_curve(LENGTHS, [truth.seconds(n) for n in LENGTHS], quadratic=True)
+    for n in (100, 3000, 12000):
+        assert found.seconds(n) == pytest.approx(truth.seconds(n), rel=1e-5)
+    assert found.r_squared == pytest.approx(1.0)
+
+
+def test_fit_has_no_negative_coefficient():
+    """Times that grow more slowly at first would give a negative start."""
+    curve = fit_curve([64, 128, 256, 512], [1e-3, 3e-3, 7e-3, 15e-3])
+    assert curve.fixed_s == 0
+    assert curve.per_token_s > 0
+    assert 0.8 < curve.r_squared < 1
+
+
+def test_fit_of_noise_is_near():
+    times = [1.02, 1.97, 4.1, 7.9]
+    curve = fit_curve([100, 200, 400, 800], times)
+    assert curve.per_token_s == pytest.approx(0.01, rel=0.03)
+    assert curve.per_token_squared_s == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "seconds"),
+    [
+        ([64], [1.0]),
+        ([64, 64], [1.0, 2.0]),
+        ([64, 128], [1.0]),
+        ([64, 128], [1.0, 0.0]),
+        ([0, 64], [1.0, 1.0]),
+    ],
+)
+def test_fit_refuses(n, seconds):
+    with pytest.raises(ValueError, match=r"different lengths|positive"):
+        fit_curve(n, seconds)

@@ -1,0 +1,113 @@
+"""Model sizes, from names and from configurations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang_hcache.plan.shapes import NAMED_SHAPES, FFNKind, ModelShape
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
+}
+"""The fields of Llama 3 8B that matter."""
+
+
+def test_config_of_a_published_model_gives_its_named_shape():
+    assert ModelShape.from_config(LLAMA, "llama3-8b") == NAMED_SHAPES["llama3-8b"]
+    opt = {
+        "model_type": "opt",
+        "num_hidden_layers": 48,
+        "hidden_size": 7168,
+        "num_attention_heads": 56,
+        "ffn_dim": 28672,
+        "torch_dtype": "float16",
+    }
+    assert ModelShape.from_config(opt, "opt-30b") == NAMED_SHAPES["opt-30b"]
+    gemma = {
+        "model_type": "gemma",
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "intermediate_size": 24576,
+        "torch_dtype": "bfloat16",
+    }
+    assert ModelShape.from_config(gemma, "gemma-7b") == NAMED_SHAPES["gemma-7b"]
+
+
+def test_config_that_transformers_writes(tmp_path):
+    import transformers
+
+    config = transformers.Qwen3Config(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        dtype="float32",
+    )
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.from_config(json.loads((tmp_path / "config.json").read_text()), "tiny")
+    assert (shape.attention_size, shape.kv_size, shape.hidden_row_bytes) == (256, 128, 512)
+    assert shape.ffn is FFNKind.GATED
+
+
+@pytest.mark.parametrize("shape", NAMED_SHAPES.values(), ids=lambda shape: shape.name)
+def test_named_shapes_are_of_their_size(shape):
+    """Layers alone make 0.75 to 1.02 of the parameters that the name promises; the rest are embeddings."""
+    matrices = 2 * shape.hidden_size * (shape.attention_size + shape.kv_size)
+    matrices += shape.ffn.num_matrices * shape.hidden_size * shape.ffn_size
+    promised = float(shape.name.partition("-")[2].split("b")[0]) * 1e9
+    assert 0.75 < shape.num_layers * matrices / promised < 1.12, shape
+
+
+def test_bytes_of_a_row():
+    gqa = NAMED_SHAPES["llama3-8b"]
+    assert (gqa.hidden_row_bytes, gqa.kv_row_bytes) == (8192, 4096)
+    mha = NAMED_SHAPES["llama2-7b"]
+    assert mha.kv_row_bytes == 2 * mha.hidden_row_bytes
+    wide_heads = NAMED_SHAPES["gemma-7b"]
+    assert (wide_heads.hidden_row_bytes, wide_heads.kv_row_bytes) == (6144, 16384)
+    assert mha.with_dtype("float32").hidden_row_bytes == 16384
+
+
+def test_dtype_of_the_caller_wins():
+    assert ModelShape.from_config(LLAMA, "m", "float32").kv_dtype_bytes == 4
+    unnamed = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    with pytest.raises(ValueError, match="names no dtype"):
+        ModelShape.from_config(unnamed, "m")
+    assert ModelShape.from_config(unnamed, "m", "float16").hidden_dtype_bytes == 2
+
+
+def test_a_window_that_is_not_used_is_none():
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
+    assert ModelShape.from_config(qwen, "m").num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not known"),
+        ({"model_type": "deepseek_v2"}, "known: gemma, gpt_neox, llama"),
+        ({"sliding_window": 4096}, "windows are not planned for"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive whole number"),
+        ({"hidden_size": "4096"}, "hidden_size must be"),
+        ({"num_key_value_heads": 5}, "does not divide"),
+        ({"num_attention_heads": 33, "num_key_value_heads": 33}, "not a multiple of 33 heads"),
+        ({"torch_dtype": "float8"}, "dtype 'float8' is not allowed; allowed: float32, float16, bfloat16"),
+    ],
+)
+def test_refuses_what_it_does_not_know(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.from_config(LLAMA | change, "m")

@@ -1,0 +1,190 @@
+"""Threads that a hung device may keep."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from sglang_hcache.store.io.workers import Lane, WorkerPool
+
+LONG_S = 10.0
+SHORT_S = 0.02
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """What a hung device waits for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_pool_runs_jobs_in_order_and_ends_behind_them() -> None:
+    pool = WorkerPool("test", 1)
+    done: list[int] = []
+    for number in range(20):
+        pool.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert pool.close(LONG_S)
+    assert done == list(range(20))
+
+
+def test_a_pool_runs_as_many_jobs_at_once_as_it_has_threads() -> None:
+    pool = WorkerPool("test", 3)
+    barrier = threading.Barrier(3, timeout=LONG_S)
+    for _ in range(3):
+        pool.submit(lambda: barrier.wait() and None)
+    assert pool.close(LONG_S)
+    assert not barrier.broken
+
+
+def test_closing_a_pool_does_not_wait_for_a_job_that_hangs(hang: threading.Event) -> None:
+    pool = WorkerPool("test", 2)
+    pool.submit(lambda: hang.wait() and None)
+    assert not pool.close(SHORT_S)
+
+
+def test_a_pool_that_was_not_used_is_closed() -> None:
+    assert WorkerPool("test", 1).close(0.0)
+
+
+def test_a_pool_needs_a_thread() -> None:
+    with pytest.raises(ValueError, match="thread"):
+        WorkerPool("test", 0)
+
+
+def test_a_lane_returns_and_raises_what_the_function_does() -> None:
+    lane = Lane("test")
+    assert lane.call(lambda: 42, LONG_S) == 42
+    with pytest.raises(KeyError):
+        lane.call(lambda: {}["x"], LONG_S)
+    assert lane.close(LONG_S)
+
+
+def test_a_call_that_hangs_is_given_up(hang: threading.Event) -> None:
+    lane = Lane("test")
+    with pytest.raises(TimeoutError) as caught:
+        lane.call(hang.wait, SHORT_S)
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert lane.is_stuck
+    assert not lane.close(LONG_S)
+
+
+def test_while_a_call_hangs_others_fail_at_once(hang: threading.Event) -> None:
+    lane = Lane("test")
+    with pytest.raises(TimeoutError):
+        lane.call(hang.wait, SHORT_S)
+    ran = threading.Event()
+    with pytest.raises(TimeoutError):
+        lane.call(ran.set, LONG_S)
+    assert not ran.is_set()
+
+
+def test_a_call_behind_one_that_hangs_is_never_run(hang: threading.Event) -> None:
+    lane = Lane("test")
+    begun, ran = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with pytest.raises(TimeoutError):
+            lane.call(lambda: begun.set() or hang.wait(), 10 * SHORT_S)
+
+    other = threading.Thread(target=first)
+    other.start()
+    begun.wait(LONG_S)
+    with pytest.raises(TimeoutError):
+        lane.call(ran.set, SHORT_S)
+    other.join(LONG_S)
+    hang.set()
+    assert lane._pool.close(LONG_S)
+    assert not ran.is_set()
+
+
+def test_a_lane_recovers_when_the_call_ends(hang: threading.Event) -> None:
+    lane = Lane("test")
+    ended = threading.Event()
+    with pytest.raises(TimeoutError):
+        lane.call(hang.wait, SHORT_S)
+    hang.set()
+    lane._pool.submit(ended.set)  # runs when the call before it is over
+    assert ended.wait(LONG_S)
+    assert not lane.is_stuck
+    assert lane.call(lambda: "again", LONG_S) == "again"
+    assert lane.close(LONG_S)
+
+
+def test_a_timeout_that_the_function_raises_itself_is_not_a_hang() -> None:
+    lane = Lane("test")
+
+    def fails() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        lane.call(fails, LONG_S)
+    assert not lane.is_stuck
+
+
+def test_a_closed_lane_refuses_instead_of_waiting_for_ever() -> None:
+    lane = Lane("test")
+    assert lane.call(lambda: 7, 5) == 7
+    assert lane.close(5)
+    with pytest.raises(OSError, match="closed") as caught:
+        lane.call(lambda: 7, 0.1)
+    assert caught.value.errno == errno.ESHUTDOWN
+
+
+def test_a_call_that_ends_while_it_is_given_up_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, ended = Lane("test"), threading.Event()
+    result = Future.result
+
+    def too_late(self: Future[int], timeout: float | None = None) -> int:
+        if timeout is None:
+            return result(self)
+        ended.wait(5)
+        result(self)
+        raise TimeoutError  # just before the function ended
+
+    monkeypatch.setattr(Future, "result", too_late)
+    assert lane.call(lambda: ended.set() or 7, 0.1) == 7  # type: ignore[func-returns-value]
+    lane.close(5)
+
+
+def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
+    lane, done = Lane("test"), threading.Event()
+    lane.post(hang.wait)
+    lane.post(done.set)
+    assert not done.is_set()
+    with pytest.raises(TimeoutError):
+        lane.call(lambda: None, 0.05)
+    hang.set()
+    assert done.wait(5)
+    assert lane.close(5)
+    done.clear()
+    lane.post(done.set)
+    assert done.is_set(), "a closed lane does it at once"
+
+
+def test_a_pool_does_with_fewer_threads_and_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, start = [0], threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("limited") and not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    pool, done = WorkerPool("limited", 3), threading.Event()
+    with pytest.raises(OSError, match="no thread") as caught:
+        pool.submit(done.set)
+    assert caught.value.errno == errno.EAGAIN
+    left[0] = 1
+    pool.submit(done.set)
+    assert done.wait(5)
+    left[0], barrier = 2, threading.Barrier(3, timeout=5)
+    for _ in range(3):
+        pool.submit(barrier.wait)
+    assert pool.close(10)
+    assert not barrier.broken

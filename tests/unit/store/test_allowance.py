@@ -1,0 +1,106 @@
+"""The write budget: a rolling day, by the hour, whatever the clock does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hcache.core.errors import StoreFullError, WriteBudgetError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.allowance import WriteAllowance
+from sglang_hcache.testing.stored_chunks import make_keys, make_run, payload_of, read_keys, small_config
+
+HOUR = 3600.0
+NOW = 500_000 * HOUR
+
+
+def test_the_last_fifth_is_for_chunks_that_were_used_again() -> None:
+    allowance = WriteAllowance(1000)
+    allowance.spend(700, reused=False, now_s=NOW)
+    assert allowance.allows(100, reused=False, now_s=NOW)
+    assert not allowance.allows(101, reused=False, now_s=NOW)
+    assert allowance.allows(300, reused=True, now_s=NOW)
+    with pytest.raises(WriteBudgetError, match="--hcache-disk-write-budget"):
+        allowance.spend(301, reused=True, now_s=NOW)
+    assert allowance.written(NOW) == 700, "what was refused is not counted"
+
+
+def test_a_day_later_everything_may_be_written_again() -> None:
+    allowance = WriteAllowance(1000)
+    allowance.spend(400, reused=True, now_s=NOW)
+    allowance.spend(600, reused=True, now_s=NOW + 12 * HOUR)
+    assert not allowance.allows(1, reused=True, now_s=NOW + 23 * HOUR)
+    assert allowance.written(NOW + 24 * HOUR) == 600
+    assert allowance.written(NOW + 36 * HOUR) == 0
+
+
+def test_without_a_budget_bytes_are_only_counted() -> None:
+    allowance = WriteAllowance(None)
+    allowance.spend(10**15, reused=False, now_s=NOW)
+    assert allowance.written(NOW) == 10**15
+
+
+def test_a_clock_set_back_does_not_give_bytes_away() -> None:
+    allowance = WriteAllowance(1000)
+    allowance.spend(900, reused=True, now_s=NOW)
+    earlier = NOW - 100 * HOUR
+    assert allowance.written(earlier) == 900
+    assert not allowance.allows(200, reused=True, now_s=earlier + 23 * HOUR)
+    assert allowance.allows(200, reused=True, now_s=earlier + 25 * HOUR)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 100)), max_size=40),
+    st.integers(0, 5000),
+)
+def test_no_24_hours_exceed_the_budget(steps: list[tuple[int, int]], budget: int) -> None:
+    allowance = WriteAllowance(budget)
+    spent: list[tuple[float, int]] = []
+    now = NOW
+    for hours, size in steps:
+        now += hours / 10 * HOUR
+        if allowance.allows(size, reused=True, now_s=now):
+            allowance.spend(size, reused=True, now_s=now)
+            spent.append((now, size))
+        if len(spent) % 3 == 0:
+            allowance = WriteAllowance.from_json(budget, allowance.to_json())
+    for start, _ in spent:
+        # Hours are whole: what was written in the hour that began the window may have left it a little early.
+        assert sum(size for at, size in spent if start <= at < start + 23 * HOUR) <= budget
+
+
+@pytest.mark.parametrize("text", [None, "", "x", "[]", '{"a": 1}', '{"1": "x"}', '{"1": null}'])
+def test_a_damaged_note_counts_as_nothing_written(text: str | None) -> None:
+    assert WriteAllowance.from_json(10, text).written(NOW) == 0
+
+
+def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Counters) -> None:
+    config = replace(small_config(tmp_path), write_budget_bytes=60_000)
+    layers = (4096,) * 4
+    for turn in range(2):
+        store = DiskStore.open(config, counters)
+        written = 0
+        for number in range(10):
+            run = make_run(make_keys(100 * turn + number, 1), layers)
+            try:
+                store.write_run(run, payload_of(run), reused=False)
+                written += 1
+            except StoreFullError:
+                break
+        assert written == (1 if turn == 0 else 0)
+        again = make_run(make_keys(1000 + turn, 1), layers)
+        if turn == 0:
+            assert not store.admits(1, layers, reused=False)
+            assert not store.admits(1, layers, reused=True)
+            with pytest.raises(WriteBudgetError):
+                store.write_run(again, payload_of(again), reused=True)
+        stats = store.stats()
+        assert stats.written_today_bytes == 32_768 <= config.write_budget_bytes
+        read_keys(store, make_keys(0, 1))
+        assert stats.segments == 1, "a refused run leaves no segment behind"
+        store.close()

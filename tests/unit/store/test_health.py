@@ -1,0 +1,402 @@
+"""Directories that hang, fail, fill up, vanish and come back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
+from sglang_hcache.store.io.engine import IOKind, IOOp
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.health import Condition, Health
+from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
+from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from tests.unit.store.conftest import wait_until
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 4096, 8192)
+OLD, NEW = make_keys(0, 4), make_keys(10, 4)
+
+
+def quick(base: Path, num_dirs: int) -> StoreConfig:
+    """Gives up and tries again soon."""
+    return replace(small_config(base, num_dirs), io_timeout_s=0.3)
+
+
+def conditions(store: DiskStore) -> list[str]:
+    return [item.condition for item in store.stats().directories]
+
+
+def all_well(store: DiskStore) -> bool:
+    return set(conditions(store)) == {"healthy"}
+
+
+# -- the breaker -------------------------------------------------------------------------------------
+
+
+def health(path: Path = Path("disk")) -> Health:
+    return Health(path, Counters(), 0.0)
+
+
+def test_three_failures_in_a_row_take_a_directory_out_two_do_not() -> None:
+    breaker = health()
+    for _ in range(10):
+        for writing in (True, True, False, False):
+            breaker.failed(OSError(errno.EIO, "I/O error"), writing=writing)
+        breaker.succeeded(writing=True)
+        breaker.succeeded(writing=False)
+    assert breaker.condition is Condition.HEALTHY
+    for _ in range(3):
+        breaker.failed(OSError(errno.EIO, "I/O error"), writing=True)
+        breaker.succeeded(writing=False)
+    assert breaker.condition is Condition.READ_ONLY, "what can be read is served"
+    for _ in range(3):
+        breaker.failed(OSError(errno.EIO, "I/O error"), writing=False)
+    assert breaker.condition is Condition.OUT
+    assert breaker.reason == "I/O error"
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ENODEV, errno.ESTALE])
+def test_a_device_that_is_gone_is_out_at_once(number: int) -> None:
+    breaker = health()
+    breaker.failed(OSError(number, "gone"), writing=False)
+    assert not breaker.readable
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)]
+)
+def test_a_device_that_takes_no_writes_still_serves(number: int, is_full: bool) -> None:
+    breaker = health()
+    breaker.failed(OSError(number, "no"), writing=True)
+    assert (breaker.condition, breaker.readable, breaker.writable) == (Condition.READ_ONLY, True, False)
+    assert breaker.can_delete == is_full
+    breaker.take_out("and now it fails")
+    assert not breaker.readable
+
+
+def test_it_is_not_probed_while_something_hangs() -> None:
+    breaker = health()
+    breaker.hangs()
+    breaker.take_out("hangs")
+    assert not breaker.is_due()
+    breaker.returned()
+    assert breaker.is_due()
+
+
+def test_the_back_off_doubles_up_to_a_minute() -> None:
+    breaker = Health(Path("disk"), Counters(), 1.0)
+    breaker.take_out("x")
+    waits = []
+    for _ in range(8):
+        waits.append(round(breaker._retry_at - time.monotonic()))
+        breaker.still_sick("x")
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+# -- hanging -----------------------------------------------------------------------------------------
+
+
+def hang(kind: IOKind, stripe: int) -> Callable[[IOOp], bool]:
+    return lambda op: op.kind is kind and op.stripe == stripe
+
+
+@pytest.fixture
+def hanging() -> HangingEngine:
+    return HangingEngine(PosixEngine(2, 2), lambda op: False)
+
+
+def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
+    tmp_path: Path, open_store: OpenStore, hanging: HangingEngine
+) -> None:
+    store = open_store(quick(tmp_path, 2), hanging)
+    write_keys(store, OLD, LAYERS)
+    hanging.hangs = hang(IOKind.READ, 1)
+    stripe1 = next(
+        layer for layer in range(3) if store._catalog._chunks[OLD[0]][0].place.shape.stripe(layer) == 1
+    )
+    out = aligned_empty(4 * LAYERS[stripe1])
+    out[:] = 0xEE
+    with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
+        store.read_layer(lease, stripe1, out)
+    assert conditions(store) == ["healthy", "out"]
+    assert store.match(OLD) == 0
+    write_keys(store, NEW, LAYERS)  # striped over what is left
+    read_keys(store, NEW)
+    assert (out == 0xEE).all()
+    store.clear()  # the file goes; the read that hangs keeps it
+    hanging.let_go()
+    assert not (out == 0xEE).all(), "the late read arrives in the memory it was given, and nowhere else"
+    wait_until(lambda: all_well(store))
+    write_keys(store, OLD, LAYERS)
+    read_keys(store, OLD)
+
+
+def test_a_hung_write_never_lands_on_a_later_run(
+    tmp_path: Path, open_store: OpenStore, hanging: HangingEngine
+) -> None:
+    store = open_store(quick(tmp_path, 2), hanging)
+    write_keys(store, OLD, LAYERS)
+    hanging.hangs = hang(IOKind.WRITE, 0)
+    with pytest.raises(StoreTimeoutError):
+        write_keys(store, NEW, LAYERS)
+    assert store.match(NEW) == 0
+    assert conditions(store)[0] == "out"
+    wait_until(lambda: _writes(store, make_keys(20, 4)))  # when the index has moved
+    hanging.let_go()
+    wait_until(lambda: all_well(store))
+    write_keys(store, make_keys(30, 4), LAYERS)
+    read_keys(store, (*OLD, *make_keys(20, 4), *make_keys(30, 4)))
+    assert store.stats().totals.get("corrupt_extents", 0) == 0
+
+
+def _writes(store: DiskStore, keys: tuple[bytes, ...]) -> bool:
+    try:
+        write_keys(store, keys, LAYERS)
+    except StoreError:
+        return False
+    return True
+
+
+def test_a_file_system_that_hangs_holds_up_nobody_for_longer_than_the_deadline(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    hang_on = threading.Event()
+    real = StoreDirectory.free_bytes
+
+    def free_bytes(self: StoreDirectory) -> int:
+        if self.path == config.dirs[1]:
+            hang_on.wait(20)
+        return real(self)
+
+    monkeypatch.setattr(StoreDirectory, "free_bytes", free_bytes)
+    wait_until(lambda: conditions(store)[1] == "out", 5)
+    write_keys(store, NEW, LAYERS)
+    read_keys(store, NEW)
+    hang_on.set()
+    wait_until(lambda: all_well(store))
+    read_keys(store, (*OLD, *NEW))
+
+
+def test_closing_with_a_read_that_hangs(
+    tmp_path: Path, open_store: OpenStore, hanging: HangingEngine
+) -> None:
+    config = quick(tmp_path, 1)
+    store = open_store(config, hanging)
+    write_keys(store, OLD, LAYERS)
+    hanging.hangs = hang(IOKind.READ, 0)
+    with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
+        store.read_layer(lease, 0, aligned_empty(4 * LAYERS[0]))
+    store.close()
+    hanging.let_go()
+
+
+# -- coming and going --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+def test_a_deleted_directory_is_noticed_and_made_anew(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, stripe: int
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    shutil.rmtree(config.dirs[stripe])
+    wait_until(lambda: counters["store.directory_recoveries"] == 1)
+    assert store.match(OLD) == 0, "half of it is gone"
+    wait_until(lambda: _writes(store, NEW))
+    read_keys(store, NEW)
+    assert list(config.dirs[stripe].glob("segment-*")), "the new directory is used"
+    assert counters["store.corrupt_extents"] == 0
+    store.close()
+    store = open_store(config)
+    read_keys(store, NEW)
+
+
+def test_the_index_moves_away_from_a_sick_directory_and_the_moved_one_counts(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    sick = store._volumes[0].health
+    sick.take_out("the test says so")
+    sick._retry_at = float("inf")
+    wait_until(lambda: _writes(store, NEW))
+    assert (config.dirs[1] / "index.sqlite").exists()
+    store.close()
+    store = open_store(config)
+    read_keys(store, (*OLD, *NEW))
+    assert not (config.dirs[0] / "index.sqlite").exists()
+    assert store.stats().totals["chunks_written"] == 8, "totals moved along"
+
+
+def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    store.close()
+    real = StoreDirectory.reacquire
+
+    def gone(self: StoreDirectory) -> None:
+        if self.path == config.dirs[1]:
+            raise OSError(errno.ENODEV, "No such device")
+        real(self)
+
+    monkeypatch.setattr(StoreDirectory, "reacquire", gone)
+    store = open_store(config)
+    assert conditions(store) == ["healthy", "out"]
+    assert store.match(OLD) == 0
+    write_keys(store, NEW, LAYERS)
+    monkeypatch.undo()
+    wait_until(lambda: all_well(store))
+    read_keys(store, (*OLD, *NEW))
+
+
+def test_a_directory_that_goes_read_only_serves_on(tmp_path: Path, open_store: OpenStore) -> None:
+    engine = FaultEngine(PosixEngine(2, 2), lambda op, number: None)
+    store = open_store(quick(tmp_path, 2), engine)
+    write_keys(store, OLD, LAYERS)
+    engine.decide = always(IOKind.WRITE, errno.EROFS, stripe=1)
+    with pytest.raises(StoreIOError, match="Read-only"):
+        write_keys(store, NEW, LAYERS)
+    read_keys(store, OLD)
+
+
+def test_a_file_system_that_is_mounted_read_only_serves_on(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    real = os.open
+
+    def open_(path: Path, flags: int, *more: int, dir_fd: int | None = None) -> int:
+        folder = Path(path).parent if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
+        if flags & (os.O_RDWR | os.O_CREAT) and folder == config.dirs[1]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *more, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_)
+    wait_until(lambda: not _writes(store, NEW) or conditions(store)[1] == "read-only")
+    for _ in range(4):
+        read_keys(store, OLD)
+    wait_until(lambda: _writes(store, NEW))  # elsewhere
+    assert conditions(store) == ["healthy", "read-only"]
+    monkeypatch.undo()
+    wait_until(lambda: all_well(store))
+    write_keys(store, make_keys(20, 4), LAYERS)
+    read_keys(store, (*OLD, *NEW, *make_keys(20, 4)))
+    assert len({*store.stats().totals} & {"corrupt_extents", "runs_lost"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition"),
+    [(IOKind.WRITE, "read-only"), (IOKind.SYNC, "read-only"), (IOKind.READ, "out")],
+)
+def test_files_that_can_be_listed_and_opened_say_nothing_about_their_data(
+    tmp_path: Path, open_store: OpenStore, kind: IOKind, condition: str
+) -> None:
+    """One failure a run: before each there are calls that go well."""
+    engine = FaultEngine(PosixEngine(2, 2), lambda op, number: None)
+    store = open_store(quick(tmp_path, 2), engine)
+    runs, others = ([make_keys(base + 10 * number, 4) for number in range(3)] for base in (0, 100))
+    for keys in runs:
+        write_keys(store, keys, LAYERS[:2])
+    engine.decide = always(kind, stripe=1)
+    for number, keys in enumerate(runs):
+        assert conditions(store)[1] == "healthy"
+        with pytest.raises(StoreIOError):
+            read_keys(store, keys) if kind is IOKind.READ else write_keys(store, others[number], LAYERS[:2])
+    assert conditions(store)[1] == condition
+    assert conditions(store)[0] == "healthy"
+
+
+def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    for volume in store._volumes[:1]:
+        volume.health.take_out("the test says so")
+        volume.health._retry_at = float("inf")
+    store.clear()
+    store.close()
+    store = open_store(config)
+    assert store.stats().chunks == 0
+    for directory in config.dirs:
+        assert not list(directory.glob("segment-*"))
+
+
+def test_many_hung_operations_leave_no_thread_of_the_callers_behind(
+    tmp_path: Path, open_store: OpenStore, hanging: HangingEngine
+) -> None:
+    store = open_store(quick(tmp_path, 2), hanging)
+    for number in range(4):
+        write_keys(store, make_keys(10 * number, 4), LAYERS)
+    hanging.hangs = lambda op: op.kind is IOKind.READ
+    errors: list[BaseException] = []
+
+    def read(number: int) -> None:
+        try:
+            with store.lease(make_keys(10 * number, 4)) as lease:
+                store.read_layer(lease, 0, np.zeros(4 * LAYERS[0], np.uint8))
+        except (StoreError, Exception) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(number % 4,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(errors) == 12
+    hanging.let_go()
+    wait_until(lambda: all_well(store))
+    for number in range(4):
+        read_keys(store, make_keys(10 * number, 4))
+
+
+def test_open_files_do_not_grow(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, 2))
+    write_keys(store, OLD, LAYERS)
+    read_keys(store, OLD)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        read_keys(store, OLD)
+        write_keys(store, NEW, LAYERS)
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+def test_a_deletion_that_stops_half_way_costs_what_was_deleted_and_not_the_directory(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = quick(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    for name in ("lock", "superblock.json"):
+        (config.dirs[1] / name).unlink()
+    (config.dirs[1] / "segment-00000099.seg").write_bytes(bytes(8192))
+    wait_until(lambda: (config.dirs[1] / "superblock.json").exists() and all_well(store))
+    read_keys(store, OLD)
+    wait_until(lambda: _writes(store, NEW))
+    read_keys(store, (*OLD, *NEW))
+    assert not (config.dirs[1] / "segment-00000099.seg").exists()

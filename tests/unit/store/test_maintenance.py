@@ -1,0 +1,390 @@
+"""Checking, tidying, clearing and mending a store while no server runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError, StoreLockedError
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.inspect.check import Finding, check
+from sglang_hcache.store.inspect.maintenance import clear, collect
+from sglang_hcache.store.inspect.rebuild import rebuild
+from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.testing.stored_chunks import (
+    find_extents,
+    make_keys,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
+from tests.unit.store.conftest import wait_until
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 5000, 4096)
+RUNS = 6
+CHUNKS = 4
+
+
+def keys_of(number: int) -> tuple[bytes, ...]:
+    return make_keys(10 * number, CHUNKS)
+
+
+@pytest.fixture
+def closed(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
+    """A closed store of two directories with six runs in three segments; the first one was read last."""
+    return filled(tmp_path, open_store)
+
+
+def filled(base: Path, open_store: OpenStore, first: int = 0) -> StoreConfig:
+    config = small_config(base, 2)
+    store = open_store(config)
+    for number in range(first, first + RUNS):
+        write_keys(store, keys_of(number), LAYERS)
+    read_keys(store, keys_of(first))
+    assert store.stats().segments == 3
+    store.close()
+    return config
+
+
+def findings(config: StoreConfig) -> list[Finding]:
+    with StoreView.open(config.dirs) as view:
+        return check(view)
+
+
+def served(config: StoreConfig, open_store: OpenStore) -> list[int]:
+    """Runs that a server of this store has; reads them all."""
+    store = open_store(config)
+    found = [number for number in range(RUNS) if store.match(keys_of(number)) == CHUNKS]
+    for number in found:
+        read_keys(store, keys_of(number))
+    store.close()
+    return found
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def no_index(first: Path, _: Path) -> None:
+    (first / "index.sqlite").unlink()
+
+
+def bad_superblock(_: Path, second: Path) -> None:
+    (second / "superblock.json").write_text("{}")
+
+
+def lost_superblock(_: Path, second: Path) -> None:
+    (second / "superblock.json").unlink()
+
+
+def replaced_disk(_: Path, second: Path) -> None:
+    shutil.rmtree(second)
+    second.mkdir(mode=0o700)
+
+
+def missing_directory(_: Path, second: Path) -> None:
+    shutil.rmtree(second)
+
+
+def missing_file(_: Path, second: Path) -> None:
+    (second / "segment-00000001.seg").unlink()
+
+
+def short_file(_: Path, second: Path) -> None:
+    os.truncate(second / "segment-00000001.seg", 4096)
+
+
+def bad_header(_: Path, second: Path) -> None:
+    flip(second / "segment-00000001.seg", 50)
+
+
+def stray_segment(first: Path, _: Path) -> None:
+    shutil.copy(first / "segment-00000001.seg", first / "segment-00000077.seg")
+
+
+def temporary(_: Path, second: Path) -> None:
+    (second / "superblock.tmp").touch(mode=0o600)
+
+
+def old_index(first: Path, second: Path) -> None:
+    shutil.copy(first / "index.sqlite", second / "index.sqlite")
+
+
+def open_directory(first: Path, _: Path) -> None:
+    first.chmod(0o750)
+
+
+def open_file(first: Path, _: Path) -> None:
+    (first / "segment-00000001.seg").chmod(0o640)
+
+
+def stranger(first: Path, _: Path) -> None:
+    (first / "thesis.tex").touch(mode=0o600)
+
+
+Damage = Callable[[Path, Path], None]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what", "fix"),
+    [
+        (no_index, "index.sqlite is missing", "fsck --rebuild"),
+        (bad_superblock, "disk1: its superblock is damaged", "fsck --rebuild"),
+        (lost_superblock, "disk1: it has no superblock", "fsck --rebuild"),
+        (replaced_disk, "disk1: it is empty", "fsck --rebuild"),
+        (missing_directory, "disk1: it does not exist", "make an empty directory"),
+        (missing_file, "disk1/segment-00000001.seg: is missing, 2 runs are lost", "gc"),
+        (short_file, "disk1/segment-00000001.seg: ends after 4096 bytes, 2 runs are cut off", "gc"),
+        (bad_header, "disk1/segment-00000001.seg: 1 run is without the header", "fsck --rebuild"),
+        (stray_segment, "disk0: segments of no run: segment-00000077.seg", "gc"),
+        (temporary, "disk1: left behind by a crash: superblock.tmp", "gc"),
+        (old_index, "disk1: holds an old index", "gc"),
+        (open_directory, "disk0: its mode is 750, not 700", "chmod 700"),
+        (open_file, "disk0: the mode of segment-00000001.seg is not 600", "chmod 600"),
+        (stranger, "disk0: holds other files: thesis.tex", "move them"),
+    ],
+)
+def test_each_fault_is_found_and_its_fix_works(
+    closed: StoreConfig, open_store: OpenStore, damage: Damage, what: str, fix: str
+) -> None:
+    assert findings(closed) == []
+    damage(*closed.dirs)
+    [found] = findings(closed)
+    assert what in found.what
+    assert fix in found.fix
+    assert found.is_error
+    if "make an empty" in fix:
+        closed.dirs[1].mkdir(mode=0o700)
+    if "rebuild" in found.fix:
+        rebuild(closed.dirs)
+    elif "gc" in fix:
+        collect(closed.dirs)
+    else:
+        closed.dirs[0].chmod(0o700)
+        (closed.dirs[0] / "segment-00000001.seg").chmod(0o600)
+        (closed.dirs[0] / "thesis.tex").unlink(missing_ok=True)
+    assert findings(closed) == []
+    lost = {replaced_disk: range(6), missing_directory: range(6), missing_file: (2, 3), short_file: (2, 3)}
+    gone = lost.get(damage, (2,) if damage is bad_header else ())
+    assert served(closed, open_store) == [number for number in range(RUNS) if number not in gone]
+
+
+def test_what_a_kill_leaves_is_a_note_and_a_running_server_is_no_fault(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    store = open_store(closed)
+    write_keys(store, keys_of(9), LAYERS)
+    for path in closed.dirs:
+        (path / "probe.tmp").touch(mode=0o600)
+    assert findings(closed) == []
+    (closed.dirs[1] / "segment-00000001.seg").unlink()
+    assert "is missing" in findings(closed)[0].what
+    for path in closed.dirs:
+        (path / "probe.tmp").unlink()
+    store._space.close = lambda: None  # type: ignore[method-assign]  # as a kill: the last segment is not cut
+    store.close()
+    tails = [item for item in findings(closed) if "behind the last runs" in item.what]
+    assert len(tails) == 2
+    assert not any(item.is_error for item in tails)
+    size = physical_bytes(closed.dirs)
+    collect(closed.dirs)
+    assert physical_bytes(closed.dirs) < size
+    assert findings(closed) == []
+
+
+def test_what_a_server_evicts_meanwhile_is_no_fault(closed: StoreConfig, open_store: OpenStore) -> None:
+    store = open_store(closed)
+    with StoreView.open(closed.dirs) as view:
+        assert store.evict_one()
+        (closed.dirs[0] / "segment-00000000.seg").unlink()
+        [found] = check(view)
+    assert "disk0/segment-00000000.seg: is missing" in found.what
+
+
+def test_the_newest_superblock_counts(closed: StoreConfig, open_store: OpenStore) -> None:
+    """The index moved while a directory was out, so its superblock still names the old place."""
+    path = closed.dirs[1] / "superblock.json"
+    block = json.loads(path.read_text())
+    path.write_text(json.dumps({**block, "epoch": block["epoch"] + 1, "index_stripe": 1}))
+    (closed.dirs[0] / "index.sqlite").rename(closed.dirs[1] / "index.sqlite")
+    [found] = findings(closed)
+    assert "disk0: its superblock is older" in found.what
+    assert not found.is_error
+    assert served(closed, open_store) == list(range(RUNS))
+
+
+def test_a_read_only_file_system(closed: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is read without its log, which SQLite could not make there; nothing is changed."""
+    real_access, real_statvfs = os.access, os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        found = list(real_statvfs(path))
+        found[8] |= os.ST_RDONLY if path == closed.dirs[0] else 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr("os.statvfs", statvfs)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK and real_access(path, mode))
+    closed.dirs[0].chmod(0o500)
+    with StoreView.open(closed.dirs) as view:
+        assert view.index_problem == ""
+        assert len(view.runs()) == RUNS
+        assert [item.condition for item in view.directories()] == ["read-only", "healthy"]
+        assert any("disk0: is read-only" in item.what for item in check(view))
+    with pytest.raises(StoreIOError, match="disk0: its file system is read-only"):
+        collect(closed.dirs)
+
+
+# -- gc and clear --------------------------------------------------------------------------------
+
+
+def test_gc_frees_strays_and_evicts_nothing(closed: StoreConfig, open_store: OpenStore) -> None:
+    stray_segment(*closed.dirs)
+    change = collect(closed.dirs[::-1])
+    assert change.before.physical_bytes - change.after.physical_bytes > 50_000
+    assert change.after.physical_bytes == physical_bytes(closed.dirs)
+    assert "store.segments_evicted" not in change.counts
+    assert served(closed, open_store) == list(range(RUNS))
+
+
+def test_gc_shrinks_to_a_size_by_what_was_not_used(closed: StoreConfig, open_store: OpenStore) -> None:
+    full = physical_bytes(closed.dirs)
+    change = collect(closed.dirs, full - 1)
+    assert change.counts["store.segments_evicted"] == 1
+    assert change.after.physical_bytes == physical_bytes(closed.dirs) < full
+    assert served(closed, open_store) == [0, 1, 4, 5]  # the first segment was read last
+    change = collect(closed.dirs, 0)
+    assert (change.after.runs, change.after.segment_files) == (0, 0)
+    with StoreView.open(closed.dirs) as view:
+        assert view.identity.size_bytes == closed.size_bytes  # a server's cap stays
+
+
+def test_clear_removes_all_chunks_and_keeps_the_counts(closed: StoreConfig, open_store: OpenStore) -> None:
+    change = clear(closed.dirs)
+    assert (change.before.chunks, change.after.chunks, change.after.segment_files) == (24, 0, 0)
+    assert served(closed, open_store) == []
+    with StoreView.open(closed.dirs) as view:
+        assert (view.totals() or {})["chunks_written"] == 24
+
+
+@pytest.mark.parametrize("operation", [collect, clear, rebuild])
+def test_changes_are_refused_while_a_server_runs(
+    closed: StoreConfig, open_store: OpenStore, operation: Callable[[tuple[Path, ...]], object]
+) -> None:
+    store = open_store(closed)
+    store._volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
+    wait_until(lambda: "is read-only: no space" in str(findings(closed)))
+    with pytest.raises(StoreLockedError, match=f"in use by process {os.getpid()}"):
+        operation(closed.dirs)
+    assert store.stats().runs == RUNS
+
+
+@pytest.mark.parametrize("operation", [collect, clear, rebuild])
+def test_a_directory_that_is_away_is_neither_made_nor_forgotten(
+    closed: StoreConfig, open_store: OpenStore, operation: Callable[[tuple[Path, ...]], object]
+) -> None:
+    away = closed.dirs[1].rename(closed.dirs[1].with_name("away"))
+    with pytest.raises(StoreIOError, match="disk1: it does not exist"):
+        operation(closed.dirs)
+    assert not closed.dirs[1].exists()
+    away.rename(closed.dirs[1])
+    assert served(closed, open_store) == list(range(RUNS))
+
+
+# -- rebuilding ----------------------------------------------------------------------------------
+
+
+def test_rebuild_without_any_superblock_finds_the_places_by_the_headers(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    for path in closed.dirs:
+        (path / "superblock.json").unlink()
+    done = rebuild(closed.dirs[::-1])
+    assert "6 runs with 24 chunks" in done[-1]
+    with StoreView.open(closed.dirs) as view:
+        assert view.paths == closed.dirs
+        assert view.directories()[0].physical_bytes < view.identity.size_bytes
+    assert served(closed, open_store) == list(range(RUNS))
+
+
+def other_store(base: Path, open_store: OpenStore) -> Path:
+    other = filled(base / "other", open_store, first=100)
+    (other.dirs[1] / "superblock.json").unlink()
+    return other.dirs[1]
+
+
+def unreadable_segments(base: Path, _: OpenStore) -> Path:
+    path = base / "garbage"
+    path.mkdir(mode=0o700)
+    (path / "segment-00000000.seg").write_bytes(b"?" * 10_000)
+    return path
+
+
+def somebodys_files(base: Path, _: OpenStore) -> Path:
+    path = base / "home"
+    path.mkdir(mode=0o700)
+    (path / "thesis.tex").touch()
+    return path
+
+
+def same_part(base: Path, _: OpenStore) -> Path:
+    path = base / "copy"
+    shutil.copytree(base / "disk0", path)
+    (path / "superblock.json").unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (other_store, "segments of another store"),
+        (unreadable_segments, "without a readable header"),
+        (somebodys_files, "holds other files"),
+        (same_part, "the same part"),
+    ],
+)
+def test_rebuild_takes_in_nothing_that_is_not_of_the_store(
+    tmp_path: Path,
+    closed: StoreConfig,
+    open_store: OpenStore,
+    make: Callable[[Path, OpenStore], Path],
+    message: str,
+) -> None:
+    wrong = make(tmp_path, open_store)
+    names = {path.name for path in wrong.iterdir()}
+    before = {path: path.read_bytes() for path in closed.dirs[0].iterdir() if path.name != "lock"}
+    with pytest.raises(StoreFormatError, match=message):
+        rebuild((closed.dirs[0], wrong))
+    assert {path: path.read_bytes() for path in closed.dirs[0].iterdir() if path.name != "lock"} == before
+    assert {path.name for path in wrong.iterdir()} - {"lock"} == names - {"lock"}
+    assert served(closed, open_store) == list(range(RUNS))
+
+
+def test_rebuild_keeps_what_is_complete_and_starts_the_counts_again(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    path, offset, _ = find_extents(closed.dirs[0])[-1]
+    flip(path, offset + 10)
+    rebuild(closed.dirs)
+    with StoreView.open(closed.dirs) as view:
+        assert len(view.runs()) == RUNS - 1
+        assert (view.totals() or {}).get("chunks_written", 0) == 0
+        assert (
+            json.loads((closed.dirs[1] / "superblock.json").read_text())["epoch"] == view.identity.epoch > 0
+        )
+    assert len(served(closed, open_store)) == RUNS - 1
+
+
+def test_rebuild_needs_something_to_go_by(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir(mode=0o700)
+    with pytest.raises(StoreError, match="neither a superblock nor a segment"):
+        rebuild((tmp_path / "empty",))

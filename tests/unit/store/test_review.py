@@ -1,0 +1,415 @@
+"""Faults that a review of the store found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreError, StoreIOError, StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, aligned_empty, index, recovery
+from sglang_hcache.store.io import engine
+from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
+from sglang_hcache.store.io.posix import PosixEngine, run_op
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.io_faults import HangingEngine
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
+from tests.unit.store.conftest import wait_until
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 5000)
+MIB = 2**20
+
+
+def kill(store: DiskStore) -> None:
+    """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
+    store._keeper.close(5)
+    for volume in store._volumes:
+        volume.directory.release()
+
+
+def test_files_of_a_segment_that_could_not_be_made_are_counted_and_go_later(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    create, unlink = StoreDirectory.create_segment, StoreDirectory.unlink_segment
+
+    def bad_create(self: StoreDirectory, segment: int, size: int) -> None:
+        if self.path.name == "disk1":
+            raise OSError(errno.EIO, "broken")
+        create(self, segment, size)
+
+    def bad_unlink(self: StoreDirectory, segment: int) -> None:
+        if self.path.name == "disk0":
+            raise OSError(errno.EPERM, "not permitted")
+        unlink(self, segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "create_segment", bad_create)
+        patch.setattr(StoreDirectory, "unlink_segment", bad_unlink)
+        with pytest.raises(StoreError):
+            write_keys(store, make_keys(0, 2), LAYERS)
+        assert list(config.dirs[0].glob("*.seg"))
+        assert store._space.reserved_bytes() >= config.index_reserve_bytes + config.file_bytes
+    wait_until(lambda: not list(config.dirs[0].glob("*.seg")))
+    wait_until(lambda: store._space.reserved_bytes() == config.index_reserve_bytes)
+
+
+def test_large_files_in_a_directory_that_is_out_count_in_full(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 32 * MIB
+    store = open_store(small_config(tmp_path, 2, size=size, segment=8 * MIB))
+    for number in range(40):
+        write_keys(store, make_keys(8 * number, 8), (32768, 32768))
+    store.close()
+    reacquire = StoreDirectory.reacquire
+
+    def sick(self: StoreDirectory) -> None:
+        if self.path.name == "disk1":
+            raise OSError(errno.EIO, "sick")
+        reacquire(self)
+
+    monkeypatch.setattr(StoreDirectory, "reacquire", sick)
+    config = small_config(tmp_path, 2, size=size)  # with smaller segments than those that are there
+    store = open_store(config)
+    assert store._space.reserved_bytes() >= physical_bytes(config.dirs)
+
+
+def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path, 2))
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    volume = store._volumes[1]
+    stray = volume.path / "segment-00000900.seg"
+    stray.write_bytes(bytes(MIB))
+    before = store._space.reserved_bytes()
+    unlink = StoreDirectory.unlink_segment
+
+    def immutable(self: StoreDirectory, segment: int) -> None:
+        if segment == 900:
+            raise OSError(errno.EPERM, "not permitted")
+        unlink(self, segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "unlink_segment", immutable)
+        volume.health.take_out("for a test")
+        wait_until(lambda: volume.health.writable)
+        read_keys(store, keys)
+        assert store._space.reserved_bytes() >= before + MIB
+        assert counters["store.unlink_failures"] >= 1
+    wait_until(lambda: not stray.exists())
+    wait_until(lambda: store._space.reserved_bytes() == before)
+
+
+def test_letting_go_of_a_lease_does_not_wait_for_a_close_that_hangs(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path))
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    lease = store.lease(keys)
+    store.read_layer(lease, 0, aligned_empty(2 * LAYERS[0]))
+    (file,) = lease.slices[0].run.segment._files.values()
+    go, fd = threading.Event(), file.fd
+    del file
+    close = os.close
+
+    def hang(number: int) -> None:
+        if number == fd:
+            go.wait(10)
+        close(number)
+
+    monkeypatch.setattr(engine.os, "close", hang)
+    try:
+        began = time.monotonic()
+        lease.close()
+        store.touch(keys)
+        store.lease(keys).close()
+        assert time.monotonic() - began < 1
+    finally:
+        go.set()
+    wait_until(lambda: not os.path.exists(f"/proc/self/fd/{fd}"))
+
+
+def test_an_error_holds_neither_files_nor_memory(tmp_path: Path, open_store: OpenStore) -> None:
+    file = OpenFile(os.open(os.devnull, os.O_RDONLY), direct=False)
+    fd = file.fd
+    result = run_op(IOOp(IOKind.WRITE, 0, file, 0, (aligned_empty(8),)))
+    assert result.error is not None
+    del file
+    assert not os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def test_another_program_that_reads_the_index_stops_writes_and_costs_nothing(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOG_BYTES", 128 * 1024)
+    config = small_config(tmp_path)
+    store = open_store(config)
+    stored = [make_keys(4 * number, 4) for number in range(12)]
+    for keys in stored:
+        write_keys(store, keys, LAYERS)
+    reader = sqlite3.connect(config.dirs[0] / "index.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM runs").fetchall()
+
+    def write_on() -> None:
+        for number in range(100, 200):
+            write_keys(store, make_keys(4 * number, 4), LAYERS)
+            stored.append(make_keys(4 * number, 4))
+
+    with pytest.raises(StoreLockedError, match="reading"):
+        write_on()
+    segments = set(config.dirs[0].glob("*.seg"))
+    for _ in range(5):
+        with pytest.raises(StoreLockedError, match="reading"):
+            write_keys(store, make_keys(9000, 4), LAYERS)
+    assert set(config.dirs[0].glob("*.seg")) == segments
+    for keys in stored:
+        read_keys(store, keys)
+    assert store.stats().directories[0].condition == "healthy"
+    assert not counters["store.segments_evicted"]
+    reader.close()
+    write_keys(store, make_keys(9000, 4), LAYERS)
+
+
+def test_after_a_kill_the_newest_segment_counts_as_used_last(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path, size=8 * MIB)
+    store = open_store(config)
+    number = 0
+    while store._catalog._floor < 5:
+        write_keys(store, make_keys(8 * number, 8), LAYERS)
+        number += 1
+    store._keeper.close(5)  # so that nobody saves what the last run's segment is worth
+    active = store._space._active
+    while store._space._active is active:
+        write_keys(store, make_keys(8 * number, 8), LAYERS)
+        number += 1
+    floor = store._catalog._floor
+    kill(store)
+    store = open_store(config)
+    assert store._catalog._floor >= floor - 1
+    assert store.evict_one()
+    assert store.match(make_keys(8 * number - 8, 8)) == 8
+
+
+def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    time.sleep(0.3)
+    store.touch(keys)
+    (segment,) = store._catalog.segments()
+    reader = sqlite3.connect(config.dirs[0] / "index.sqlite", isolation_level=None)
+    wait_until(lambda: reader.execute("SELECT last_used FROM segments").fetchall() == [(segment.last_used,)])
+    reader.close()
+
+
+def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = HangingEngine(PosixEngine(1, 2), lambda op: False)
+    store = open_store(small_config(tmp_path), hanging)
+    write_keys(store, make_keys(0, 1), LAYERS)
+    hanging.hangs = lambda op: op.kind is IOKind.WRITE
+
+    def interrupt(self: engine.Batch, patience_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.Batch, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_keys(store, make_keys(10, 2), LAYERS)
+    hanging.hangs = lambda op: False
+    thread = threading.Thread(target=write_keys, args=(store, make_keys(20, 2), LAYERS))
+    thread.start()
+    thread.join()
+    hanging.let_go()
+    read_keys(store, make_keys(20, 2))
+
+
+def test_two_changes_of_condition_at_once_leave_the_mask_right(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, 2))
+    store._keeper.close(5)  # it would take the directory in again
+    looked, go = threading.Event(), threading.Event()
+    set_out = store._catalog.set_out
+
+    def slow(mask: int) -> None:
+        if not looked.is_set():
+            looked.set()
+            go.wait(1)
+        set_out(mask)
+
+    store._catalog.set_out = slow  # type: ignore[method-assign]
+    first = threading.Thread(target=store._on_health)
+    first.start()
+    assert looked.wait(5)
+    second = threading.Thread(target=store._volumes[1].health.take_out, args=("for a test",))
+    second.start()
+    second.join(0.2)
+    go.set()
+    first.join()
+    second.join()
+    assert store._catalog._out_mask == 2
+
+
+def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
+    directory = StoreDirectory.acquire(tmp_path / "disk")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        directory.release()  # as the end of this process would
+        wait_until(lambda: directory.lock_holder() is None)
+        StoreDirectory.acquire(tmp_path / "disk").release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_statistics_of_a_closed_store(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path))
+    store.close()
+    assert store.stats().physical_bytes == 0
+
+
+def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories of these names cannot be opened."""
+    reacquire = StoreDirectory.reacquire
+
+    def fail(self: StoreDirectory) -> None:
+        if self.path.name in names:
+            raise OSError(errno.EIO, "sick")
+        reacquire(self)
+
+    monkeypatch.setattr(StoreDirectory, "reacquire", fail)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_directories_that_were_used_one_without_the_other_agree_again(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    names = {"disk1"}
+    sick(names, monkeypatch)
+    store._volumes[1].health.take_out("for a test")
+    on_first = make_keys(0, 2)
+    write_keys(store, on_first, LAYERS)
+    store.close()
+    names.clear()
+    names.add("disk0")
+    store = open_store(config)  # the index moves to disk1
+    store.clear()
+    on_second = make_keys(10, 2)
+    write_keys(store, on_second, LAYERS)
+    store.close()
+    names.clear()
+    names.add("disk1")
+    store = open_store(config)
+    assert store.match(on_first) == 2, "disk0 does not know that it was cleared"
+    later = make_keys(20, 2)
+    write_keys(store, later, LAYERS)
+    if restart:
+        store.close()
+        names.clear()
+        store = open_store(config)
+    else:
+        names.clear()
+        wait_until(lambda: store._volumes[1].health.writable)
+    assert store.match(on_first) == 0
+    write_keys(store, make_keys(30, 2), LAYERS)
+    store.close()
+    blocks = [StoreDirectory(path, -1).read_superblock() for path in config.dirs]
+    assert len({block.identity for block in blocks if block is not None}) == 1
+    store = open_store(config)
+    read_keys(store, make_keys(30, 2))
+    assert store.match(on_first) == 0
+
+
+def test_an_index_in_a_directory_that_was_deleted_is_written_anew_however_late_the_keeper_is(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    store._keeper.close(5)
+    shutil.rmtree(config.dirs[0])
+    store._volumes[0].check_presence()
+    time.sleep(2 * config.retry_s)
+    store._keeper.round()
+    write_keys(store, make_keys(10, 2), LAYERS)
+    reader = sqlite3.connect(config.dirs[0] / "index.sqlite")
+    assert reader.execute("SELECT count(*) FROM runs").fetchall() == [(1,)]
+    reader.close()
+
+
+def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    keys = make_keys(0, 2)
+    store = open_store(config)
+    write_keys(store, keys, LAYERS)
+    store.close()
+    (config.dirs[0] / "index.sqlite").unlink()
+
+    def fail(*_: object) -> None:
+        raise StoreIOError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index.Index, "insert", fail)
+        store = open_store(config)
+    read_keys(store, keys)
+    wait_until(lambda: not store._ledger._lost)
+    store.close()
+    read_keys(open_store(config), keys)
+
+
+def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    store.close()
+    go, load = threading.Event(), index.Index.load
+
+    def hang(self: index.Index, num_stripes: int) -> object:
+        go.wait(20)
+        return load(self, num_stripes)
+
+    monkeypatch.setattr(recovery, "LOAD_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(index.Index, "load", hang)
+        began = time.monotonic()
+        store = open_store(config)
+        assert time.monotonic() - began < 5
+    keys = make_keys(10, 2)
+    write_keys(store, keys, LAYERS)
+    go.set()
+    wait_until(lambda: store._volumes[0].health.writable)
+    read_keys(store, keys)
+    store.close()
+    read_keys(open_store(config), keys)
