@@ -18,7 +18,7 @@ import torch
 from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
 from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.tiered import TieredStore
@@ -46,17 +46,16 @@ class Assembler:
     """Consumes capture events and seals chunks.
 
     Args:
-        ring: where captured rows lie.
-        tiers: where chunks go; its layout has equal layers of rows as wide as the ring's, of ``ring.buffer.dtype``.
+        ring: where captured rows lie, in groups as those of the tiers' layout.
+        tiers: where chunks go.
+        dtype: element type of the rows.
     """
 
-    def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer) -> None:
-        layers, _, width = ring.buffer.shape
+    def __init__(self, ring: StagingRing, tiers: TieredStore, dtype: torch.dtype, observer: Observer) -> None:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
-        arena = torch.from_numpy(tiers.host.arena)
-        self._chunks = arena.view(ring.buffer.dtype).view(-1, layers, CHUNK_TOKENS, width)
+        self._chunks = _chunk_groups(torch.from_numpy(tiers.host.arena), tiers.layout, dtype)
         self._open: dict[str, _OpenRequest] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._pending = 0
@@ -161,8 +160,8 @@ class Assembler:
         if request.slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
-        source = self._ring.buffer[:, span.first + first : span.first + first + count]
-        self._chunks[request.slot, :, filled : filled + count].copy_(source)
+        for chunks, rows in zip(self._chunks, self._ring.groups(span.first + first, count), strict=True):
+            chunks[request.slot, :, filled : filled + count].copy_(rows)
 
     def _seal(self, request: _OpenRequest) -> None:
         key = next_key(request.parent, token_bytes(request.tokens))
@@ -191,3 +190,13 @@ class Assembler:
     def _end_all(self) -> None:
         for rid in list(self._open):
             self._end(rid)
+
+
+def _chunk_groups(arena: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views of the host tier's slots, one a group of layers: (slots, layers, 64, width) of ``dtype``."""
+    views = []
+    for group in layout.groups:
+        first = layout.layer_offset(group.first)
+        rows = arena[:, first : first + group.count * CHUNK_TOKENS * group.row_bytes].view(dtype)
+        views.append(rows.view(len(rows), group.count, CHUNK_TOKENS, -1))
+    return views

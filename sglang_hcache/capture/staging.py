@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,17 +23,32 @@ class StagingRing:
     """A ring of token rows for all layers. Spans are reserved in order and may be released in any order.
 
     Args:
-        buffer: (layers, rows, width), the memory of the ring. A row is what the layout stores of a token.
+        buffers: the memory of the ring, a tensor (layers, rows, width) for each group of the layout. A row is what the
+            layout stores of a token.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = tuple(buffers)
+        self._layers = [layer for buffer in buffers for layer in buffer.unbind()]
         self._lock = threading.Lock()
         self._spans: deque[RowSpan] = deque()
 
     @property
     def num_rows(self) -> int:
-        return self.buffer.shape[1]
+        return self._buffers[0].shape[1]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def layer(self, index: int, span: RowSpan) -> torch.Tensor:
+        """Rows of one layer, a view: (span.count, width)."""
+        rows = self._layers[index]
+        return rows[span.first : span.first + span.count]
+
+    def groups(self, first: int, count: int) -> list[torch.Tensor]:
+        """Rows [first, first + count) of all layers, group by group, views: (layers, count, width) each."""
+        return [buffer[:, first : first + count] for buffer in self._buffers]
 
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""

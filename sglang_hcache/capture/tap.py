@@ -22,7 +22,7 @@ class Tap:
         self._ring = ring
         self._publish = publish
         self._observer = observer
-        self._num_layers = ring.buffer.shape[0]
+        self._num_layers = ring.num_layers
         self._span: RowSpan | None = None
         self._layers_seen = 0
 
@@ -53,7 +53,7 @@ class Tap:
             # Not the pass that was announced (a graph's warm-up, a draft model): keep nothing of it.
             self._drop()
             return
-        rows, column = self._ring.buffer[index, span.first : span.first + span.count], 0
+        rows, column = self._ring.layer(index, span), 0
         for part in parts:
             width = part.shape[1]
             rows[:, column : column + width].copy_(part[: span.count])

@@ -13,7 +13,7 @@ from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
     from sglang_hcache.cli.plan_report import PlanReport
-    from sglang_hcache.plan.planner import PlanKind
+    from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
     from sglang_hcache.plan.shapes import ModelShape
 
@@ -114,7 +114,7 @@ def plan(
 
 
 def _kind(method: str) -> PlanKind:
-    from sglang_hcache.plan.planner import PlanKind
+    from sglang_hcache.core.layout import PlanKind
 
     try:
         return PlanKind(method)

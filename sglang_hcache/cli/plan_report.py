@@ -10,11 +10,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.core.layout import Method
+from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import (
     Plan,
-    PlanKind,
     Split,
     closed_form,
     pays_from,

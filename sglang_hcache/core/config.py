@@ -22,18 +22,13 @@ from pydantic import (
 )
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes, parse_size
 
 
 class WritePolicy(StrEnum):
     WRITE_BACK = "write_back"
     WRITE_THROUGH = "write_through"
-
-
-class RestoreMethod(StrEnum):
-    AUTO = "auto"
-    HIDDEN = "hidden"
-    KV = "kv"
 
 
 class IOEngineName(StrEnum):
@@ -62,10 +57,14 @@ class HCacheConfig(BaseModel):
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""
-    method: RestoreMethod = RestoreMethod.AUTO
-    """What is stored of each layer and how it comes back: its hidden states, projected to K and V (hidden), or K and V
-    themselves (kv). auto: hidden states where they are the smaller of the two, else K and V; and prefixes that are
-    recomputed faster than they would be restored, by measurements at start, are recomputed."""
+    method: PlanKind = PlanKind.AUTO
+    """How layers come back. hidden: from hidden states, projected to K and V. kv: from K and V themselves. hybrid: from
+    K and V, the first layers recomputed where that is faster. recompute: all from tokens, nothing is stored (for
+    comparisons). auto: the mix of all three that is fastest on this machine; and what is recomputed faster than it
+    would be restored is recomputed."""
+    profile: Path | None = None
+    """Costs of this model on this machine, from ``hcache profile``; they decide what auto and hybrid do. Default: one
+    that was saved for this model and machine, or what a few seconds of measuring at start give."""
     io_engine: IOEngineName = IOEngineName.AUTO
     """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
     two by a short probe (auto)."""
@@ -82,6 +81,12 @@ class HCacheConfig(BaseModel):
     None: an eighth of it, at most 256 MiB."""
     io_timeout_s: float = Field(default=5.0, gt=0)
     """A read or write that takes longer is given up, and its directory left out until it answers again."""
+    disk_read_limit: Size | None = Field(default=None, gt=0)
+    """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
+    measure_s: float = Field(default=1.0, gt=0, le=60)
+    """Time for each thing that is measured at start, where no profile says what it takes."""
+    save_profile: Path | None = None
+    """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
     run_chunks: int = Field(default=16, ge=1, le=64)
     """Most chunks written together as one run."""
     max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
@@ -98,6 +103,11 @@ class HCacheConfig(BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(Path(str(item)).expanduser().absolute() for item in value)
+
+    @field_validator("profile", "save_profile")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
 
     @field_validator("dirs")
     @classmethod
@@ -144,6 +154,9 @@ FILE_ONLY_FIELDS = frozenset(
         "staging_size",
         "segment_size",
         "io_timeout_s",
+        "disk_read_limit",
+        "measure_s",
+        "save_profile",
         "run_chunks",
         "max_inflight_fraction",
         "restore_deadline_s",
@@ -189,6 +202,11 @@ def user_cache_dir() -> Path:
     """This user's built helpers: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang-hcache"
+
+
+def profile_dir() -> Path:
+    """Where ``hcache profile`` saves what it measured, and servers look for it."""
+    return user_cache_dir() / "profiles"
 
 
 def chosen_c_compiler() -> str | None:

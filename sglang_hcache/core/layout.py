@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +17,30 @@ class Method(StrEnum):
     HIDDEN = "hidden"
     KV = "kv"
     RECOMPUTE = "recompute"
+
+
+class PlanKind(StrEnum):
+    """Which methods a plan may mix. Values are what ``--hcache-method`` takes."""
+
+    AUTO = "auto"
+    """All three: HCache."""
+    HIDDEN = "hidden"
+    """Hidden states for every layer: HCache-O."""
+    KV = "kv"
+    """K and V for every layer: KV offload."""
+    HYBRID = "hybrid"
+    """Recomputation and K and V, no hidden states."""
+    RECOMPUTE = "recompute"
+    """Every layer from tokens: what happens without a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Neighbouring layers that store rows of one size."""
+
+    first: int
+    count: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +71,31 @@ class StateLayout:
         """K and V of every layer: ``2 * kv_heads * head_dim * dtype_bytes`` bytes a token and layer, K first."""
         return cls((Method.KV,) * num_layers, (2 * kv_heads * head_dim * dtype_bytes,) * num_layers)
 
+    @classmethod
+    def of(cls, methods: Sequence[Method], hidden_row_bytes: int, kv_row_bytes: int) -> StateLayout:
+        """A layout of ``HIDDEN`` and ``KV`` layers.
+
+        Raises:
+            ValueError: a layer stores nothing; a chunk has a row for every layer.
+        """
+        if not set(methods) <= {Method.HIDDEN, Method.KV}:
+            raise ValueError("every layer of a chunk stores something")
+        rows = {Method.HIDDEN: hidden_row_bytes, Method.KV: kv_row_bytes}
+        return cls(tuple(methods), tuple(rows[method] for method in methods))
+
     @property
     def num_layers(self) -> int:
         return len(self.methods)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers in order, neighbours with equal rows together: what can be copied at a time."""
+        groups, first = [], 0
+        for size, members in itertools.groupby(self.row_bytes):
+            count = len(list(members))
+            groups.append(LayerGroup(first, count, size))
+            first += count
+        return tuple(groups)
 
     @property
     def chunk_layer_bytes(self) -> tuple[int, ...]:

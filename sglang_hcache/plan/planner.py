@@ -14,33 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.timeline import FloatArray, IntArray, Timeline, best_timeline, block_totals
 
 _TIE = 1e-9
 """Plans whose times differ by less than this share are equally fast."""
-
-
-class PlanKind(StrEnum):
-    """Which methods a plan may mix."""
-
-    AUTO = "auto"
-    """All three: HCache."""
-    HIDDEN = "hidden"
-    """Hidden states for every layer: HCache-O."""
-    KV = "kv"
-    """K and V for every layer: KV offload."""
-    HYBRID = "hybrid"
-    """Recomputation and K and V, no hidden states."""
-    RECOMPUTE = "recompute"
-    """Every layer from tokens: what happens without a tier."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -218,6 +202,46 @@ def plan_restore(
     return make_plan(_recomputing(stored, count), costs, buffers)
 
 
+@dataclass(frozen=True, slots=True)
+class RestoreTimes:
+    """A restore in numbers, without its timeline. Seconds."""
+
+    num_recompute: int
+    """First layers that are recomputed."""
+    total_s: float
+    io_s: float
+    compute_s: float
+
+
+def fastest_restore(
+    stored: Sequence[Method],
+    costs: LayerCosts,
+    *,
+    num_blocks: int = 1,
+    max_recompute: int | None = None,
+) -> RestoreTimes:
+    """What :func:`plan_restore` finds with memory for all layers, quickly, for the serving thread.
+
+    Args:
+        stored: what each layer stores, ``HIDDEN`` or ``KV``.
+        costs: seconds of one layer, all tokens together.
+        num_blocks: parts that the tokens are read in, one after the other: the more, the less the first read and the
+            last computation, which nothing hides, count.
+        max_recompute: most layers to recompute; None: all.
+
+    Raises:
+        ValueError: no layers, or ``num_blocks`` below 1.
+    """
+    if not stored or num_blocks < 1:
+        raise ValueError(f"got {len(stored)} layers in {num_blocks} blocks")
+    most = len(stored) if max_recompute is None else min(max_recompute, len(stored))
+    recompute, hidden, kv = _after_recomputing(stored, range(most + 1))
+    of_block = costs.scaled(io=1 / num_blocks, compute=1 / num_blocks)
+    total, io, compute = block_totals(num_blocks * recompute, num_blocks * hidden, num_blocks * kv, of_block)
+    best = _first_of_fastest(total, compute, io)
+    return RestoreTimes(best, float(total[best]), float(io[best]), float(compute[best]))
+
+
 def pays_from(
     stored: Sequence[Method],
     costs_of: CostsOfLength,
@@ -299,10 +323,7 @@ def state_layout(shape: ModelShape, stored: Sequence[Method]) -> StateLayout:
     Raises:
         ValueError: a layer stores nothing; a chunk has a row for every layer.
     """
-    if Method.RECOMPUTE in stored:
-        raise ValueError("every layer of a chunk stores something")
-    rows = {Method.HIDDEN: shape.hidden_row_bytes, Method.KV: shape.kv_row_bytes}
-    return StateLayout(tuple(stored), tuple(rows[method] for method in stored))
+    return StateLayout.of(stored, shape.hidden_row_bytes, shape.kv_row_bytes)
 
 
 def _all_splits(num_layers: int) -> list[Split]:

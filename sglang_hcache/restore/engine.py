@@ -70,7 +70,7 @@ class RestoreEngine:
                 self._on_over(job)
 
     def _run_job(self, job: RestoreJob) -> None:
-        started = time.monotonic()
+        job.started = time.monotonic()
         job.state = RestoreState.RUNNING
         outcome = RestoreState.DONE
         try:
@@ -86,7 +86,7 @@ class RestoreEngine:
         except Exception as error:
             logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
             outcome, job.error = RestoreState.FAILED, error
-        job.seconds = time.monotonic() - started
+        job.seconds = time.monotonic() - job.started
         self._observer.count(f"restore.{outcome.value}")
         logger.debug("hcache: restore of %d tokens: %s in %.3f s", job.num_tokens, outcome.value, job.seconds)
         if outcome is RestoreState.DONE:

@@ -1,6 +1,6 @@
-"""Whether a restore is started at all: only if it is predicted to end before recomputing would.
+"""How a prefix comes back, and whether it does: what is predicted to be faster, restoring or recomputing.
 
-Predictions come from measurements at start (``MeasuredCosts``) and follow what restores really take.
+Predictions come from a profile and follow what restores and prefills really take.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.costs import LayerCosts
-from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.planner import make_plan
+from sglang_hcache.plan.planner import fastest_restore
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.timeline import spread_order
 
 _log = logging.getLogger(__name__)
 
@@ -20,78 +21,130 @@ _OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
 
 _WEIGHT = 0.2
-"""Of the latest restore in the running estimate: drift is followed, one outlier is not."""
+"""Of the latest observation in a running estimate: drift is followed, one outlier is not."""
 
 _MOST_SURPRISE = 2.0
 """An observation counts as at most so many times, or one so-many-th, of what was predicted."""
 
 _FORGET = 0.99
-"""Each restore that is not started brings the estimate closer to the measurement again: else it never would."""
+"""Each restore that is not started brings the estimates closer to the profile again: else they never would."""
+
+_LOAD = 2.0
+"""Our computations take so many times as long while requests run: the device does both in turns."""
+
+_PATIENCE = 1.5
+"""A restore is abandoned when it took so many times what recomputing was predicted to take: just after that time most
+restores are nearly done, and the work would be lost."""
+_LEAST_PATIENCE_S = 0.25
+"""Pauses of a busy machine must not end restores of a few milliseconds."""
+
+_COMPUTE, _PREFILL = "projecting", "recomputing"
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCosts:
-    """Seconds as functions of tokens."""
+class Decision:
+    """What a restore and its alternative would take, seconds, and how it would be done."""
 
-    read: Mapping[str, CostCurve]
-    """Tier -> reading one layer from it. A tier that could not be measured is missing."""
-    restore: CostCurve
-    """Making K and V of one layer and writing them into the pool, by the method in use."""
-    recompute: CostCurve
-    """The whole model over the tokens, with attention's squared term."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a restore and its alternative would take, seconds."""
-
+    num_recompute: int
+    """First layers that are recomputed."""
     restore_s: float
     recompute_s: float
-    slowest_tier: str
-    """The tier whose reads decide."""
+    bottleneck: str
+    """The tier whose reads, or the work whose time, decides."""
+    layers: tuple[int, ...]
+    """The others, in the order in which they are read."""
+
+    def deadline_s(self, backlog_s: float) -> float:
+        """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned."""
+        return backlog_s + max(_LEAST_PATIENCE_S, _PATIENCE * self.recompute_s)
 
 
 class RestoreGate:
-    """Predicts, and learns from what came of it. Used on one thread."""
+    """Decides, and learns from what came of it. Used on one thread.
 
-    def __init__(self, costs: MeasuredCosts, methods: Sequence[Method]) -> None:
-        self.costs = costs
-        self._methods = tuple(methods)
-        self._drift = dict.fromkeys(costs.read, 1.0)
+    Args:
+        profile: costs of one layer.
+        stored: what each layer stores.
+        block_tokens: most tokens that are read at a time.
+        may_recompute: whether the first layers may be recomputed.
+    """
 
-    def predict(self, tokens: Mapping[str, int], start: int) -> Prediction | None:
-        """For ``tokens`` (tier -> count, multiples of 64) from position ``start`` on; None if a tier is unknown."""
+    def __init__(
+        self, profile: Profile, stored: Sequence[Method], block_tokens: int, *, may_recompute: bool = True
+    ) -> None:
+        self.profile = profile
+        self._stored = tuple(stored)
+        self._block_tokens = block_tokens
+        # Not all of them: that is no restore, but what happens without one.
+        self._max_recompute = len(stored) - 1 if may_recompute else 0
+        self._drift = dict.fromkeys([*profile.tiers, _COMPUTE, _PREFILL], 1.0)
+
+    def decide(self, tokens: Mapping[str, int], start: int, *, loaded: bool = False) -> Decision | None:
+        """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
+
+        Args:
+            loaded: whether requests run meanwhile.
+
+        Returns:
+            None if a tier is unknown, or there are no tokens.
+        """
         parts = {tier: count for tier, count in tokens.items() if count}
-        if not parts or not parts.keys() <= self.costs.read.keys():
+        if not parts or not parts.keys() <= self.profile.tiers.keys():
             return None
-        reads = {tier: self.costs.read[tier].seconds(count) for tier, count in parts.items()}
+        costs = self._costs(parts, start)
         count = sum(parts.values())
-        io_s, compute_s = sum(reads.values()), self.costs.restore.seconds(count)
-        layer = LayerCosts(
-            io_hidden_s=io_s,
-            io_kv_s=io_s,
-            compute_hidden_s=compute_s,
-            compute_kv_s=compute_s,
-            compute_recompute_s=0.0,
+        times = fastest_restore(
+            self._stored,
+            costs.scaled(compute=_LOAD if loaded else 1.0),
+            num_blocks=-(-count // self._block_tokens),
+            max_recompute=self._max_recompute,
         )
-        slowest = max(reads, key=reads.__getitem__)
-        restore_s = make_plan(self._methods, layer).total_s * self._drift[slowest] + _OVERHEAD_S
-        return Prediction(restore_s, self.costs.recompute.seconds(count, start), slowest)
+        recomputed = (Method.RECOMPUTE,) * times.num_recompute
+        order = spread_order(recomputed + self._stored[times.num_recompute :], costs)
+        slowest = max(
+            parts, key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier])
+        )
+        return Decision(
+            num_recompute=times.num_recompute,
+            restore_s=times.total_s + _OVERHEAD_S,
+            recompute_s=len(self._stored) * costs.compute_recompute_s,
+            bottleneck=slowest if times.io_s >= times.compute_s else _COMPUTE,
+            layers=tuple(layer for layer in order if layer >= times.num_recompute),
+        )
 
-    def pays(self, prediction: Prediction, backlog_s: float) -> bool:
+    def pays(self, decision: Decision, backlog_s: float) -> bool:
         """Whether to start, if restores that take ``backlog_s`` more seconds come first."""
-        pays = backlog_s + prediction.restore_s < prediction.recompute_s
+        pays = backlog_s + decision.restore_s < decision.recompute_s
         if not pays:
-            tier = prediction.slowest_tier
-            self._drift[tier] = 1 + (self._drift[tier] - 1) * _FORGET
+            for name, drift in self._drift.items():
+                self._drift[name] = 1 + (drift - 1) * _FORGET
         _log.debug(
-            "hcache: restore %.1f ms behind %.1f ms, recompute %.1f ms: %s",
-            1e3 * prediction.restore_s, 1e3 * backlog_s, 1e3 * prediction.recompute_s,
+            "hcache: restore %.1f ms, %d layers recomputed, behind %.1f ms; recompute %.1f ms: %s",
+            1e3 * decision.restore_s, decision.num_recompute, 1e3 * backlog_s, 1e3 * decision.recompute_s,
             "restore" if pays else "recompute",
         )  # fmt: skip
         return pays
 
-    def observe(self, prediction: Prediction, seconds: float) -> None:
-        """A restore of which ``prediction`` was made took ``seconds``."""
-        surprise = min(max(seconds / prediction.restore_s, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
-        self._drift[prediction.slowest_tier] *= surprise**_WEIGHT
+    def restored(self, decision: Decision, seconds: float) -> None:
+        """A restore of which ``decision`` was made took ``seconds``."""
+        self._learn(decision.bottleneck, seconds / decision.restore_s)
+
+    def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
+        """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``."""
+        layer_s = self._drift[_PREFILL] * self.profile.compute.recompute.seconds(num_tokens, start)
+        self._learn(_PREFILL, seconds / (len(self._stored) * layer_s))
+
+    def _learn(self, name: str, surprise: float) -> None:
+        bounded = min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
+        self._drift[name] *= bounded**_WEIGHT
+
+    def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
+        tiers = self.profile.tiers
+        compute = self.profile.costs(parts, start)
+        return LayerCosts(
+            io_hidden_s=sum(self._drift[tier] * tiers[tier].hidden.seconds(n) for tier, n in parts.items()),
+            io_kv_s=sum(self._drift[tier] * tiers[tier].kv.seconds(n) for tier, n in parts.items()),
+            compute_hidden_s=self._drift[_COMPUTE] * compute.compute_hidden_s,
+            compute_kv_s=self._drift[_COMPUTE] * compute.compute_kv_s,
+            compute_recompute_s=self._drift[_PREFILL] * compute.compute_recompute_s,
+        )

@@ -42,15 +42,19 @@ class RestoreJob:
         first_position: position of the first token, a multiple of 64.
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission after which the restore is abandoned.
+        layers: the layers to bring back, in the order in which they are read. Somebody else computes the others.
     """
 
     blocks: tuple[ChunkLease, ...]
     first_position: int
     slots: torch.Tensor
     deadline_s: float
+    layers: tuple[int, ...]
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    """When the engine began with it."""
     seconds: float = 0.0
     _cancelled: threading.Event = field(default_factory=threading.Event)
 

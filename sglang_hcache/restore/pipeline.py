@@ -91,7 +91,7 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layer in range(self._tiers.layout.num_layers):
+            for layer in job.layers:
                 yield _Step(block, first_token, layer)
             first_token += CHUNK_TOKENS * len(block.keys)
 
@@ -112,7 +112,8 @@ class LayerPipeline:
         first = job.first_position + step.first_token
         slots = job.slots[step.first_token : step.first_token + count]
         positions = torch.arange(first, first + count)
-        self._restorer.restore(step.layer, rows.view(self._restorer.dtype), positions, slots)
+        method = self._tiers.layout.methods[step.layer]
+        self._restorer.restore(step.layer, method, rows.view(self._restorer.dtype), positions, slots)
 
 
 def _is_over(read: Future[None]) -> bool:

@@ -16,23 +16,18 @@ from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.config import HCacheConfig, RestoreMethod, WritePolicy
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.device.projector import KVPool
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.sglang_plugin import measuring, selfcheck
-from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
+from sglang_hcache.sglang_plugin.budget import HostBudget
 from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.protocols import DeviceTree, ForwardModel, Prompt, SchedulerView
+from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
-from sglang_hcache.store import DiskStore
-from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -44,82 +39,54 @@ class Bridge:
     """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
 
     def __init__(
-        self, config: HCacheConfig, model: ServedModel, tree: DeviceTree, pool: KVPool, largest_pass: int
+        self,
+        config: HCacheConfig,
+        model: ServedModel,
+        tiers: TieredStore,
+        budget: HostBudget,
+        device: Device,
+        restorer: LayerRestorer,
+        gate: RestoreGate | None,
+        counters: Counters,
     ) -> None:
         self.config = config
-        self.counters = Counters()
+        self.counters = counters
+        self.tiers = tiers
+        self.gate = gate
         self._model = model
-        self._tree = tree
-        self._namespace: Namespace | None = model.namespace()
+        self._pool = device.pool
+        self._namespace: Namespace | None = model.namespace(tiers.layout)
         self._device_is_stale = False
+        self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
         self._in_pass = False
-        layout = model.layout
-        self._largest_pass = largest_pass
-        self._budget = budget = HostBudget.of(config, layout, largest_pass)
-        if budget.ring_rows < largest_pass:
-            logger.warning(
-                "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; raise "
-                "--hcache-host-size or staging_size, or lower --chunked-prefill-size", budget.ring_rows, largest_pass,
-            )  # fmt: skip
-        arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(
-            budget.num_slots, layout.chunk_bytes
-        )
-        disk_settings = store_config(config, model.hidden_size)
-        disk = DiskStore.open(disk_settings, self.counters) if disk_settings is not None else None
-        host = HostTier(arena, layout, self.counters, keep_dirty=disk is not None)
-        self.tiers = TieredStore(
-            host, disk, self.counters, write_policy=config.write_policy, run_chunks=config.run_chunks
-        )
         ring = StagingRing(
-            torch.from_numpy(host_buffer(budget.ring_rows * sum(layout.row_bytes)))
-            .view(model.dtype)
-            .view(layout.num_layers, budget.ring_rows, -1)
+            [
+                torch.from_numpy(host_buffer(group.count * budget.ring_rows * group.row_bytes))
+                .view(model.dtype)
+                .view(group.count, budget.ring_rows, -1)
+                for group in tiers.layout.groups
+            ]
         )
-        self._assembler = Assembler(ring, self.tiers, self.counters)
-        self._tap = Tap(ring, self._assembler.publish, self.counters)
-        self._pool = pool
-        self._restorer = LayerRestorer(layout, model.dtype, pool, model.kv_heads, model.projector())
-        self._coordinator: RestoreCoordinator | None = None
-        self._engine: RestoreEngine | None = None
+        self._assembler = Assembler(ring, tiers, model.dtype, counters)
+        self._tap = Tap(ring, self._assembler.publish, counters)
+        self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
+        self._engine = RestoreEngine(tiers, restorer, counters, self.restores.on_over, budget.block_chunks)
+        self.restores.attach_engine(self._engine)
         self._closed = threading.Event()
-
-    def start(self, scheduler: SchedulerView, forward: ForwardModel) -> None:
-        """Check a restore against the model, then begin to capture and restore.
-
-        Raises:
-            SelfCheckError: what is restored is not what the model wrote.
-        """
-        result = selfcheck.run(self._model, self._restorer, self._pool, forward)
-        gate = None
-        if self.config.method is RestoreMethod.AUTO:
-            longest = min(self._largest_pass, self._tree.capacity() // 4)
-            costs = measuring.measure(self._model, self._restorer, self.tiers, forward, longest)
-            gate = RestoreGate(costs, self._model.layout.methods)
-        self._coordinator = RestoreCoordinator(
-            self._tree, self.tiers, scheduler, self.config, self.counters, self._budget.block_chunks, gate
+        hidden, self._kv_layers = (
+            [layer for layer, each in enumerate(tiers.layout.methods) if each is method]
+            for method in (Method.HIDDEN, Method.KV)
         )
-        self._engine = RestoreEngine(
-            self.tiers,
-            self._restorer,
-            self.counters,
-            self._coordinator.on_over,
-            self._budget.block_chunks,
-        )
-        self._coordinator.attach_engine(self._engine)
-        if self._model.method is Method.HIDDEN:
-            self._model.watch(self._on_layer)
-        self._log_start(result)
+        if self._captures:
+            model.watch(hidden, self._on_layer)
 
     # -- requests --------------------------------------------------------------------------------
 
-    @property
-    def restores(self) -> RestoreCoordinator:
-        assert self._coordinator is not None, "the bridge has not been started"
-        return self._coordinator
-
     def queue(self, prompt: Prompt) -> None:
         """A request enters the waiting queue."""
+        if not self._captures:
+            return
         keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
         self.tiers.touch(keys)
         self.restores.queue(prompt, keys)
@@ -130,7 +97,7 @@ class Bridge:
 
     def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
-        if len(prefix) and self._device_is_stale:
+        if not self._captures or (len(prefix) and self._device_is_stale):
             return  # KV of earlier weights must not be continued into chunks of the present ones
         self._capturing.add(rid)
         self._assembler.publish(RequestBegins(rid, self._namespace_of(tenant), prefix))
@@ -150,12 +117,15 @@ class Bridge:
             self._tap.begin_pass(num_rows)
         return self._in_pass
 
-    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int], slots: torch.Tensor) -> None:
-        """The pass succeeded; ``tokens`` has one entry a row, and so has ``slots``, int64."""
+    def end_pass(
+        self, requests: Sequence[RequestRows], tokens: array[int], slots: torch.Tensor, seconds: float
+    ) -> None:
+        """The pass succeeded, in ``seconds``; ``tokens`` has one entry a row, and so has ``slots``, int64."""
         self._in_pass = False
-        if self._model.method is Method.KV:
-            self._take_kv(slots[: self._tap.rows_wanted])
+        self._take_kv(slots[: self._tap.rows_wanted])
         self._tap.end_pass(requests, tokens)
+        if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
+            self.gate.prefilled(requests[0].count, requests[0].position, seconds)
 
     def abandon_pass(self) -> None:
         """The pass failed."""
@@ -164,7 +134,7 @@ class Bridge:
 
     def _take_kv(self, slots: torch.Tensor) -> None:
         # At once, for the scheduler may free or move slots before the assembler comes to them.
-        for layer in range(self._model.layout.num_layers if len(slots) else 0):
+        for layer in self._kv_layers if len(slots) else ():
             key, value = self._pool.read(layer, slots)
             self._tap.layer(layer, key.flatten(1), value.flatten(1))
 
@@ -206,7 +176,7 @@ class Bridge:
     def tick(self) -> None:
         """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
         self.restores.tick()
-        if self.restores.scheduler.is_running():
+        if self.restores.is_recomputing or self.restores.scheduler.is_running():
             return
         if self.restores.in_flight_tokens:
             self.restores.wait_for_job()
@@ -228,8 +198,7 @@ class Bridge:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self._engine is not None:
-            self._engine.close()
+        self._engine.close()
         self._assembler.close()
         if not self.tiers.flush(self.config.shutdown_flush_s):
             logger.warning(
@@ -250,7 +219,7 @@ class Bridge:
                 "free": free,
                 "clean": clean,
                 "dirty": dirty,
-                "chunk_bytes": self._model.layout.chunk_bytes,
+                "chunk_bytes": self.tiers.layout.chunk_bytes,
             },
             "disk": None
             if disk is None
@@ -273,36 +242,9 @@ class Bridge:
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         if self._namespace is None:
-            self._namespace = self._model.namespace()
+            self._namespace = self._model.namespace(self.tiers.layout)
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
         return replace(self._namespace, tenant=tenant)
-
-    def _log_start(self, result: selfcheck.SelfCheckResult) -> None:
-        layout = self._model.layout
-        layer_bytes = layout.num_layers * self._model.dtype.itemsize
-        hidden = layer_bytes * self._model.hidden_size
-        kv = layer_bytes * 2 * self._model.kv_heads * self._model.head_dim
-        logger.info(
-            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
-            "self-check error %.2g (tolerance %.2g)",
-            self._model.architecture, layout.num_layers, format_bytes(hidden), format_bytes(kv),
-            self._model.method, " (auto)" if self.config.method is RestoreMethod.AUTO else "",
-            result.error, result.tolerance,
-        )  # fmt: skip
-        if self._model.method is Method.HIDDEN and hidden > kv:
-            logger.warning(
-                "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
-                "attention); --hcache-method auto stores K and V", hidden / kv,
-            )  # fmt: skip
-        disk = "no disk tier (give --hcache-dirs for one)"
-        stats = self.tiers.disk_stats
-        if stats is not None:
-            disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
-        logger.info(
-            "hcache: host tier %s for %d tokens; %s; %s",
-            format_bytes(self.config.host_size), self.tiers.host.num_slots * CHUNK_TOKENS, disk,
-            self.config.write_policy,
-        )  # fmt: skip
 
 
 def _keys_from(root: ChunkKey, tokens: array[int], first_chunk: int) -> list[ChunkKey]:

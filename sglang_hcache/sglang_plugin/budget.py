@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.config import HCacheConfig, RestoreMethod
+from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.units import format_bytes
@@ -25,6 +25,11 @@ class HostBudget:
     num_slots: int
     block_chunks: int
     """Most chunks that a restore reads at a time: its buffers take at most an eighth of the whole."""
+
+    @classmethod
+    def least(cls) -> HostBudget:
+        """For a tier that holds nothing."""
+        return cls(CHUNK_TOKENS, 1, 1)
 
     @classmethod
     def of(cls, config: HCacheConfig, layout: StateLayout, largest_pass: int) -> HostBudget:
@@ -84,6 +89,6 @@ def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreC
         io_engine=config.io_engine.value,
         io_timeout_s=config.io_timeout_s,
         write_budget_bytes=config.disk_write_budget,
-        measure_reads=config.method is RestoreMethod.AUTO,
+        read_limit_bytes_per_s=config.disk_read_limit,
         **({} if hidden_size is None else {"cost_doubling_tokens": 6 * hidden_size}),
     )

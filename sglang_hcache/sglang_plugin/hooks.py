@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.flags import BACKEND
+
+logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -51,7 +55,11 @@ def install() -> None:
 
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
     cache = scheduler.tree_cache
-    cache.bridge.start(SchedulerOf(scheduler), ForwardOf(cache.runner, cache))
+    try:
+        cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+    except HCacheError as error:
+        logger.error("hcache: error: %s", error)  # in one line, before SGLang's traceback
+        raise
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
@@ -77,11 +85,13 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     try:
         tokens: array[int] = batches.tokens_of(forward_batch, num_rows)
         slots = forward_batch.out_cache_loc[:num_rows]
+        began = time.monotonic()
         output = original(runner, forward_batch, *args, **kwargs)
+        seconds = time.monotonic() - began
     except BaseException:
         bridge.abandon_pass()
         raise
-    bridge.end_pass(requests, tokens, slots)
+    bridge.end_pass(requests, tokens, slots, seconds)
     return output
 
 

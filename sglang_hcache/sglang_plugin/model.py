@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sglang_hcache.core.config import RestoreMethod
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.device.fingerprint import weights_fingerprint
 from sglang_hcache.device.projector import AttentionModule, LlamaFamilyProjector
+from sglang_hcache.plan.shapes import ModelShape
 
 SUPPORTED_ARCHITECTURES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -32,17 +33,13 @@ class ServedModel:
     module: nn.Module
     attention: tuple[AttentionModule, ...]
     architecture: str
-    hidden_size: int
-    kv_heads: int
-    head_dim: int
+    shape: ModelShape
     dtype: torch.dtype
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
-    method: Method
-    """What is stored of every layer."""
 
     @classmethod
-    def of(cls, module: nn.Module, model_config: Any, method: RestoreMethod) -> ServedModel:
+    def of(cls, module: nn.Module, model_config: Any) -> ServedModel:
         """Describe SGLang's ``module``.
 
         Raises:
@@ -55,52 +52,61 @@ class ServedModel:
                 f"--hierarchical-cache hcache does not support {architecture}; supported: {known}"
             )
         inner: Any = module.model
-        attention = tuple(layer.self_attn for layer in inner.layers)
-        kv_heads, head_dim = attention[0].num_kv_heads, attention[0].head_dim
         return cls(
             module=module,
-            attention=attention,
+            attention=tuple(layer.self_attn for layer in inner.layers),
             architecture=architecture,
-            hidden_size=model_config.hidden_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            shape=shape_of(model_config),
             dtype=model_config.dtype,
             config=_canonical(model_config.hf_config),
-            method=_chosen(method, model_config.hidden_size, 2 * kv_heads * head_dim),
         )
 
     @property
-    def layout(self) -> StateLayout:
-        """What is stored of a token."""
-        layers, size = len(self.attention), self.dtype.itemsize
-        if self.method is Method.KV:
-            return StateLayout.all_kv(layers, self.kv_heads, self.head_dim, size)
-        return StateLayout.all_hidden(layers, self.hidden_size, size)
+    def vocabulary(self) -> int:
+        """Number of tokens the model knows."""
+        return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def projector(self) -> LlamaFamilyProjector | None:
-        """Makes K and V of hidden states; None if none are stored."""
-        return LlamaFamilyProjector(self.attention) if self.method is Method.HIDDEN else None
+    def row_bytes(self, method: Method) -> int:
+        """Bytes of what one layer stores of a token."""
+        return self.shape.kv_row_bytes if method is Method.KV else self.shape.hidden_row_bytes
 
-    def namespace(self) -> Namespace:
+    def layout(self, methods: Sequence[Method]) -> StateLayout:
+        """What is stored of a token, with a method for each layer."""
+        return StateLayout.of(methods, self.shape.hidden_row_bytes, self.shape.kv_row_bytes)
+
+    def projector(self) -> LlamaFamilyProjector:
+        """Makes K and V of hidden states."""
+        return LlamaFamilyProjector(self.attention)
+
+    def weights(self) -> bytes:
+        """Fingerprint of the weights that are loaded now. Reads all of them."""
+        return weights_fingerprint([*self.module.named_parameters(), *self.module.named_buffers()])
+
+    def namespace(self, layout: StateLayout) -> Namespace:
         """Namespace of the weights that are loaded now, for requests without a tenant. Reads all weights."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        weights = weights_fingerprint(tensors)
-        layout = f"{self.architecture}|{self.dtype}|{self.layout}|tp1|pp1|{self.config}"
-        return Namespace(model=weights, layout=layout)
+        text = f"{self.architecture}|{self.dtype}|{layout}|tp1|pp1|{self.config}"
+        return Namespace(model=self.weights(), layout=text)
 
-    def watch(self, on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``on_layer`` with the input of every ``qkv_proj`` from now on."""
+    def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
+        """Call ``on_layer`` with the input of the ``qkv_proj`` of each of ``layers`` from now on."""
         return [
-            layer.qkv_proj.register_forward_pre_hook(_pre_hook(index, on_layer))
-            for index, layer in enumerate(self.attention)
+            self.attention[layer].qkv_proj.register_forward_pre_hook(_pre_hook(layer, on_layer))
+            for layer in layers
         ]
 
 
-def _chosen(method: RestoreMethod, hidden: int, kv: int) -> Method:
-    """``auto`` takes what is smaller; where K and V are no larger they win, for they need no projection."""
-    if method is RestoreMethod.AUTO:
-        return Method.HIDDEN if hidden < kv else Method.KV
-    return Method(method.value)
+def shape_of(model_config: Any) -> ModelShape:
+    """Sizes of a model, from SGLang's ``ModelConfig``.
+
+    Raises:
+        ConfigError: sizes that we cannot read.
+    """
+    name = Path(model_config.model_path).name or "model"
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    try:
+        return ModelShape.from_config(model_config.hf_config.to_dict(), name, dtype)
+    except ValueError as error:
+        raise ConfigError(f"--hierarchical-cache hcache cannot use the model {name}: {error}") from None
 
 
 def _pre_hook(index: int, on_layer: OnLayer) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:

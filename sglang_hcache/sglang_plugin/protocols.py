@@ -8,6 +8,8 @@ from typing import NewType, Protocol
 
 import torch
 
+from sglang_hcache.device.projector import KVPool
+
 Node = NewType("Node", object)
 """A node of the device's radix tree; opaque here."""
 
@@ -86,12 +88,32 @@ class SchedulerView(Protocol):
 
 
 class ForwardModel(Protocol):
-    """A forward pass of our own, for the self-check."""
+    """Forward passes of our own."""
 
     def forward(self, tokens: list[int]) -> torch.Tensor:
         """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
+
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+        """Run the tokens from position ``start`` on through the first ``num_layers`` layers.
+
+        Args:
+            tokens: the sequence from its beginning.
+            slots: (len(tokens),) int64; K and V of the positions before ``start`` are in theirs already.
+        """
 
     def allocate(self, count: int) -> torch.Tensor:
         """At least ``count`` slots. Call :meth:`release` afterwards."""
 
     def release(self, slots: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What SGLang shows us of itself."""
+
+    tree: DeviceTree
+    pool: KVPool
+    scheduler: SchedulerView
+    forward: ForwardModel
+    largest_pass: int
+    """Most tokens of one prefill pass."""

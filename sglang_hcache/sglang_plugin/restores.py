@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import ExitStack
 
 import torch
 
@@ -34,18 +33,20 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
-from sglang_hcache.restore.gate import Prediction, RestoreGate
+from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin.protocols import DeviceTree, Prompt, SchedulerView
+from sglang_hcache.sglang_plugin.launching import Launcher
+from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Phase, Restore, RestoredTokens, Ticket
-from sglang_hcache.tier.tiered import HOST, ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import HOST, TieredStore
 
 logger = logging.getLogger(__name__)
 
 _PENDING_LIMIT_S = 30.0  # a request that finds no slots for so long is recomputed
 _PIN_LIMIT_S = 10.0
 _PRUNE_EVERY_S = 1.0
-_REST_AFTER_TIMEOUT_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
+_LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
+_REST_FACTOR = 10.0  # and the rest is so many times what was lost
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _HOLD_S = 0.25  # and time in which nobody takes the room they leave, so that the head of the queue gets it
 _WAIT_S = 0.005
@@ -57,24 +58,22 @@ class RestoreCoordinator:
 
     Args:
         block_chunks: most chunks that a restore reads at a time.
-        gate: says which restores are worth starting; None: all.
+        gate: says which restores are worth starting, and how; None: all, as they are stored.
     """
 
     def __init__(
         self,
-        tree: DeviceTree,
+        device: Device,
         tiers: TieredStore,
-        scheduler: SchedulerView,
         config: HCacheConfig,
         observer: Observer,
         block_chunks: int,
         gate: RestoreGate | None = None,
     ) -> None:
-        self._tree = tree
-        self._gate = gate
-        self._block_chunks = block_chunks
+        self._tree = device.tree
+        self._launcher = Launcher(device, tiers, config, observer, block_chunks, gate)
         self._tiers = tiers
-        self.scheduler = scheduler
+        self.scheduler = device.scheduler
         self._config = config
         self._observer = observer
         self._engine: RestoreEngine | None = None
@@ -123,7 +122,7 @@ class RestoreCoordinator:
         restored = RestoredTokens(0, 0)
         if ticket is None:
             return restored
-        if ticket.restore is not None and ticket.restore.job.state is RestoreState.DONE:
+        if ticket.restore is not None and ticket.restore.is_complete:
             used = max(0, min(prefix_tokens, ticket.restore.end) - ticket.restore.start) // CHUNK_TOKENS
             sources = ticket.restore.job.sources[:used]
             host = sum(source == HOST for source in sources)
@@ -160,12 +159,18 @@ class RestoreCoordinator:
         self._prune()
         self._relieve()
         self._start_pending()
+        self._launcher.advance(self._running)
 
     def wait_for_job(self) -> None:
         """Wait a moment for a job to be over."""
         self._over.wait(_WAIT_S)
 
     # -- numbers ---------------------------------------------------------------------------------
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether the next round will compute something for a restore."""
+        return any(restore.is_recomputing for restore in self._running)
 
     @property
     def in_flight_tokens(self) -> int:
@@ -211,8 +216,8 @@ class RestoreCoordinator:
         if not keys:
             ticket.enter(Phase.RESOLVED)
             return True
-        prediction = self._predict(keys, len(match))
-        if prediction is not None and not self._pays(prediction):
+        decision, backlog_s = self._launcher.decide(keys, len(match)), self._backlog_s()
+        if not self._launcher.pays(decision, backlog_s):
             self._observer.count("restore.declined_slower")
             ticket.give_up()
             return True
@@ -223,43 +228,23 @@ class RestoreCoordinator:
             self._tree.unlock(match.node)
             return False
         try:
-            leases = self._lease(keys)
+            restore = self._launcher.prepare(ticket, match, keys, slots, decision, backlog_s)
         except (TierMissError, StoreError):
             self._tree.free(slots)
             self._tree.unlock(match.node)
             return True  # gone since the look-up: decided anew at the next round
-        job = RestoreJob(leases, len(match), slots, self._config.restore_deadline_s)
-        ticket.restore = Restore(job, match.slots, match.node, ticket, prediction)
-        self._running.append(ticket.restore)
+        ticket.restore = restore
+        self._running.append(restore)
         ticket.attempts += 1
         ticket.enter(Phase.RUNNING)
         self._in_flight.update(keys)
         assert self._engine is not None
-        self._engine.submit(job)
+        self._engine.submit(restore.job)
         return True
 
-    def _predict(self, keys: list[ChunkKey], start: int) -> Prediction | None:
-        if self._gate is None:
-            return None
-        tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
-        return self._gate.predict(tokens, start)
-
-    def _pays(self, prediction: Prediction) -> bool:
-        """Whether the restore would end before a recomputation, behind those that run."""
-        assert self._gate is not None
-        backlog_s = sum(r.prediction.restore_s for r in self._running if r.prediction is not None)
-        return self._gate.pays(prediction, backlog_s)
-
-    def _lease(self, keys: list[ChunkKey]) -> tuple[ChunkLease, ...]:
-        """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
-        step = self._block_chunks
-        with ExitStack() as holds:
-            leases = [
-                holds.enter_context(self._tiers.lease(keys[first : first + step]))
-                for first in range(0, len(keys), step)
-            ]
-            holds.pop_all()
-            return tuple(leases)
+    def _backlog_s(self) -> float:
+        """Predicted seconds of the restores that come first."""
+        return sum(restore.decision.restore_s for restore in self._running if restore.decision is not None)
 
     def _has_room(self, count: int) -> bool:
         """Whether ``count`` slots may be taken: within our share, and not those that running requests will need."""
@@ -273,18 +258,18 @@ class RestoreCoordinator:
 
     def reap(self) -> None:
         """Settle the jobs that are over: into the tree, or back to the free slots."""
-        over = [restore for restore in self._running if restore.job.is_over]
+        for restore in self._running:
+            if restore.job.is_over and restore.job.state is not RestoreState.DONE:
+                restore.abandon()
+        over = [restore for restore in self._running if restore.is_over]
         for restore in over:
             self._running.remove(restore)
             self._in_flight.difference_update(restore.job.keys)
             if isinstance(restore.job.error, RestoreTimeoutError):
-                self._observer.count("restore.rests")
-                self._resting_until = time.monotonic() + _REST_AFTER_TIMEOUT_S
-            if restore.prediction is not None and restore.job.state is RestoreState.DONE:
-                assert self._gate is not None
-                self._gate.observe(restore.prediction, restore.job.seconds)
+                self._rest(restore.job.deadline_s)
+            self._launcher.learn(restore)
             ticket = restore.ticket
-            if ticket is not None and restore.job.state is RestoreState.DONE:
+            if ticket is not None and restore.is_complete:
                 self._insert(ticket, restore)
                 continue
             self._tree.free(restore.job.slots)
@@ -292,6 +277,11 @@ class RestoreCoordinator:
             if ticket is not None:
                 ticket.restore = None
                 ticket.give_up()
+
+    def _rest(self, lost_s: float) -> None:
+        """After a restore that was late: start none for a while, in which the tier may recover."""
+        self._observer.count("restore.rests")
+        self._resting_until = time.monotonic() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
 
     def _insert(self, ticket: Ticket, restore: Restore) -> None:
         self._stalled = 0
@@ -308,7 +298,7 @@ class RestoreCoordinator:
     def _let_go(self, ticket: Ticket) -> None:
         """The ticket ends."""
         if ticket.phase is Phase.RUNNING and ticket.restore is not None:
-            ticket.restore.job.cancel()
+            ticket.restore.abandon()
             ticket.restore.ticket = None
         elif ticket.phase is Phase.PINNED:
             self._unpin(ticket)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,19 +27,26 @@ class SelfCheckResult:
 
     error: float
     layer: int
+    method: Method
     tolerance: float
 
 
-def run(model: ServedModel, restorer: LayerRestorer, pool: KVPool, forward: ForwardModel) -> SelfCheckResult:
-    """Run a short prompt, restore it from what would be stored into other slots, and compare both in the KV pool.
+def run(
+    model: ServedModel,
+    restorer: LayerRestorer,
+    pool: KVPool,
+    forward: ForwardModel,
+    methods: Sequence[Method],
+) -> SelfCheckResult:
+    """Run a short prompt, restore it by each of ``methods`` into other slots, and compare both in the KV pool.
 
     Raises:
         SelfCheckError: the difference is over the tolerance, or not a number.
     """
-    vocabulary = model.module.config.vocab_size  # type: ignore[union-attr]
-    tokens = random.Random(0).choices(range(int(vocabulary)), k=_TOKENS)
+    layers = range(len(model.attention))
+    tokens = random.Random(0).choices(range(model.vocabulary), k=_TOKENS)
     hidden: dict[int, torch.Tensor] = {}
-    handles = model.watch(lambda layer, rows: hidden.__setitem__(layer, rows[:_TOKENS].clone()))
+    handles = model.watch(layers, lambda layer, rows: hidden.__setitem__(layer, rows[:_TOKENS].clone()))
     try:
         slots = forward.forward(tokens)
     finally:
@@ -45,19 +54,20 @@ def run(model: ServedModel, restorer: LayerRestorer, pool: KVPool, forward: Forw
             handle.remove()
     others = forward.allocate(_TOKENS)
     try:
-        errors = [
-            _error(restorer, pool, layer, _stored(model, pool, layer, hidden, slots), slots, others[:_TOKENS])
-            for layer in sorted(hidden)
-        ]
+        errors = {
+            (method, layer): _error(restorer, pool, layer, method, rows, slots, others[:_TOKENS])
+            for method in methods
+            for layer, rows in _stored(pool, method, layers, hidden, slots)
+        }
     finally:
         forward.release(slots)
         forward.release(others)
-    layer = max(range(len(errors)), key=errors.__getitem__)
-    result = SelfCheckResult(errors[layer], layer, tolerance(model.dtype))
-    if len(errors) != len(model.attention) or not result.error <= result.tolerance:
+    method, layer = max(errors, key=lambda place: _as_rank(errors[place]))
+    result = SelfCheckResult(errors[method, layer], layer, method, tolerance(model.dtype))
+    if len(errors) != len(methods) * len(layers) or not result.error <= result.tolerance:
         raise SelfCheckError(
             f"--hierarchical-cache hcache refuses to serve {model.architecture}: K or V restored with the method "
-            f"{model.method} differ from the model's own by {result.error:.3g} of the largest value in layer {layer} "
+            f"{method} differ from the model's own by {result.error:.3g} of the largest value in layer {layer} "
             f"(allowed: {result.tolerance:.3g}). Serve without --hierarchical-cache and report this line."
         )
     return result
@@ -68,13 +78,23 @@ def tolerance(dtype: torch.dtype) -> float:
     return _FLOAT32_TOLERANCE if dtype is torch.float32 else _ULPS * torch.finfo(dtype).eps
 
 
+def _as_rank(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
 def _stored(
-    model: ServedModel, pool: KVPool, layer: int, hidden: dict[int, torch.Tensor], slots: torch.Tensor
-) -> torch.Tensor:
-    """The rows that capture would store of ``layer``."""
-    if model.layout.methods[layer] is Method.HIDDEN:
-        return hidden[layer]
-    return torch.cat([part.flatten(1) for part in pool.read(layer, slots)], dim=1)
+    pool: KVPool,
+    method: Method,
+    layers: Iterable[int],
+    hidden: Mapping[int, torch.Tensor],
+    slots: torch.Tensor,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows that capture would store of each layer; none where the model did not show its hidden states."""
+    for layer in layers:
+        if method is Method.KV:
+            yield layer, torch.cat([part.flatten(1) for part in pool.read(layer, slots)], dim=1)
+        elif layer in hidden:
+            yield layer, hidden[layer]
 
 
 @torch.inference_mode()
@@ -82,13 +102,14 @@ def _error(
     restorer: LayerRestorer,
     pool: KVPool,
     layer: int,
+    method: Method,
     rows: torch.Tensor,
     slots: torch.Tensor,
     others: torch.Tensor,
 ) -> float:
     nothing = torch.full_like(pool.read(layer, others)[0], torch.nan)
     pool.write(layer, others, nothing, nothing)
-    restorer.restore(layer, rows, torch.arange(len(slots), device=rows.device), others)
+    restorer.restore(layer, method, rows, torch.arange(len(slots), device=rows.device), others)
     worst = 0.0
     for mine, true in zip(pool.read(layer, others), pool.read(layer, slots), strict=True):
         scale = true.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)

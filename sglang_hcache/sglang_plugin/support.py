@@ -7,9 +7,9 @@ from typing import Any
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
-from sglang_hcache.sglang_plugin.model import SUPPORTED_ARCHITECTURES
+from sglang_hcache.sglang_plugin.model import SUPPORTED_ARCHITECTURES, shape_of
 
 _FLAG = "--hierarchical-cache hcache"
 
@@ -91,7 +91,10 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         )
     _raise(problems)
     store_config(config)
-    layout = StateLayout.all_hidden(model.num_hidden_layers, model.hidden_size, model.dtype.itemsize)
+    shape = shape_of(model)
+    sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
+    row_bytes = sizes.get(config.method, min(sizes.values()))
+    layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     HostBudget.of(config, layout, largest_pass_of(server_args))
 
 

@@ -9,9 +9,10 @@ from enum import Enum
 import torch
 
 from sglang_hcache.core.keys import ChunkKey
-from sglang_hcache.restore.gate import Prediction
-from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.gate import Decision
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.protocols import Node, Prompt
+from sglang_hcache.sglang_plugin.recomputation import Recomputation
 
 MOST_ATTEMPTS = 2
 """Restores of one request: the second one if its prefix was evicted before admission."""
@@ -32,8 +33,10 @@ class Restore:
     prefix: torch.Tensor
     node: Node
     ticket: Ticket | None
-    prediction: Prediction | None
-    """What the gate said of it; None without a gate."""
+    decision: Decision | None
+    """Why it was started; None if nobody predicted anything."""
+    recomputation: Recomputation | None
+    """Of the layers that the job does not bring; None if it brings all."""
 
     @property
     def start(self) -> int:
@@ -42,6 +45,34 @@ class Restore:
     @property
     def end(self) -> int:
         return self.start + self.job.num_tokens
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether layers are left to be computed on the scheduler's thread."""
+        return self.recomputation is not None and not self.recomputation.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing writes to its slots any more."""
+        return self.job.is_over and not self.is_recomputing
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer is in the slots."""
+        is_computed = self.recomputation is None or self.recomputation.is_complete
+        return self.job.state is RestoreState.DONE and is_computed
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, from the first read to the last layer."""
+        computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
+        return max(self.job.seconds, computed)
+
+    def abandon(self) -> None:
+        """Stop as soon as possible."""
+        self.job.cancel()
+        if self.recomputation is not None:
+            self.recomputation.stop()
 
 
 @dataclass(slots=True)

@@ -42,8 +42,8 @@ class StoreConfig:
     io_engine: str = "auto"
     io_threads: int = 8
     """Operations that each directory's device sees at once, where threads do them."""
-    measure_reads: bool = False
-    """Measure at start how fast the disk reads."""
+    read_limit_bytes_per_s: int | None = None
+    """Read no faster than this, as from a slower disk; None: as fast as it goes."""
     io_timeout_s: float = 5.0
     """An operation that takes longer is given up, and its directory taken out, seconds."""
     retry_s: float = 1.0

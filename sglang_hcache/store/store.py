@@ -24,7 +24,7 @@ from sglang_hcache.core.errors import (
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.config import Run, StoreConfig, StoreStats
-from sglang_hcache.store.engines import engine_of, read_rate
+from sglang_hcache.store.engines import engine_of
 from sglang_hcache.store.format.geometry import ShapeTable, extent_bytes, mask_of
 from sglang_hcache.store.format.record import RUN_ID_BYTES
 from sglang_hcache.store.io.engine import IOEngine
@@ -32,6 +32,7 @@ from sglang_hcache.store.io.memory import ByteArray, check_bytes
 from sglang_hcache.store.judge import Judge
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.lease import ReadLease
+from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, recover
 from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
@@ -64,13 +65,10 @@ class DiskStore:
         tally: Tally,
         shapes: ShapeTable,
         recovered: Recovered,
-        read_bytes_per_s: float | None,
     ) -> None:
         self._config = config
         self._volumes = volumes
         self._engine = engine
-        self.read_bytes_per_s = read_bytes_per_s
-        """What the first directory that is well read at start; None if there was no room to try."""
         self._tally = tally
         self._ledger = recovered.ledger
         self._catalog = recovered.catalog
@@ -85,6 +83,7 @@ class DiskStore:
         self._busy = threading.Condition()
         self._operations = 0
         self._closed = False
+        self.notes = Notes(recovered.meta.get("notes"))
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
             volumes, self._ledger, self._space, tally, self._meta, self._write_down, min(_ROUND_S, config.retry_s)
@@ -114,8 +113,7 @@ class DiskStore:
             engine = engine or engine_of(config, volumes)
             shapes = ShapeTable(len(volumes))
             recovered = recover(config, volumes, identity, tally, shapes)
-            rate = read_rate(config, volumes, engine)
-            return cls(config, volumes, engine, tally, shapes, recovered, rate)
+            return cls(config, volumes, engine, tally, shapes, recovered)
         except BaseException as error:
             if engine is not None:
                 engine.close(_CLOSE_S)
@@ -325,6 +323,7 @@ class DiskStore:
             "totals": self._tally.to_json(),
             "written": self._allowance.to_json(),
             "health": json.dumps(health),
+            "notes": self.notes.to_json(),
         }
 
     def _write_down(self) -> None:

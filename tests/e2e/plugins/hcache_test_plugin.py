@@ -3,6 +3,8 @@
 It changes nothing until a file of a known name appears in the folder ``HCACHE_TEST_SWITCHES``:
 
 * ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice.
+* ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
+* ``keep_costs``: what restores and prefills take does not change the predictions.
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``fail_read``: reading a layer from a tier fails.
 * ``projector_*``: mutants of the projector, active at start; the self-check must refuse to serve.
@@ -47,6 +49,8 @@ def _patch(switches):
     compat.patched_by_tests = True
     _patch_sink(compat.DevicePool, switches)
     _patch_reads(switches)
+    _patch_recomputation(switches)
+    _patch_learning(switches)
     if (switches / "io_faults").exists():
         _patch_engine(switches)
     _patch_projector(switches)
@@ -64,6 +68,29 @@ def _patch_sink(sink, switches):
         write(self, layer, slots, key, value)
 
     sink.write = damaged
+
+
+def _patch_recomputation(switches):
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
+
+    extend = ForwardOf.extend
+
+    def damaged(self, tokens, *rest):
+        extend(self, tokens[::-1] if (switches / "corrupt_recomputed").exists() else tokens, *rest)
+
+    ForwardOf.extend = damaged
+
+
+def _patch_learning(switches):
+    from sglang_hcache.restore.gate import RestoreGate
+
+    learn = RestoreGate._learn
+
+    def patched(self, *observation):
+        if not (switches / "keep_costs").exists():
+            learn(self, *observation)
+
+    RestoreGate._learn = patched
 
 
 def _patch_reads(switches):

@@ -18,13 +18,14 @@ from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
-LAYERS, WIDTH = 3, 4
-LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+WIDTHS = (8, 4, 4)
+LAYERS = len(WIDTHS)
+LAYOUT = StateLayout.of((Method.KV, Method.HIDDEN, Method.HIDDEN), hidden_row_bytes=16, kv_row_bytes=32)
 NAMESPACE = Namespace(model=b"m", layout="test")
 
 
@@ -36,8 +37,10 @@ class SavePath:
         arena = np.zeros((slots, LAYOUT.chunk_bytes), np.uint8)
         host = HostTier(arena, LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        self.ring = StagingRing(torch.zeros(LAYERS, rows, WIDTH))
-        self.assembler = Assembler(self.ring, self.tiers, self.counters)
+        self.ring = StagingRing(
+            [torch.zeros(group.count, rows, group.row_bytes // 4) for group in LAYOUT.groups]
+        )
+        self.assembler = Assembler(self.ring, self.tiers, torch.float32, self.counters)
         self.tap = Tap(self.ring, self.assembler.publish, self.counters)
 
     def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
@@ -73,13 +76,14 @@ class SavePath:
                     rows = torch.from_numpy(self.tiers.host.layer_of(slot, layer)).view(torch.float32)
                     first = index * CHUNK_TOKENS
                     right = [state(layer, p, tokens[p]) for p in range(first, first + CHUNK_TOKENS)]
-                    assert torch.equal(rows.view(CHUNK_TOKENS, WIDTH), torch.stack(right))
+                    assert torch.equal(rows.view(CHUNK_TOKENS, WIDTHS[layer]), torch.stack(right))
                 self.tiers.host.unpin(key, slot)
         return found
 
 
 def state(layer: int, position: int, token: int) -> torch.Tensor:
-    return torch.tensor([layer, position, token, layer * 1e4 + position * 10 + token], dtype=torch.float32)
+    values = [layer, position, token, layer * 1e4 + position * 10 + token]
+    return torch.tensor(values * (WIDTHS[layer] // 4), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -239,7 +243,8 @@ def test_k_and_v_are_stored_side_by_side() -> None:
     path.tap.begin_pass(len(tokens))
     assert path.tap.rows_wanted == CHUNK_TOKENS
     for layer in range(LAYERS):
-        path.tap.layer(layer, rows[layer][:, : WIDTH // 2], rows[layer][:, WIDTH // 2 :])
+        half = WIDTHS[layer] // 2
+        path.tap.layer(layer, rows[layer][:, :half], rows[layer][:, half:])
     path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))], array("q", tokens))
     path.finish()
     assert path.sealed(tokens) == [True]

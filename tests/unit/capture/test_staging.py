@@ -11,7 +11,7 @@ ROWS = 20
 
 @given(st.lists(st.one_of(st.integers(1, ROWS), st.none()), max_size=60), st.randoms())
 def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], random: object) -> None:
-    ring = StagingRing(torch.zeros(1, ROWS, 1))
+    ring = StagingRing([torch.zeros(1, ROWS, 1)])
     held: list[RowSpan] = []
     for step in steps:
         if step is None:
@@ -33,12 +33,12 @@ def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], 
 
 
 def test_more_rows_than_the_ring_has_are_refused() -> None:
-    ring = StagingRing(torch.zeros(1, ROWS, 1))
+    ring = StagingRing([torch.zeros(1, ROWS, 1)])
     assert ring.reserve(ROWS + 1) is None
 
 
 def test_rows_are_reused_in_a_circle() -> None:
-    ring = StagingRing(torch.zeros(1, ROWS, 1))
+    ring = StagingRing([torch.zeros(1, ROWS, 1)])
     first, second = ring.reserve(8), ring.reserve(8)
     assert first is not None
     assert second is not None

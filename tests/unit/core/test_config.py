@@ -45,7 +45,7 @@ def test_it_survives_the_way_through_json() -> None:
             {"write_policy": "sometimes"},
             ("--hcache-write-policy", "'sometimes'", "write_back", "write_through"),
         ),
-        ({"method": "recompute"}, ("--hcache-method", "'recompute'", "auto", "hidden", "kv")),
+        ({"method": "token"}, ("--hcache-method", "'token'", "auto", "hidden", "kv")),
         ({"io_engine": "uring"}, ("--hcache-io-engine", "'uring'", "nixl", "posix")),
         ({"dirs": "/a,/a"}, ("--hcache-dirs", "twice")),
         ({"run_chunks": 65}, ("run_chunks", "65", "64")),

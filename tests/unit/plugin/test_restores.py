@@ -14,15 +14,21 @@ from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin import restores
-from sglang_hcache.sglang_plugin.protocols import DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
-LAYOUT = StateLayout.all_hidden(1, 1, 1)
+LAYERS = 3
+LAYOUT = StateLayout.all_hidden(LAYERS, 1, 1)
+PIECE = 2 * CHUNK_TOKENS
 ROOT = bytes(32)
 CAPACITY = 40 * CHUNK_TOKENS
 
@@ -136,14 +142,39 @@ class Engine:
         job.state = state
 
 
+@dataclass
+class Forward:
+    """Notes what the coordinator lets the model compute."""
+
+    passes: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first position, end, layers)."""
+    slots: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+        if self.error is not None:
+            raise self.error
+        assert len(tokens) == len(slots)
+        self.passes.append((start, len(tokens), num_layers))
+        self.slots = slots.tolist()
+
+
 class World:
-    def __init__(self) -> None:
+    def __init__(self, gate: RestoreGate | None = None) -> None:
         self.counters = Counters()
-        host = HostTier(np.zeros((64, 64), np.uint8), LAYOUT, self.counters, keep_dirty=False)
+        host = HostTier(np.zeros((64, LAYOUT.chunk_bytes), np.uint8), LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
+        self.forward = Forward()
+        device = Device(
+            tree=self.tree,
+            pool=None,  # type: ignore[arg-type]
+            scheduler=self.scheduler,
+            forward=self.forward,  # type: ignore[arg-type]
+            largest_pass=PIECE,
+        )
         self.coordinator = RestoreCoordinator(
-            self.tree, self.tiers, self.scheduler, HCacheConfig(), self.counters, block_chunks=2
+            device, self.tiers, HCacheConfig(), self.counters, block_chunks=2, gate=gate
         )
         self.coordinator.attach_engine(self.engine)  # type: ignore[arg-type]
 
@@ -406,3 +437,139 @@ def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
     assert not world.engine.jobs
     assert world.tree.evictions == 0
     assert not any(world.tree.locks.values())
+
+
+# -- restores that recompute their first layers --------------------------------------------------
+
+
+def recomputing_gate(num_recompute: int) -> RestoreGate:
+    """A gate for which it is best to recompute so many of the three layers: both resources end together then."""
+    share = (LAYERS - num_recompute) / num_recompute
+    read = TierCurves(hidden=CostCurve(per_token_s=1e-4), kv=CostCurve(per_token_s=1e-4))
+    shape = ModelShape(
+        name="x", num_layers=LAYERS, hidden_size=2, num_heads=1, num_kv_heads=1, head_size=2,
+        ffn=FFNKind.GATED, ffn_size=2,
+    )  # fmt: skip
+    profile = Profile(
+        source=ProfileSource.MEASURED,
+        model=shape,
+        machine="made up",
+        tiers={"host": read},
+        compute=ComputeCurves(
+            hidden=CostCurve(per_token_s=0.0),
+            kv=CostCurve(per_token_s=0.0),
+            recompute=CostCurve(per_token_s=share * 1e-4),
+        ),
+    )
+    return RestoreGate(profile, LAYOUT.methods, 64 * CHUNK_TOKENS)
+
+
+@pytest.fixture
+def mixing() -> World:
+    """Recomputes two of three layers."""
+    return World(recomputing_gate(2))
+
+
+def test_layers_are_recomputed_in_pieces_behind_the_prefix(mixing: World) -> None:
+    prompt = tokens(1, 6)
+    mixing.store(prompt)
+    mixing.tree.compute(prompt[:CHUNK_TOKENS])
+    mixing.queue("a", prompt)
+    mixing.coordinator.tick()
+    job = mixing.engine.jobs[0]
+    assert job.layers == (2,)
+    assert mixing.forward.passes == [(64, 192, 2)], "at once, while the other layers are read"
+    assert mixing.coordinator.is_recomputing
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.may_be_admitted("a"), "its first layers are not complete"
+    mixing.coordinator.tick()
+    assert mixing.forward.passes == [(64, 192, 2), (192, 320, 2), (320, 384, 2)]
+    assert mixing.forward.slots[64:] == job.slots.tolist()
+    assert not mixing.coordinator.is_recomputing
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+    assert mixing.coordinator.admitted("a", len(prompt)).host == 5 * CHUNK_TOKENS
+    mixing.assert_clean()
+
+
+def test_the_job_may_end_last(mixing: World) -> None:
+    mixing.store(tokens(1, 2))
+    mixing.queue("a", tokens(1, 2))
+    mixing.coordinator.tick()
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.is_recomputing
+    assert not mixing.coordinator.may_be_admitted("a")
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+
+
+def test_a_failed_job_ends_the_recomputation(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.engine.end(RestoreState.FAILED)
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    assert mixing.coordinator.may_be_admitted("a")
+    mixing.assert_clean()
+
+
+def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.forward.error = RuntimeError("injected")
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.may_be_admitted("a"), "the job may still write to the slots"
+    assert mixing.coordinator.in_flight_tokens == 6 * CHUNK_TOKENS
+    mixing.engine.end(RestoreState.DONE)  # it did not look at its cancellation any more
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+    assert mixing.coordinator.admitted("a", 0).host == 0
+    assert len(mixing.tree.match_tokens(array("q", tokens(1, 6)), None)) == 0
+    assert mixing.counters["restore.errors"] == 1
+    mixing.assert_clean()
+
+
+def test_an_abort_ends_the_recomputation(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.coordinator.drop("a")
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    mixing.engine.end(RestoreState.CANCELLED)
+    mixing.coordinator.tick()
+    mixing.assert_clean()
+
+
+def test_a_recomputation_that_overruns_the_deadline_is_given_up(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.engine.jobs[0].deadline_s = 0.0
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    assert mixing.coordinator.may_be_admitted("a")
+    mixing.assert_clean()
+
+
+def test_the_oldest_restore_is_recomputed_first() -> None:
+    mixing = World(recomputing_gate(1))
+    for name in (1, 2):
+        mixing.store(tokens(name, 4))
+        mixing.queue(str(name), tokens(name, 4))
+    for _ in range(4):
+        mixing.coordinator.tick()
+    assert [start for start, _, _ in mixing.forward.passes] == [0, 128, 0, 128]
+
+
+def test_a_restore_gets_as_long_as_recomputing_would_take(mixing: World) -> None:
+    mixing.store(tokens(1, 32))
+    mixing.queue("a", tokens(1, 32))
+    mixing.coordinator.tick()
+    recompute_s = 3 * 0.5e-4 * 32 * CHUNK_TOKENS
+    assert mixing.engine.jobs[0].deadline_s == pytest.approx(1.5 * recompute_s)

@@ -75,19 +75,26 @@ class Bench:
         self.over = threading.Event()
         self.engine = RestoreEngine(
             self.tiers,
-            LayerRestorer(LAYOUT, torch.float32, self.pool, 1, DoubleAndPosition()),
+            LayerRestorer(torch.float32, self.pool, 1, DoubleAndPosition()),
             self.counters,
             lambda _job: self.over.set(),
             BLOCK_CHUNKS,
         )
 
-    def run(self, *, first: int = 1, deadline_s: float = 10.0, cancel: bool = False) -> RestoreJob:
+    def run(
+        self,
+        *,
+        first: int = 1,
+        deadline_s: float = 10.0,
+        cancel: bool = False,
+        layers: tuple[int, ...] = tuple(range(LAYERS)),
+    ) -> RestoreJob:
         """Restore the chunks from ``first`` on and wait for the outcome."""
         keys = self.keys[first:]
         starts = range(0, len(keys), BLOCK_CHUNKS)
         blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
         slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
-        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s)
+        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers)
         if cancel:
             job.cancel()
         self.engine.submit(job)
@@ -115,6 +122,17 @@ def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
             positions = torch.arange(start, start + job.num_tokens).float()
             assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], positions)
     bench.assert_nothing_is_pinned()
+
+
+def test_only_the_layers_asked_for_in_their_order(bench: Bench) -> None:
+    seen: list[int] = []
+    bench.tiers.before_read = seen.append  # type: ignore[method-assign]
+    job = bench.run(layers=(4, 2))
+    assert job.state is RestoreState.DONE
+    assert sorted(seen) == [2, 4]
+    for layer in range(LAYERS):
+        expected = bench.hidden[layer, CHUNK_TOKENS:] * 2 if layer in (2, 4) else torch.zeros(1)
+        assert (bench.pool.k[layer][job.slots, 0] == expected).all()
 
 
 def test_the_next_layer_is_read_while_one_is_projected(bench: Bench) -> None:
@@ -197,7 +215,7 @@ def test_a_buffer_that_may_still_be_written_is_not_used_again(bench: Bench, erro
 def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:
     lease = bench.tiers.lease(bench.keys[:1])
     lease._holds.callback(lambda: 1 / 0)
-    job = RestoreJob((lease,), 0, torch.arange(CHUNK_TOKENS), 10.0)
+    job = RestoreJob((lease,), 0, torch.arange(CHUNK_TOKENS), 10.0, (0,))
     bench.engine.submit(job)
     assert bench.over.wait(10)
     assert job.state is RestoreState.DONE

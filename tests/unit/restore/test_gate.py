@@ -1,4 +1,4 @@
-"""Which restores are started: by measured costs, and by what restores turn out to take."""
+"""Which restores are started, and how: by the profile, and by what restores and prefills turn out to take."""
 
 from __future__ import annotations
 
@@ -6,79 +6,148 @@ import pytest
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.restore.gate import MeasuredCosts, Prediction, RestoreGate
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.restore.gate import Decision, RestoreGate
 
 LAYERS = 10
+SHAPE = ModelShape(
+    name="x", num_layers=LAYERS, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, ffn=FFNKind.GATED, ffn_size=8
+)  # fmt: skip
 
 
-def gate(*, host: float = 1e-6, disk: float | None = 4e-6, restore: float = 1e-6) -> RestoreGate:
-    """Recomputing takes 5 ms and 20 us a token; one layer's reads and restores as given, seconds a token."""
-    read = {"host": CostCurve(per_token_s=host)}
+def per_token(seconds: float, fixed: float = 0.0) -> CostCurve:
+    return CostCurve(per_token_s=seconds, fixed_s=fixed)
+
+
+def gate(
+    *,
+    host: float = 1e-6,
+    disk: float | None = 4e-6,
+    project: float = 1e-6,
+    run: CostCurve | None = None,
+    methods: tuple[Method, ...] = (Method.HIDDEN,) * LAYERS,
+    may_recompute: bool = False,
+    block_tokens: int = 4096,
+) -> RestoreGate:
+    """One layer's costs as given, seconds a token; recomputing takes 0.5 ms and 2 us a token."""
+    tiers = {"host": TierCurves(hidden=per_token(host), kv=per_token(2 * host))}
     if disk is not None:
-        read["disk"] = CostCurve(per_token_s=disk)
-    costs = MeasuredCosts(read, CostCurve(per_token_s=restore), CostCurve(fixed_s=0.005, per_token_s=20e-6))
-    return RestoreGate(costs, [Method.HIDDEN] * LAYERS)
+        tiers["disk"] = TierCurves(hidden=per_token(disk), kv=per_token(2 * disk))
+    profile = Profile(
+        source=ProfileSource.MEASURED,
+        model=SHAPE,
+        machine="made up",
+        tiers=tiers,
+        compute=ComputeCurves(
+            hidden=per_token(project), kv=per_token(0.0), recompute=run or per_token(2e-6, 5e-4)
+        ),
+    )
+    return RestoreGate(profile, methods, block_tokens, may_recompute=may_recompute)
 
 
-def predict(gate: RestoreGate, host: int, disk: int, start: int = 0) -> Prediction:
-    found = gate.predict({"host": host, "disk": disk}, start)
+def decide(gate: RestoreGate, host: int, disk: int, start: int = 0, *, loaded: bool = False) -> Decision:
+    found = gate.decide({"host": host, "disk": disk}, start, loaded=loaded)
     assert found is not None
     return found
 
 
 def test_the_slower_resource_decides_and_the_pipeline_has_to_fill() -> None:
-    assert predict(gate(), 1024, 0).restore_s == pytest.approx(0.002 + 1024 * (LAYERS + 1) * 1e-6)
-    from_disk = predict(gate(), 0, 1024)
+    assert decide(gate(), 1024, 0).restore_s == pytest.approx(0.002 + 1024 * (LAYERS + 1) * 1e-6)
+    from_disk = decide(gate(), 0, 1024)
     assert from_disk.restore_s == pytest.approx(0.002 + 1024 * (LAYERS * 4e-6 + 1e-6))
     assert from_disk.recompute_s == pytest.approx(0.005 + 1024 * 20e-6)
-    assert predict(gate(), 512, 512).slowest_tier == "disk"
+    assert from_disk.layers == tuple(range(LAYERS))
+
+
+def test_blocks_shorten_the_fill() -> None:
+    in_one, in_four = (decide(gate(block_tokens=size), 4096, 0).restore_s for size in (4096, 1024))
+    assert in_one - in_four == pytest.approx(3 / 4 * 4096 * 1e-6)
 
 
 def test_a_restore_that_would_be_slower_is_not_started() -> None:
-    assert gate().pays(predict(gate(), 1024, 0), 0.0)
-    assert not gate().pays(predict(gate(), 0, 1024), 0.0)
-    assert not gate().pays(predict(gate(), 1024, 0), 0.020), "it would wait for others too long"
+    assert gate().pays(decide(gate(), 1024, 0), 0.0)
+    assert not gate().pays(decide(gate(), 0, 1024), 0.0)
+    assert not gate().pays(decide(gate(), 1024, 0), 0.020), "it would wait for others too long"
 
 
 def test_a_minimum_length_falls_out_of_the_costs() -> None:
-    slow_start = gate(restore=1.5e-6)
-    lengths = [64 * count for count in range(1, 200)]
-    pays = [slow_start.pays(predict(slow_start, length, 0), 0.0) for length in lengths]
-    assert all(pays), "recomputing has a fixed cost of 5 ms here"
-    costs = MeasuredCosts(
-        {"host": CostCurve(per_token_s=1e-6)}, CostCurve(per_token_s=1e-6), CostCurve(per_token_s=20e-6)
-    )
-    no_fixed_cost = RestoreGate(costs, [Method.HIDDEN] * LAYERS)
-    pays = [no_fixed_cost.pays(predict(no_fixed_cost, length, 0), 0.0) for length in lengths]
-    assert not pays[0]
-    assert pays == sorted(pays), "from some length on it pays"
-    assert pays[-1]
+    for run, first in ((per_token(2e-6, 5e-4), True), (per_token(2e-6), False)):
+        some = gate(run=run)
+        lengths = [64 * count for count in range(1, 200)]
+        pays = [some.pays(decide(some, length, 0), 0.0) for length in lengths]
+        assert pays[0] is first, "it is worth 5 ms of fixed costs, or not worth our own"
+        assert pays == sorted(pays), "from some length on it pays"
+        assert pays[-1]
 
 
 def test_a_tier_that_was_not_measured_is_not_judged() -> None:
-    assert gate(disk=None).predict({"host": 64, "disk": 64}, 0) is None
-    assert gate(disk=None).predict({"host": 64, "disk": 0}, 0) is not None
-    assert gate().predict({"host": 0, "disk": 0}, 0) is None
+    assert gate(disk=None).decide({"host": 64, "disk": 64}, 0) is None
+    assert gate(disk=None).decide({"host": 64, "disk": 0}, 0) is not None
+    assert gate().decide({"host": 0, "disk": 0}, 0) is None
+
+
+def test_how_many_layers_are_recomputed_follows_tier_length_and_load() -> None:
+    growing = CostCurve(per_token_s=4e-6, per_token_squared_s=2e-9)
+    some = gate(may_recompute=True, run=growing, disk=8e-6)
+    assert decide(some, 1024, 0).num_recompute == 0, "computing is the bottleneck already"
+    from_disk = decide(some, 0, 1024)
+    assert 0 < from_disk.num_recompute < LAYERS
+    assert from_disk.restore_s < decide(gate(run=growing, disk=8e-6), 0, 1024).restore_s
+    assert from_disk.layers == tuple(range(from_disk.num_recompute, LAYERS))
+    assert decide(some, 0, 16384).num_recompute < from_disk.num_recompute, "recomputing grows with the square"
+    assert decide(some, 0, 1024, loaded=True).num_recompute < from_disk.num_recompute
+    assert decide(some, 0, 1024, start=8192).num_recompute < from_disk.num_recompute, "more to look at"
+
+
+def test_stored_kv_is_read_behind_the_hidden_states_it_waits_for() -> None:
+    mixed = (Method.KV,) * 2 + (Method.HIDDEN,) * 8
+    decision = decide(gate(methods=mixed, project=2e-6), 1024, 0)
+    assert sorted(decision.layers) == list(range(LAYERS))
+    assert decision.layers[0] == 2
 
 
 def test_drift_is_followed_and_one_outlier_is_not() -> None:
-    outlier = gate()
-    before = predict(outlier, 1024, 0).restore_s
-    outlier.observe(predict(outlier, 1024, 0), 100.0)
-    assert predict(outlier, 1024, 0).restore_s < 1.2 * before
-    drift = gate()
+    outlier = gate(host=2e-6)
+    before = decide(outlier, 1024, 0).restore_s
+    outlier.restored(decide(outlier, 1024, 0), 100.0)
+    assert decide(outlier, 1024, 0).restore_s < 1.2 * before
+    drift = gate(host=2e-6)
     for _ in range(30):
-        drift.observe(predict(drift, 1024, 0), 3 * before)
-    assert predict(drift, 1024, 0).restore_s == pytest.approx(3 * before, rel=0.15)
-    assert predict(drift, 0, 1024).restore_s == predict(gate(), 0, 1024).restore_s, (
+        drift.restored(decide(drift, 1024, 0), 3 * before)
+    assert decide(drift, 1024, 0).restore_s == pytest.approx(3 * before, rel=0.15)
+    assert decide(drift, 0, 1024).restore_s == decide(gate(host=2e-6), 0, 1024).restore_s, (
         "the other tier is another matter"
     )
 
 
-def test_a_gate_that_closed_opens_again() -> None:
-    """Without restores nothing is observed: what is not started makes the estimate fall back to the measurement."""
-    closed = gate()
+def test_a_slower_device_is_not_taken_for_a_slower_tier() -> None:
+    slow = gate(project=3e-6)
     for _ in range(30):
-        closed.observe(predict(closed, 1024, 0), 1.0)
-    assert not closed.pays(predict(closed, 1024, 0), 0.0)
-    assert any(closed.pays(predict(closed, 1024, 0), 0.0) for _ in range(1000))
+        slow.restored(decide(slow, 1024, 0), 0.1)
+    assert decide(slow, 0, 1024).bottleneck == "projecting", "that tier has not changed, but the device has"
+    assert decide(slow, 1024, 0).restore_s == pytest.approx(0.1, rel=0.15)
+
+
+def test_what_prefills_take_is_learnt() -> None:
+    faster = gate()
+    assert faster.pays(decide(faster, 1024, 0), 0.0)
+    for _ in range(30):
+        faster.prefilled(1024, 0, 0.008)
+    assert decide(faster, 1024, 0).recompute_s == pytest.approx(0.008, rel=0.15)
+    assert not faster.pays(decide(faster, 1024, 0), 0.0)
+
+
+def test_a_gate_that_closed_opens_again() -> None:
+    """Without restores nothing is observed: what is not started makes the estimates fall back to the profile."""
+    closed = gate(host=2e-6, run=per_token(4e-6))
+    for _ in range(30):
+        closed.restored(decide(closed, 1024, 0), 1.0)
+    assert not closed.pays(decide(closed, 1024, 0), 0.0)
+    assert any(closed.pays(decide(closed, 1024, 0), 0.0) for _ in range(1000))
+
+
+def test_a_deadline_leaves_time_for_those_before() -> None:
+    decision = decide(gate(), 102_400, 0)
+    assert decision.deadline_s(0.5) == pytest.approx(0.5 + 1.5 * decision.recompute_s)
+    assert decide(gate(), 64, 0).deadline_s(0.0) == 0.25

@@ -1,15 +1,13 @@
-"""Stored rows to K and V, layer by layer, by the method of the layout."""
+"""Stored rows to K and V, layer by layer, by their method."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.core.layout import Method
 from sglang_hcache.restore.methods import LayerRestorer
 
 KV_HEADS, HEAD_DIM, HIDDEN, SLOTS = 2, 3, 8, 40
-MIXED = StateLayout((Method.HIDDEN, Method.KV), (HIDDEN * 4, 2 * KV_HEADS * HEAD_DIM * 4))
 
 
 class Pool:
@@ -35,14 +33,15 @@ class FirstValues:
         return positions.float()[:, None, None].expand(shape), hidden[:, :1, None].expand(shape)
 
 
-def test_each_layer_comes_back_by_its_method() -> None:
+def test_rows_come_back_by_their_method() -> None:
     pool = Pool()
-    restorer = LayerRestorer(MIXED, torch.float32, pool, KV_HEADS, FirstValues())
+    restorer = LayerRestorer(torch.float32, pool, KV_HEADS, FirstValues())
     slots, positions = torch.randperm(SLOTS)[:10], torch.arange(100, 110)
     hidden = torch.randn(10, HIDDEN)
     key, value = torch.randn(10, KV_HEADS, HEAD_DIM), torch.randn(10, KV_HEADS, HEAD_DIM)
-    restorer.restore(0, hidden, positions, slots)
-    restorer.restore(1, torch.cat([key.flatten(1), value.flatten(1)], dim=1), positions, slots)
+    restorer.restore(0, Method.HIDDEN, hidden, positions, slots)
+    rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+    restorer.restore(1, Method.KV, rows, positions, slots)
     assert torch.equal(pool.read(0, slots)[0][:, 0, 0], positions.float())
     assert torch.equal(pool.read(0, slots)[1][:, 1, 2], hidden[:, 0])
     assert torch.equal(pool.read(1, slots)[0], key)
@@ -50,9 +49,3 @@ def test_each_layer_comes_back_by_its_method() -> None:
     others = torch.ones(SLOTS, dtype=torch.bool)
     others[slots] = False
     assert pool.k[:, others].isnan().all(), "no other slot is touched"
-
-
-def test_hidden_states_without_a_projector_are_refused() -> None:
-    with pytest.raises(ValueError, match="projector"):
-        LayerRestorer(MIXED, torch.float32, Pool(), KV_HEADS, None)
-    LayerRestorer(StateLayout.all_kv(2, KV_HEADS, HEAD_DIM, 4), torch.float32, Pool(), KV_HEADS, None)

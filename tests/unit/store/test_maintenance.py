@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,7 +281,7 @@ def test_clear_removes_all_chunks_and_keeps_the_counts(closed: StoreConfig, open
 def test_changes_are_refused_while_a_server_runs(
     closed: StoreConfig, open_store: OpenStore, operation: Callable[[tuple[Path, ...]], object]
 ) -> None:
-    store = open_store(closed)
+    store = open_store(replace(closed, retry_s=60.0))
     store._volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
     wait_until(lambda: "is read-only: no space" in str(findings(closed)))
     with pytest.raises(StoreLockedError, match=f"in use by process {os.getpid()}"):

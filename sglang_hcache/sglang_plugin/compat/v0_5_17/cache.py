@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,13 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.flags import config_of
+from sglang_hcache.sglang_plugin.measuring import machine_name
 from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.protocols import DeviceMatch
+from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, ForwardModel, SchedulerView
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -61,11 +64,9 @@ class HCacheRadixCache(RadixCache):
             raise ConfigError(
                 f"--hierarchical-cache hcache supports a plain MHATokenToKVPool only, got {type(pool).__name__}"
             )
-        settings = config_of(context.server_args)
-        model = ServedModel.of(self._runner.model, context.model_config, settings.method)
-        self._bridge = Bridge(settings, model, self, DevicePool(pool), largest_pass_of(context.server_args))
-        self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
-        self.token_to_kv_pool_host = HostTierView(self._bridge)
+        self._pool = DevicePool(pool)
+        self._server_args = context.server_args
+        self._model_config = context.model_config
         self.cache_controller = ControllerView()
         # The scheduler reads these to know whether work is in flight; only restores hold device slots.
         self.ongoing_write_through: dict[str, object] = {}
@@ -74,15 +75,33 @@ class HCacheRadixCache(RadixCache):
         self.enable_storage = True
         self.hicache_storage_pass_prefix_keys = False
 
-    @property
-    def bridge(self) -> Bridge:
-        assert self._bridge is not None
-        return self._bridge
+    def build_tier(
+        self, scheduler: SchedulerView, forward_of: Callable[[Any, HCacheRadixCache], ForwardModel]
+    ) -> None:
+        """Once the scheduler is there: check, measure, and begin to capture and restore.
+
+        Raises:
+            HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
+        """
+        device = Device(
+            tree=self,
+            pool=self._pool,
+            scheduler=scheduler,
+            forward=forward_of(self._runner, self),
+            largest_pass=largest_pass_of(self._server_args),
+        )
+        config = config_of(self._server_args)
+        backend = str(self._server_args.attention_backend)
+        machine = machine_name(str(self._server_args.device), backend, config.dirs)
+        model = ServedModel.of(self._runner.model, self._model_config)
+        self._bridge = assemble(config, model, device, machine)
+        self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
+        self.token_to_kv_pool_host = HostTierView(self._bridge)
 
     @property
-    def runner(self) -> Any:
-        """SGLang's model runner."""
-        return self._runner
+    def bridge(self) -> Bridge:
+        assert self._bridge is not None, "the tier has not been built"
+        return self._bridge
 
     # -- RadixCache ------------------------------------------------------------------------------
 

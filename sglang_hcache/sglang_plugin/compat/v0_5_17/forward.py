@@ -1,7 +1,8 @@
-"""A forward pass outside the scheduler, for the self-check."""
+"""Forward passes outside the scheduler's batches: for checks and measurements at start, and to recompute layers."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -10,39 +11,53 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
 
+_PADDING_ROW = 0
+"""Of the request table: no request gets it, and what padded requests read there is thrown away."""
+
 
 class ForwardOf:
-    """One prompt in one borrowed row of the request table, while nobody else runs."""
+    """Single sequences, between the scheduler's own passes."""
 
     def __init__(self, runner: Any, cache: HCacheRadixCache) -> None:
         self._runner = runner
         self._cache = cache
 
-    @torch.inference_mode()
     def forward(self, tokens: list[int]) -> torch.Tensor:
-        count, device = len(tokens), self._runner.device
-        slots = self.allocate(count)
-        row = self._cache.req_to_token_pool.free_slots[0]  # borrowed: nobody runs yet
-        self._cache.req_to_token_pool.req_to_token[row, :count] = slots[:count].to(torch.int32)
-        batch = _extend_batch(tokens, row, slots[:count], device)
+        slots = self.allocate(len(tokens))[: len(tokens)]
+        self._run(tokens, slots, 0)
+        return slots
+
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+        model = self._runner.model.model
+        end_layer = model.end_layer
+        # As on the first rank of a pipeline: the model runs its layers up to end_layer.
+        model.end_layer = num_layers
+        try:
+            self._run(tokens[start:].tolist(), slots, start)
+        finally:
+            model.end_layer = end_layer
+
+    @torch.inference_mode()
+    def _run(self, new_tokens: list[int], slots: torch.Tensor, start: int) -> None:
+        table = self._cache.req_to_token_pool.req_to_token
+        table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
+        batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             self._runner.attn_backend.init_forward_metadata(batch)
             self._runner.model.model(batch.input_ids, batch.positions, batch)
-        return slots[:count]
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))
-        assert slots is not None, "the KV pool is too small for the self-check"
+        assert slots is not None, "the KV pool is too small for the checks at start"
         return slots
 
     def release(self, slots: torch.Tensor) -> None:
         self._cache.free(slots)
 
 
-def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, device: Any) -> ForwardBatch:
+def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, start: int, device: Any) -> ForwardBatch:
     count = len(tokens)
-    lengths = torch.tensor([count], device=device)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    lengths = torch.tensor([start + count], device=device)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=1,
@@ -50,15 +65,15 @@ def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, device: Any)
         req_pool_indices=torch.tensor([row], dtype=torch.int64, device=device),
         seq_lens=lengths,
         seq_lens_cpu=lengths.cpu(),
-        seq_lens_sum=count,
+        seq_lens_sum=start + count,
         out_cache_loc=slots,
-        positions=torch.arange(count, device=device),
+        positions=torch.arange(start, start + count, device=device),
         extend_num_tokens=count,
-        extend_seq_lens=lengths.to(torch.int32),
-        extend_prefix_lens=zero.to(torch.int32),
-        extend_start_loc=zero.to(torch.int32),
+        extend_seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
+        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
         extend_seq_lens_cpu=[count],
-        extend_prefix_lens_cpu=[0],
+        extend_prefix_lens_cpu=[start],
     )
 
 

@@ -1,0 +1,171 @@
+"""From a configuration and a loaded model to a tier that serves: check, measure, plan, build."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
+from sglang_hcache.sglang_plugin.measuring import Bench
+from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.planning import (
+    PLANNED_TOKENS,
+    choose_stored,
+    describe,
+    find_profile,
+    planned_tier,
+)
+from sglang_hcache.sglang_plugin.protocols import Device
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_TRIED = {
+    PlanKind.AUTO: (Method.HIDDEN, Method.KV),
+    PlanKind.HIDDEN: (Method.HIDDEN,),
+    PlanKind.KV: (Method.KV,),
+    PlanKind.HYBRID: (Method.KV,),
+    PlanKind.RECOMPUTE: (),
+}
+"""What may be restored, and so is checked before serving."""
+_PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+
+
+def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
+    """Build a tier; while nobody is served yet.
+
+    Args:
+        machine: as in a profile.
+
+    Raises:
+        ConfigError: the configuration does not fit the model or the machine.
+        SelfCheckError: what is restored is not what the model wrote.
+        StoreError: the disk tier cannot be opened.
+    """
+    counters = Counters()
+    restorer = LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, model.projector())
+    tried = _TRIED[config.method]
+    check = selfcheck.run(model, restorer, device.pool, device.forward, tried) if tried else None
+    with ExitStack() as undo:
+        settings = store_config(config, model.shape.hidden_size)
+        disk = None
+        if settings is not None and config.method is not PlanKind.RECOMPUTE:
+            disk = DiskStore.open(settings, counters)
+            undo.callback(disk.close)
+        profile = _profile(config, model, device, restorer, disk, machine)
+        stored = choose_stored(config, profile, model.shape, disk, model.weights())
+        layout = model.layout(stored)
+        budget = _budget(config, layout, device.largest_pass)
+        tiers = _tiers(config, layout, budget, disk, counters)
+        gate = None
+        if profile is not None and config.method in _PREDICTED:
+            gate = RestoreGate(profile, stored, CHUNK_TOKENS * budget.block_chunks)
+        bridge = Bridge(config, model, tiers, budget, device, restorer, gate, counters)
+        undo.pop_all()
+    _log_model(config, model, stored, check)
+    _log_tiers(config, tiers)
+    if gate is not None:
+        _log_prediction(gate)
+    return bridge
+
+
+def _profile(
+    config: HCacheConfig,
+    model: ServedModel,
+    device: Device,
+    restorer: LayerRestorer,
+    disk: DiskStore | None,
+    machine: str,
+) -> Profile | None:
+    if config.method not in _PREDICTED and config.save_profile is None:
+        return None
+    longest = min(device.largest_pass, device.tree.capacity() // 4)
+    bench = Bench(
+        model, restorer, device.forward, disk, longest, config.measure_s, config.run_chunks, machine
+    )
+    return find_profile(config, bench)
+
+
+def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int) -> HostBudget:
+    if config.method is PlanKind.RECOMPUTE:
+        return HostBudget.least()
+    budget = HostBudget.of(config, layout, largest_pass)
+    if budget.ring_rows < largest_pass:
+        logger.warning(
+            "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; raise "
+            "--hcache-host-size or staging_size, or lower --chunked-prefill-size", budget.ring_rows, largest_pass,
+        )  # fmt: skip
+    return budget
+
+
+def _tiers(
+    config: HCacheConfig, layout: StateLayout, budget: HostBudget, disk: DiskStore | None, counters: Counters
+) -> TieredStore:
+    arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(budget.num_slots, layout.chunk_bytes)
+    host = HostTier(arena, layout, counters, keep_dirty=disk is not None)
+    return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=config.run_chunks)
+
+
+def _log_model(
+    config: HCacheConfig,
+    model: ServedModel,
+    stored: Sequence[Method],
+    check: selfcheck.SelfCheckResult | None,
+) -> None:
+    shape = model.shape
+    sizes = (
+        format_bytes(shape.num_layers * shape.hidden_row_bytes),
+        format_bytes(shape.num_layers * shape.kv_row_bytes),
+    )
+    if check is None:
+        logger.info(
+            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method recompute: nothing is "
+            "stored or restored", model.architecture, shape.num_layers, *sizes,
+        )  # fmt: skip
+        return
+    logger.info(
+        "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
+        "self-check error %.2g (tolerance %.2g)",
+        model.architecture, shape.num_layers, *sizes, describe(stored),
+        "" if config.method in (PlanKind.HIDDEN, PlanKind.KV) else f" ({config.method})",
+        check.error, check.tolerance,
+    )  # fmt: skip
+    if config.method is PlanKind.HIDDEN and shape.hidden_row_bytes > shape.kv_row_bytes:
+        logger.warning(
+            "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
+            "attention); --hcache-method auto stores K and V", shape.hidden_row_bytes / shape.kv_row_bytes,
+        )  # fmt: skip
+
+
+def _log_tiers(config: HCacheConfig, tiers: TieredStore) -> None:
+    disk = "no disk tier (give --hcache-dirs for one)"
+    stats = tiers.disk_stats
+    if stats is not None:
+        disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
+    logger.info(
+        "hcache: host tier %s for %d tokens; %s; %s",
+        format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, disk, config.write_policy,
+    )  # fmt: skip
+
+
+def _log_prediction(gate: RestoreGate) -> None:
+    tier = planned_tier(gate.profile)
+    decision = gate.decide({tier: PLANNED_TOKENS}, 0)
+    assert decision is not None
+    logger.info(
+        "hcache: %d tokens from %s: restoring %.1f ms with the first %d layers recomputed; recomputing all %.1f ms",
+        PLANNED_TOKENS, tier, 1e3 * decision.restore_s, decision.num_recompute, 1e3 * decision.recompute_s,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Which profile counts, and what each layer stores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sglang_hcache.core.config import HCacheConfig, profile_dir
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import Method, PlanKind
+from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.sglang_plugin.measuring import Bench, installed_versions
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import DISK, HOST
+
+logger = logging.getLogger(__name__)
+
+PLANNED_TOKENS = 4096
+"""Length of the restores that the stored mix is best for: long enough that fixed costs do not decide."""
+
+_WORTH_CHANGING = 1.1
+"""Chunks on disk keep their mix unless another one is faster by this factor: with a new mix they are lost."""
+
+_LETTERS = {Method.HIDDEN: "h", Method.KV: "k"}
+
+
+def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
+    """The profile that the configuration names, a saved one that matches, or a new one.
+
+    Returns:
+        None if there is none and the machine cannot be measured.
+
+    Raises:
+        ConfigError: the file named is no profile, or of another model; or the new one cannot be saved.
+    """
+    if config.save_profile is not None:
+        profile = bench.measure()
+        _save(profile, config.save_profile)
+        return profile
+    if config.profile is not None:
+        return _named(config.profile, bench)
+    for path in sorted(profile_dir().glob("*.json")):
+        try:
+            profile = load_profile(path)
+        except ConfigError as error:
+            logger.warning("hcache: %s; it is not used", error)
+            continue
+        if not differences(profile, bench.model.shape, bench.machine):
+            logger.info("hcache: using the profile %s", path)
+            return profile
+    try:
+        return bench.measure()
+    except ValueError as error:
+        logger.warning("hcache: no predictions, whatever is stored is restored: %s", error)
+        return None
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hcache-profile: cannot use {path}: {error}") from None
+
+
+def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:
+    """In what the circumstances of ``profile`` are not the present ones."""
+    found = []
+    if replace(profile.model, name=shape.name) != shape:
+        found.append(f"it is of the model {profile.model.name}, with other sizes")
+    if profile.machine != machine:
+        found.append(f"it was made on {profile.machine!r}; this is {machine!r}")
+    if dict(profile.versions) != installed_versions():
+        found.append("it was made with other versions")
+    return found
+
+
+def choose_stored(
+    config: HCacheConfig, profile: Profile | None, shape: ModelShape, disk: DiskStore | None, weights: bytes
+) -> tuple[Method, ...]:
+    """What each layer stores. What is on disk keeps its mix, as long as that is good enough."""
+    layers = shape.num_layers
+    if config.method is PlanKind.HIDDEN:
+        return (Method.HIDDEN,) * layers
+    if config.method is not PlanKind.AUTO:
+        return (Method.KV,) * layers
+    if profile is None:
+        smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
+        return (smaller,) * layers
+    costs = profile.costs({planned_tier(profile): PLANNED_TOKENS})
+    best = plan_stored(costs, layers)
+    if disk is None:
+        return best
+    name = f"layout {weights.hex()[:16]}"
+    noted = _parse(disk.notes.get(name), layers)
+    if noted is not None and noted != best:
+        slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
+        if slower <= _WORTH_CHANGING:
+            return noted
+        logger.warning(
+            "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
+            describe(best), slower, describe(noted), describe(noted),
+        )  # fmt: skip
+    disk.notes.put(name, "".join(_LETTERS[method] for method in best))
+    return best
+
+
+def planned_tier(profile: Profile) -> str:
+    """The tier that the stored mix is best for: the slowest one."""
+    return DISK if DISK in profile.tiers else HOST
+
+
+def describe(methods: Sequence[Method]) -> str:
+    """What layers store, for people: ``hidden``, ``kv`` or how many of each."""
+    split = Split.of(methods)
+    if not split.kv or not split.hidden:
+        return str(methods[0])
+    return f"{split.hidden} hidden + {split.kv} kv"
+
+
+def _named(path: Path, bench: Bench) -> Profile:
+    profile = load_profile(path)
+    if replace(profile.model, name=bench.model.shape.name) != bench.model.shape:
+        raise ConfigError(
+            f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
+            f"{bench.model.shape.name}; make one with: hcache profile --model-path MODEL"
+        )
+    for difference in differences(profile, bench.model.shape, bench.machine):
+        logger.warning("hcache: the profile %s is used although %s", path, difference)
+    return profile
+
+
+def _save(profile: Profile, path: Path) -> None:
+    try:
+        path.write_text(profile.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"save_profile: cannot write {path}: {error.strerror}") from None
+
+
+def _parse(note: str | None, num_layers: int) -> tuple[Method, ...] | None:
+    methods = {letter: method for method, letter in _LETTERS.items()}
+    if note is None or len(note) != num_layers or not set(note) <= methods.keys():
+        return None
+    return tuple(methods[letter] for letter in note)

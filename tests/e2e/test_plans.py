@@ -1,0 +1,179 @@
+"""Restores that mix methods: whatever the plan is, restored equals recomputed.
+
+A profile that is written for the test says what things cost, so that the plan of each length is known beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.shapes import ModelShape
+from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
+from tests.e2e.test_serving import assert_same_pool
+
+LAYERS = 6
+PLANNED_TOKENS = 4096
+
+
+def write_profile(
+    model: Path, path: Path, *, fixed: float, hidden: float, kv: float, project: float, run: float
+) -> Profile:
+    """Costs of one layer in microseconds: ``fixed`` a read, the others a token."""
+    reads = TierCurves(
+        hidden=CostCurve(fixed_s=fixed * 1e-6, per_token_s=hidden * 1e-6),
+        kv=CostCurve(fixed_s=fixed * 1e-6, per_token_s=kv * 1e-6),
+    )
+    profile = Profile(
+        source=ProfileSource.MEASURED,
+        model=ModelShape.from_config(json.loads((model / "config.json").read_text()), model.name, "float32"),
+        machine="made up",
+        tiers={"host": reads, "disk": reads},
+        compute=ComputeCurves(
+            hidden=CostCurve(per_token_s=project * 1e-6),
+            kv=CostCurve(per_token_s=0.0),
+            recompute=CostCurve(per_token_s=run * 1e-6),
+        ),
+    )
+    path.write_text(profile.to_json())
+    return profile
+
+
+def recomputed_layers(profile: Profile, kind: PlanKind, length: int) -> int:
+    stored = plan_stored(profile.costs({"disk": PLANNED_TOKENS}), LAYERS, kind)
+    return fastest_restore(stored, profile.costs({"host": length}), max_recompute=LAYERS - 1).num_recompute
+
+
+def serve(folder: Path, model: Path, method: str, profile: Path) -> TierServer:
+    arguments = [
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"),
+        *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB", "--hcache-method", method),
+        *(
+            "--hcache-dirs",
+            str(folder / "disk"),
+            "--hcache-disk-size",
+            "64MB",
+            "--hcache-disk-free-floor",
+            "0",
+        ),
+        *("--hcache-profile", str(profile)),
+    ]
+    server = TierServer(folder, arguments)
+    (server.switches / "keep_costs").touch()
+    return server
+
+
+@pytest.fixture(scope="module")
+def mixed(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[TierServer, Profile]]:
+    """Multi-head attention: three layers store hidden states and three K and V."""
+    folder, model = tmp_path_factory.mktemp("mixed"), tiny_model(layers=LAYERS)
+    profile = write_profile(model, folder / "costs.json", fixed=10_000, hidden=5, kv=10, project=16, run=60)
+    with serve(folder, model, "auto", folder / "costs.json") as server:
+        assert "method 3 hidden + 3 kv (auto)" in server.process.log_text()
+        yield server, profile
+
+
+def check_equality(server: TierServer, length: int, expected_layers: int, tier: str = "host") -> None:
+    """Restore a prompt of ``length`` tokens by the expected plan, and compare with recomputing it."""
+    prompt = random_prompt(length, length)
+    whole = (length - 1) // 64 * 64
+    recomputed = server.recompute(prompt, rid=f"probe-recomputed-{length}", tokens=16)
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    before = server.counter("restore.layers_recomputed")
+    restored = server.ask(prompt, rid=f"probe-restored-{length}", tokens=16)
+    assert getattr(restored, tier) == whole
+    assert server.counter("restore.layers_recomputed") - before == expected_layers
+    assert largest_difference(restored, recomputed) <= TOLERANCE
+    assert_same_pool(server, f"restored-{length}", f"recomputed-{length}")
+    for switch in ["corrupt_restored_key", *(["corrupt_recomputed"] if expected_layers else [])]:
+        server.flush_device()
+        with server.switched_on(switch):
+            wrong = server.ask(prompt, tokens=16)
+        assert largest_difference(wrong, recomputed) > TOLERANCE, switch
+    server.flush_device()
+
+
+@pytest.mark.parametrize(("length", "split"), [(150, (3, 3, 0)), (900, (1, 3, 2)), (2500, (0, 3, 3))])
+def test_all_three_methods_in_one_restore(
+    mixed: tuple[TierServer, Profile], length: int, split: tuple[int, int, int]
+) -> None:
+    server, profile = mixed
+    expected = recomputed_layers(profile, PlanKind.AUTO, (length - 1) // 64 * 64)
+    assert Split(*split).recompute == expected
+    check_equality(server, length, expected)
+    server.assert_nothing_left()
+
+
+def test_a_restore_below_a_prefix_on_the_device(mixed: tuple[TierServer, Profile]) -> None:
+    """The recomputed layers of the new part look at the K and V of the part that is there."""
+    server, _ = mixed
+    prompt = random_prompt(77, 1000)
+    recomputed = server.recompute(prompt, rid="probe-recomputed-below", tokens=16)
+    server.ask(prompt)
+    server.settle()
+    server.flush_device()
+    server.ask(prompt[:321], tokens=1)
+    before = server.counter("restore.layers_recomputed")
+    restored = server.ask(prompt, rid="probe-restored-below", tokens=16)
+    assert (restored.device, restored.host) == (320, 640)
+    assert server.counter("restore.layers_recomputed") > before
+    assert largest_difference(restored, recomputed) <= TOLERANCE
+    assert_same_pool(server, "restored-below", "recomputed-below")
+    server.flush_device()
+    server.assert_nothing_left()
+
+
+def test_grouped_queries_mix_kv_and_recomputation_and_store_no_hidden_states(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also what was saved before a restart, with another plan at each length."""
+    model, costs = tiny_model(layers=LAYERS, kv_heads=1), tmp_path / "costs.json"
+    profile = write_profile(model, costs, fixed=100, hidden=20, kv=10, project=2, run=20)
+    prompt = random_prompt(3, 700)
+    with serve(tmp_path, model, "auto", costs) as server:
+        log = server.process.log_text()
+        assert "hidden states 6.1 KB a token, K and V 3.1 KB a token; method kv (auto)" in log
+        lengths = [150, 1500]
+        expected = [recomputed_layers(profile, PlanKind.AUTO, (length - 1) // 64 * 64) for length in lengths]
+        assert all(expected)
+        for length, layers in zip(lengths, expected, strict=True):
+            check_equality(server, length, layers)
+        recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
+        server.ask(prompt)
+        server.settle()
+        server.assert_nothing_left()
+    with serve(tmp_path, model, "hybrid", costs) as server:
+        restored = server.ask(prompt, rid="probe-restored", tokens=16)
+        assert (restored.host, restored.disk) == (0, 640)
+        assert server.counter("restore.layers_recomputed") == recomputed_layers(profile, PlanKind.HYBRID, 640)
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        server.assert_nothing_left()
+
+
+def test_the_baseline_without_a_tier(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """``recompute`` neither stores nor restores, and leaves nothing on disk."""
+    model, costs = tiny_model(layers=LAYERS), tmp_path / "costs.json"
+    write_profile(model, costs, fixed=1, hidden=1, kv=1, project=1, run=9)
+    with serve(tmp_path, model, "recompute", costs) as server:
+        prompt = random_prompt(1, 700)
+        first = server.ask(prompt)
+        server.settle()
+        server.flush_device()
+        again = server.ask(prompt)
+        assert again.cached == 0
+        assert largest_difference(first, again) == 0
+        assert "nothing is stored or restored" in server.process.log_text()
+        server.assert_nothing_left()
+    assert not (tmp_path / "disk").exists()
