@@ -41,7 +41,10 @@ ComputeRate = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A profile of this machine, in place of --io-gbps and --tflops."),
+    typer.Option(
+        metavar="FILE",
+        help="Measured costs, from `hcache profile`, in place of MODEL, --io-gbps and --tflops.",
+    ),
 ]
 TierName = Annotated[
     str, typer.Option(help="Which tier of the profile is read. Default: its only one, or disk.")
@@ -91,11 +94,11 @@ def plan(
     time, so the best mix keeps both busy until the end.
 
     `hcache plan llama2-7b --io-gbps 26 --tflops 197` counts the costs from the model's sizes and two rates of the
-    machine. A profile has measured costs.
+    machine. `hcache profile --model-path MODEL` measures them on this machine; `--profile FILE` takes what it saved.
 
-    This predicts and changes nothing. The server of this version mixes no methods: it restores all layers by hidden
-    states or all by K and V, and measures by itself whether that pays. docs/planner.md explains the model and its
-    limits.
+    This predicts and changes nothing. The last lines say what a server with `--hcache-method auto` does with these
+    costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
+    recomputes as many first layers as is fastest then. docs/planner.md explains the model and its limits.
     """
     from sglang_hcache.cli.plan_report import make_report
 

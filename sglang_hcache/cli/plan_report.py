@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sglang_hcache.cli.plan_server import PLANNED_TOKENS, ServerPlan, decision_data, restores
+from sglang_hcache.cli.store_text import counted
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import (
@@ -66,10 +68,9 @@ class PlanReport:
         return self.plans[self.kind]
 
     @property
-    def server_kind(self) -> PlanKind:
-        """What ``--hcache-method auto`` of this version's server does: one method for all layers, by bytes alone."""
-        shape = self.profile.model
-        return PlanKind.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else PlanKind.KV
+    def server(self) -> ServerPlan:
+        """What ``--hcache-method auto`` does on a server, whatever ``kind`` is."""
+        return ServerPlan.of(self.profile)
 
     def data(self) -> dict[str, Any]:
         """For programs. Times in milliseconds, sizes in bytes."""
@@ -104,7 +105,10 @@ class PlanReport:
             "idle_ms": {"compute": _ms(timeline.compute_idle_s), "io": _ms(timeline.io_idle_s)},
             "fill_ms": _ms(timeline.fill_s),
             "pays_from_tokens": self.pays_from_tokens,
-            "server_method": SHOWN_NAMES[self.server_kind],
+            "server": {
+                **self.server.data(),
+                **decision_data(self.server.restore(self.tier, self.num_tokens)),
+            },
             "closed_form": _counts(self.paper_split) if self.paper_split else None,
         }
 
@@ -174,13 +178,25 @@ class PlanReport:
             *self._storage(),
         ]
         if self.kind is PlanKind.AUTO and self.paper_split is not None:
-            split = _split_text(self.paper_split)
+            split = split_text(self.paper_split)
             lines.append(f"Paper     its closed form, without the pipeline's fill: {split}")
-        name = SHOWN_NAMES[self.server_kind]
-        lines.append(
-            f"Server    restores all layers by one method in this version; its auto is the row `{name}`"
+        return [*lines, *self._server()]
+
+    def _server(self) -> list[str]:
+        server = self.server
+        decision = server.restore(self.tier, self.num_tokens)
+        restore, recompute = text_ms(decision.restore_s), text_ms(decision.recompute_s)
+        does = (
+            f"recomputes {counted(decision.num_recompute, 'layer')} in this restore: {restore} ms with 2 ms of "
+            f"overhead; recomputing all {recompute} ms"
+            if restores(decision)
+            else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, 2 ms of it overhead"
         )
-        return lines
+        return [
+            f"Server    with auto it stores {split_text(server.split)}, its best mix for {PLANNED_TOKENS:,} tokens "
+            f"from {server.tier},",
+            f"          and {does}",
+        ]
 
     def _pays(self) -> str:
         if self.kind is PlanKind.RECOMPUTE:
@@ -261,7 +277,8 @@ def text_ms(seconds: float) -> str:
     return f"{_ms(seconds):,.1f}" if seconds >= 0.01 else f"{_ms(seconds):.3g}"
 
 
-def _split_text(split: Split) -> str:
+def split_text(split: Split) -> str:
+    """``"31 hidden states + 1 K and V"``."""
     parts = [
         f"{count} {METHOD_NAMES[method]}"
         for method, count in (

@@ -1,0 +1,69 @@
+"""What a server does by a profile's numbers, for ``hcache plan`` and ``hcache profile``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hcache.core.layout import Method
+from sglang_hcache.plan.planner import Split, plan_stored
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.gate import Decision, RestoreGate
+
+PLANNED_TOKENS = 4096
+"""As in ``sglang_plugin/planning.py``, which needs torch; a test compares the two."""
+_BLOCK_TOKENS = 4096
+"""Most tokens that the server reads at a time, where its host memory is not very small."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """A server with ``--hcache-method auto``, idle, that has learned nothing yet and has an empty disk tier."""
+
+    profile: Profile
+    tier: str
+    """The tier that the stored mix is best for."""
+    stored: tuple[Method, ...]
+    """What each layer stores."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> ServerPlan:
+        """What the server would store by ``profile``."""
+        tier = "disk" if "disk" in profile.tiers else next(iter(profile.tiers))
+        return cls(
+            profile, tier, plan_stored(profile.costs({tier: PLANNED_TOKENS}), profile.model.num_layers)
+        )
+
+    @property
+    def split(self) -> Split:
+        return Split.of(self.stored)
+
+    def restore(self, tier: str, num_tokens: int) -> Decision:
+        """How ``num_tokens`` tokens that are all in ``tier`` would come back."""
+        decision = RestoreGate(self.profile, self.stored, _BLOCK_TOKENS).decide({tier: num_tokens}, 0)
+        assert decision is not None, f"{num_tokens} tokens in {tier!r}"
+        return decision
+
+    def data(self) -> dict[str, Any]:
+        """For programs: what is stored, and for which case it is best."""
+        return {
+            "stored": {"hidden": self.split.hidden, "kv": self.split.kv},
+            "planned_tokens": PLANNED_TOKENS,
+            "planned_tier": self.tier,
+        }
+
+
+def decision_data(decision: Decision) -> Mapping[str, Any]:
+    """For programs. Times in milliseconds."""
+    return {
+        "restores": restores(decision),
+        "recomputed_layers": decision.num_recompute,
+        "restore_ms": 1e3 * decision.restore_s,
+        "recompute_ms": 1e3 * decision.recompute_s,
+    }
+
+
+def restores(decision: Decision) -> bool:
+    """Whether the server starts this restore, where no other one is before it."""
+    return decision.restore_s < decision.recompute_s
