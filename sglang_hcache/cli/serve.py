@@ -84,7 +84,9 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
     gpu = has_gpu()
     folder = ensure_stub() if wants_cpu(arguments, has_gpu=gpu) else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
-    return command, environment_with(changes)
+    # Restores must not wait for cores on which OpenMP's threads spin.
+    defaults = {"OMP_WAIT_POLICY": "passive"} if wants_cpu(arguments, has_gpu=gpu) else {}
+    return command, environment_with(changes, defaults)
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import (
@@ -214,9 +215,15 @@ def chosen_c_compiler() -> str | None:
     return os.environ.get("CC", "").strip() or None
 
 
-def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
-    """A copy of this process's environment with ``changes``; values for ``*_PATH`` go in front."""
-    environment = dict(os.environ)
+def environment_with(
+    changes: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """A copy of this process's environment with ``changes``; values for ``*_PATH`` go in front.
+
+    Args:
+        defaults: for variables that are not set.
+    """
+    environment = {**defaults, **os.environ}
     for name, value in changes.items():
         old = environment.get(name)
         prepend = name.endswith("_PATH") and old and value not in old.split(os.pathsep)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,17 +65,19 @@ class Bench:
     run_chunks: int
     machine: str
 
-    def measure(self) -> Profile:
-        """Time forward passes, layers and reads of a few lengths, and fit curves.
+    @property
+    def is_possible(self) -> bool:
+        """Whether passes are long enough to measure anything."""
+        return len(self._lengths) >= _FEWEST_LENGTHS
 
-        Raises:
-            ValueError: the KV pool is too small to measure anything.
-        """
+    @property
+    def _lengths(self) -> list[int]:
+        return [length for length in _LENGTHS if length <= self.longest]
+
+    def measure(self) -> Profile:
+        """Time forward passes, layers and reads of a few lengths, and fit curves."""
         began = time.monotonic()
-        layers = self.model.shape.num_layers
-        lengths = [length for length in _LENGTHS if length <= self.longest]
-        if len(lengths) < _FEWEST_LENGTHS:
-            raise ValueError(f"passes of {self.longest} tokens are too short to measure anything")
+        layers, lengths = self.model.shape.num_layers, self._lengths
         recompute = self._fit(lengths, self._recompute_one, quadratic=True)
         kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
         hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
@@ -163,14 +164,12 @@ class Bench:
 
     def _disk_tiers(self, layout: StateLayout, count: int) -> TieredStore:
         assert self.disk is not None
+        size = layout.chunk_layer_bytes[0]
         for first in range(0, count, self.run_chunks):
-            indices = range(first, min(first + self.run_chunks, count))
-            keys = tuple(_key(layout, index) for index in indices)
-            rows = np.random.default_rng(first).integers(
-                0, 256, len(keys) * layout.chunk_layer_bytes[0], dtype=np.uint8
-            )
+            keys = tuple(_key(layout, index) for index in range(first, min(first + self.run_chunks, count)))
+            rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
             run = Run(bytes(16), keys, first, layout.chunk_layer_bytes)
-            self.disk.write_run(run, lambda _layer, rows=rows: [rows], reused=False)
+            self.disk.write_run(run, lambda _layer, rows=rows: list(rows), reused=False)
         return _empty_tiers(layout, 1, self.disk)
 
     # -- fitting ---------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class Bench:
     def _fit(
         self, lengths: Iterable[int], time_of: Callable[[int], float], *, quadratic: bool = False
     ) -> CostCurve:
-        """The curve through the medians of a few lengths, as many as the budget allows."""
+        """The curve through the times of a few lengths, as many as the budget allows."""
         lengths = list(lengths)
         measured: dict[int, float] = {}
         ends = time.monotonic() + self.budget_s
@@ -192,7 +191,8 @@ class Bench:
                 len(times) < _MOST_ROUNDS and time.monotonic() < share_ends
             ):
                 times.append(time_of(length))
-            measured[length] = max(statistics.median(times), 1e-9)
+            # The lower quartile: what something else on the machine took must not count as a cost.
+            measured[length] = max(sorted(times)[len(times) // 4], 1e-9)
         return fit_curve(list(measured), list(measured.values()), quadratic=quadratic)
 
 

@@ -52,11 +52,13 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         if not differences(profile, bench.model.shape, bench.machine):
             logger.info("hcache: using the profile %s", path)
             return profile
-    try:
+    if bench.is_possible:
         return bench.measure()
-    except ValueError as error:
-        logger.warning("hcache: no predictions, whatever is stored is restored: %s", error)
-        return None
+    logger.warning(
+        "hcache: passes of %d tokens (--chunked-prefill-size, or a quarter of the KV pool) are too short to measure "
+        "anything: whatever is stored is restored", bench.longest,
+    )  # fmt: skip
+    return None
 
 
 def load_profile(path: Path) -> Profile:

@@ -1,0 +1,119 @@
+"""What ``restore_speed.py`` prints and writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from restore_speed import Row, Settings
+
+FIELDS = (
+    "tier",
+    "length",
+    "variant",
+    "seconds",
+    "predicted_s",
+    "io_s",
+    "compute_s",
+    "num_recompute",
+    "stored",
+)
+
+
+def data_of(settings: Settings, rows: Sequence[Row], costs: dict[str, Any]) -> dict[str, Any]:
+    """Everything, for programs."""
+    model = settings.model
+    return {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "versions": {name: version(name) for name in ("sglang", "sglang-hcache", "torch")},
+        "model": {
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "kv_heads": model.num_kv_heads,
+        },
+        "rounds": settings.rounds,
+        "rows": [
+            {
+                **{name: getattr(row, name) for name in FIELDS},
+                "times": row.times,
+                "efficiency": row.efficiency,
+            }
+            for row in rows
+        ],
+        "profiles": costs,
+    }
+
+
+def print_tables(rows: Sequence[Row], costs: dict[str, Any], console: Console) -> None:
+    """One table a tier and length."""
+    for tier in dict.fromkeys(row.tier for row in rows):
+        for length in dict.fromkeys(row.length for row in rows):
+            of_length = {row.variant: row for row in rows if (row.tier, row.length) == (tier, length)}
+            table = Table(
+                title=f"{length:,} tokens from {tier}", title_justify="left", box=None, pad_edge=False
+            )
+            for name in ("", "ms", "tokens/s", "x kv", "x recompute", "predicted", "I/O alone", "compute alone",
+                         "efficiency", "recomputed", "stores"):  # fmt: skip
+                table.add_column(name, justify="left" if name in ("", "stores") else "right")
+            for row in of_length.values():
+                table.add_row(
+                    row.variant, f"{1e3 * row.seconds:.1f}", f"{length / row.seconds:,.0f}",
+                    f"{of_length['kv'].seconds / row.seconds:.2f}",
+                    f"{of_length['recompute'].seconds / row.seconds:.2f}",
+                    *(_ms(value) for value in (row.predicted_s, row.io_s, row.compute_s)),
+                    "" if row.efficiency is None else f"{row.efficiency:.2f}",
+                    str(row.num_recompute) if row.variant != "recompute" else "all", row.stored,
+                )  # fmt: skip
+            console.print(table)
+            console.print()
+    del costs
+
+
+def write_all(folder: Path, data: dict[str, Any], rows: Sequence[Row]) -> None:
+    """JSON, CSV and, with matplotlib, a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "restore_speed.json").write_text(json.dumps(data, indent=2) + "\n")
+    with (folder / "restore_speed.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(FIELDS)
+        writer.writerows([getattr(row, name) for name in FIELDS] for row in rows)
+    _draw(folder / "restore_speed.png", rows)
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tiers = list(dict.fromkeys(row.tier for row in rows))
+    figure, axes = pyplot.subplots(1, len(tiers), figsize=(6 * len(tiers), 4), squeeze=False)
+    for axis, tier in zip(axes[0], tiers, strict=True):
+        for variant in dict.fromkeys(row.variant for row in rows):
+            chosen = [row for row in rows if (row.tier, row.variant) == (tier, variant)]
+            axis.plot(
+                [row.length for row in chosen],
+                [row.length / row.seconds for row in chosen],
+                "o-",
+                label=variant,
+            )
+        axis.set(title=tier, xlabel="tokens", ylabel="tokens/s", xscale="log", yscale="log")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:.1f}"

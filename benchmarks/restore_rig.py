@@ -1,0 +1,273 @@
+"""A real model of SGLang in this process, a prompt that it computed, and tiers that hold the prompt's state."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.benchmark.one_batch import load_model
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
+from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
+from sglang_hcache.sglang_plugin.launching import Launcher
+from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.tickets import Ticket
+from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+BLOCK_CHUNKS = 64
+NAMESPACE = Namespace(b"benchmark", "benchmark")
+
+
+class PoolView:
+    """What ``ForwardOf`` and the measurements need of the device: slots. No tree."""
+
+    page_size = 1
+
+    def __init__(self, runner: Any) -> None:
+        self.req_to_token_pool = runner.req_to_token_pool
+        self._allocator = runner.token_to_kv_pool_allocator
+
+    def allocate(self, count: int) -> torch.Tensor:
+        slots = self._allocator.alloc(count)
+        assert slots is not None, "the KV pool is too small"
+        return slots
+
+    def free(self, slots: torch.Tensor) -> None:
+        self._allocator.free(slots)
+
+    def capacity(self) -> int:
+        return int(self._allocator.size)
+
+
+class Idle:
+    """A scheduler without requests."""
+
+    def is_running(self) -> bool:
+        return False
+
+
+@dataclass
+class Rig:
+    """A loaded model and one prompt of ``length`` tokens in its KV pool."""
+
+    model: ServedModel
+    device: Device
+    view: PoolView
+    restorer: LayerRestorer
+    tokens: array[int]
+    slots: torch.Tensor
+    hidden: list[torch.Tensor]
+    """Of each layer, (length, hidden size)."""
+
+    @classmethod
+    def load(cls, folder: Path, length: int, piece: int) -> Rig:
+        """Load the model in ``folder`` and compute a random prompt, ``piece`` tokens a pass."""
+        arguments = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(arguments)
+        given = [
+            *("--model-path", str(folder), "--max-total-tokens", str(3 * length + 4 * piece)),
+            *("--chunked-prefill-size", str(piece), "--skip-tokenizer-init"),
+            *(
+                ()
+                if torch.cuda.is_available()
+                else ("--device", "cpu", "--attention-backend", "torch_native")
+            ),
+        ]
+        server_args = ServerArgs.from_cli_args(arguments.parse_args(given))
+        loaded, _ = load_model(server_args, PortArgs.init_new(server_args), 0, 0)
+        runner = loaded.torch_runner
+        model = ServedModel.of(runner.model, runner.model_config)
+        view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
+        forward = ForwardOf(runner, view)  # type: ignore[arg-type]
+        device = Device(view, pool, Idle(), forward, piece)  # type: ignore[arg-type]
+        restorer = LayerRestorer(model.dtype, pool, model.shape.num_kv_heads, model.projector())
+        tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
+        rig = cls(model, device, view, restorer, tokens, view.allocate(length), [])
+        rig._compute()
+        return rig
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.shape.num_layers
+
+    def recompute(self, length: int) -> float:
+        """Seconds of computing the first ``length`` tokens, all layers."""
+        slots = self.view.allocate(length)
+        began = time.monotonic()
+        self._run(slots, self.num_layers)
+        seconds = time.monotonic() - began
+        self.view.free(slots)
+        return seconds
+
+    def stored_rows(self, layer: int, method: Method) -> torch.Tensor:
+        """What capture would store of the prompt: (length, width)."""
+        if method is Method.HIDDEN:
+            return self.hidden[layer]
+        return torch.cat([part.flatten(1) for part in self.device.pool.read(layer, self.slots)], dim=1)
+
+    def error(self, slots: torch.Tensor) -> float:
+        """Largest difference of K or V in ``slots`` from what the model computed, relative to the largest value."""
+        worst = 0.0
+        for layer in range(self.num_layers):
+            mine = self.device.pool.read(layer, slots)
+            for one, true in zip(mine, self.device.pool.read(layer, self.slots[: len(slots)]), strict=True):
+                worst = max(worst, float((one - true).abs().max() / true.abs().max()))
+        return worst
+
+    def _run(self, slots: torch.Tensor, layers: int) -> None:
+        piece = self.device.largest_pass
+        for start in range(0, len(slots), piece):
+            end = min(start + piece, len(slots))
+            self.device.forward.extend(self.tokens[:end], slots[:end], start, layers)
+
+    def _compute(self) -> None:
+        rows: list[list[torch.Tensor]] = [[] for _ in range(self.num_layers)]
+        handles = self.model.watch(
+            range(self.num_layers), lambda layer, hidden: rows[layer].append(hidden.clone())
+        )
+        self._run(self.slots, self.num_layers)
+        for handle in handles:
+            handle.remove()
+        self.hidden = [torch.cat(parts) for parts in rows]
+
+
+class Variant:
+    """One way to store and restore the rig's prompt.
+
+    Args:
+        disk: where the chunks are; None: host memory.
+        gate: decides how many layers are recomputed.
+        may_decline: whether it also decides that recomputing all is faster.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        stored: Sequence[Method],
+        disk: DiskStore | None,
+        gate: RestoreGate,
+        *,
+        may_decline: bool,
+    ) -> None:
+        self._may_decline = may_decline
+        self.rig = rig
+        self.stored = tuple(stored)
+        self.layout = rig.model.layout(stored)
+        self.keys = chunk_keys(NAMESPACE.root_key(), rig.tokens)
+        self._over = threading.Event()
+        # A namespace of its own: two variants must not share chunks on disk.
+        salt = os.urandom(16)
+        self.keys = [ChunkKey(bytes(a ^ b for a, b in zip(key, salt * 2, strict=True))) for key in self.keys]
+        self.tiers = self._filled(disk)
+        self.engine = RestoreEngine(
+            self.tiers, rig.restorer, Counters(), lambda _job: self._over.set(), BLOCK_CHUNKS
+        )
+        self.launcher = Launcher(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
+
+    def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:
+        """Seconds to bring the first ``length`` tokens back into other slots, and what was predicted."""
+        keys = self.keys[: length // CHUNK_TOKENS]
+        began = time.monotonic()
+        decision = self.launcher.decide(keys, 0)
+        if self._may_decline and not self.launcher.pays(decision, 0.0):
+            return self.rig.recompute(length), decision
+        slots = self.rig.view.allocate(length)
+        nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]
+        ticket = Ticket(Prompt("benchmark", self.rig.tokens[:length], None), keys)
+        restore = self.launcher.prepare(ticket, nothing, keys, slots, decision, 60.0)
+        self._over.clear()
+        self.engine.submit(restore.job)
+        while restore.is_recomputing:
+            self.launcher.advance([restore])
+        self._over.wait()
+        seconds = time.monotonic() - began
+        assert restore.job.state is RestoreState.DONE, restore.job.error
+        if check:
+            error = self.rig.error(slots)
+            assert error < 0.05, f"restored K or V differ by {error:.3g} of the largest value"
+        self.rig.view.free(slots)
+        return seconds, decision
+
+    def read_alone(self, length: int) -> float:
+        """Seconds to read the same extents into the same buffers, and nothing else."""
+        keys = self.keys[: length // CHUNK_TOKENS]
+        blocks = [
+            self.tiers.lease(keys[first : first + BLOCK_CHUNKS])
+            for first in range(0, len(keys), BLOCK_CHUNKS)
+        ]
+        pipeline = self.engine._pipeline
+        buffers = [host_buffer(pipeline._buffer_bytes) for _ in range(len(pipeline._spare))]
+        began = time.monotonic()
+        pending: list[Any] = []
+        for number, (block, layer) in enumerate(
+            (block, layer) for block in blocks for layer in range(self.layout.num_layers)
+        ):
+            if len(pending) == len(buffers):
+                pending.pop(0).result()
+            size = len(block.keys) * self.layout.chunk_layer_bytes[layer]
+            buffer = buffers[number % len(buffers)][:size]
+            pending.append(pipeline._readers.submit(self.tiers.read_layer, block, layer, buffer))
+        for read in pending:
+            read.result()
+        seconds = time.monotonic() - began
+        for block in blocks:
+            block.close()
+        return seconds
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _filled(self, disk: DiskStore | None) -> TieredStore:
+        count = len(self.keys)
+        rows = [self.rig.stored_rows(layer, method) for layer, method in enumerate(self.stored)]
+        chunks = [
+            layer[: count * CHUNK_TOKENS].contiguous().view(torch.uint8).reshape(count, -1).numpy()
+            for layer in rows
+        ]
+        slots = 1 if disk is not None else count
+        arena = host_buffer(slots * self.layout.chunk_bytes).reshape(slots, -1)
+        host = HostTier(arena, self.layout, Counters(), keep_dirty=False)
+        tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=16)
+        for first in range(0, count, 16):
+            part = slice(first, min(first + 16, count))
+            if disk is not None:
+                run = Run(bytes(16), tuple(self.keys[part]), first, self.layout.chunk_layer_bytes)
+                disk.write_run(run, lambda layer, part=part: list(chunks[layer][part]))
+                continue
+            for index in range(part.start, part.stop):
+                slot = tiers.reserve()
+                assert slot is not None
+                arena[slot] = np.concatenate([layer[index] for layer in chunks])
+                tiers.seal(slot, ChunkInfo(self.keys[index], bytes(32), index, bytes(16)))
+        return tiers
+
+
+def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind) -> RestoreGate:
+    """The gate that a server with ``--hcache-method kind`` has."""
+    mixes = kind in (PlanKind.AUTO, PlanKind.HYBRID)
+    return RestoreGate(profile, stored, BLOCK_CHUNKS * CHUNK_TOKENS, may_recompute=mixes)
