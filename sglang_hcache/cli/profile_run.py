@@ -1,0 +1,132 @@
+"""A server that is started only to measure."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.status import Status
+
+from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError
+from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.plan.profile import Profile
+
+_STARTUP_TIMEOUT_S = 3600.0  # large models take their time, and who waits sees the seconds
+_STAGES = (
+    ("KV Cache is allocated", "Measuring"),
+    ("Load weight begin", "Loading the model"),
+    ("", "Starting SGLang"),
+)
+"""What SGLang 0.5.17 logs first -> what goes on then; the latest first. Only shown: nothing depends on it."""
+_ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
+"""One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
+_WARNING = "hcache: reads from the disk tier could not be measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of it."""
+
+    profile: Profile
+    seconds: float
+    """From the command to the stopped server."""
+    troubles: tuple[str, ...]
+    """What the server said that the user should know, although there is a profile."""
+
+
+def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_progress: bool) -> Measured:
+    """Start a server with ``arguments`` and ``settings``, let it measure, stop it; nothing of it stays.
+
+    Raises:
+        ServerProcessError: it did not get as far as a profile. Says what its log ends with.
+        ConfigError: this machine cannot run a server.
+    """
+    began = time.monotonic()
+    with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="hcache-profile-") as folder:
+        file, config = Path(folder) / "profile.json", Path(folder) / "hcache.yaml"
+        config.write_text(yaml.safe_dump({**settings, "save_profile": str(file)}), encoding="utf-8")
+        server = ServerProcess(
+            [*arguments, "--hcache-config", str(config)],
+            log=Path(folder) / "server.log",
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
+        )
+        troubles: list[str] = []
+        with _progress(server, file, is_shown=shows_progress) as status:
+            try:
+                server.start(status.waited)
+            except ServerProcessError as error:
+                reasons = _reasons(server, error)
+                if not file.exists():
+                    raise ServerProcessError("\n".join(reasons)) from None
+                # Measuring comes before the rest of a start, which may fail for reasons of its own.
+                troubles = [f"after measuring, the server did not start: {reason}" for reason in reasons]
+            else:
+                status.show("Stopping the server")
+                troubles = [
+                    line[line.index("hcache: ") + len("hcache: ") :]
+                    for line in server.log_text().splitlines()
+                    if _WARNING in line
+                ]
+            finally:
+                server.stop()
+        return Measured(_read(file), time.monotonic() - began, tuple(troubles))
+
+
+class _Stages:
+    """Tells a spinner how far a server is; None: nobody looks."""
+
+    def __init__(self, server: ServerProcess, file: Path, status: Status | None) -> None:
+        self._server = server
+        self._file = file
+        self._status = status
+        self._stage = ""
+        self._since_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """``seconds`` since the server was launched."""
+        if self._status is None:
+            return
+        log = self._server.log_text()
+        stage = next(text for marker, text in _STAGES if marker in log)
+        if self._file.exists():
+            stage = "Measured; waiting until the server can be stopped"
+        if stage != self._stage:
+            self._stage, self._since_s = stage, seconds
+        self.show(f"{stage}: {seconds - self._since_s:.0f} s")
+
+    def show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+
+@contextmanager
+def _progress(server: ServerProcess, file: Path, *, is_shown: bool) -> Iterator[_Stages]:
+    console = Console(stderr=True)
+    if not (is_shown and console.is_terminal):
+        yield _Stages(server, file, None)
+        return
+    with console.status("Starting SGLang") as status:
+        yield _Stages(server, file, status)
+
+
+def _reasons(server: ServerProcess, error: ServerProcessError) -> list[str]:
+    """Why it did not start: the lines that are meant for people where there are any, else the end of the log."""
+    told = _ERROR.findall(server.log_text())
+    # The file is gone when this is read.
+    return list(dict.fromkeys(told)) or [str(error).replace(f"the end of {server.log}", "its log ends with")]
+
+
+def _read(file: Path) -> Profile:
+    try:
+        return Profile.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the server saved no profile that we can read: {error}") from None
