@@ -37,9 +37,13 @@ class Answer:
 
 
 class TierServer:
-    """A server under strict memory checks, with the switches of ``plugins/hcache_test_plugin.py``."""
+    """A server under strict memory checks, with the switches of ``plugins/hcache_test_plugin.py``.
 
-    def __init__(self, folder: Path, args: Sequence[str]) -> None:
+    Args:
+        cache: its user's cache folder, where profiles are looked for; None: an empty one.
+    """
+
+    def __init__(self, folder: Path, args: Sequence[str], cache: Path | None = None) -> None:
         self.switches = folder / "switches"
         self.switches.mkdir(parents=True, exist_ok=True)
         environment = {
@@ -47,6 +51,8 @@ class TierServer:
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "PYTHONPATH": str(PLUGINS),
             "HCACHE_TEST_SWITCHES": str(self.switches),
+            # The stand-in for libcuda.so.1 stays where it is: this process builds it.
+            "XDG_CACHE_HOME": str(cache or folder / "cache"),
         }
         if "--hcache-method" not in args:
             args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine

@@ -1,0 +1,112 @@
+"""``hcache profile`` on a real server, and who uses what it saved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.cli.server_process import ServerProcessError
+from sglang_hcache.core.config import environment_with
+from sglang_hcache.plan.profile import Profile, ProfileSource
+from tests.e2e.harness import TierServer, random_prompt
+
+HCACHE = str(Path(sys.executable).with_name("hcache"))
+USES, MEASURES = "hcache: using the profile", "hcache: measured this machine"
+
+
+def hcache(cache: Path, *arguments: str) -> str:
+    """Standard output of the command, with ``cache`` as the user's cache folder."""
+    result = subprocess.run(
+        [HCACHE, *arguments],
+        env=environment_with({"XDG_CACHE_HOME": str(cache)}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def served_with(folder: Path, model: Path) -> list[str]:
+    return [
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"),
+        *(
+            "--chunked-prefill-size",
+            "512",
+            "--hcache-host-size",
+            "64MB",
+            "--hcache-dirs",
+            str(folder / "disk"),
+        ),
+        *("--hcache-disk-size", "256MB", "--hcache-disk-free-floor", "0"),
+    ]
+
+
+def start(folder: Path, cache: Path, arguments: Sequence[str]) -> str:
+    """The log of a server with ``auto``, which must also serve."""
+    with TierServer(folder, [*arguments, "--hcache-method", "auto"], cache=cache) as server:
+        server.ask(random_prompt(1, 300))
+        return server.process.log_text()
+
+
+def test_a_saved_profile_is_used_where_it_fits_and_nowhere_else(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, cache = tiny_model(), tmp_path / "cache"
+    arguments = served_with(tmp_path, model)
+    data = json.loads(hcache(cache, "profile", *arguments, "--seconds", "0.3", "--json"))
+    path = Path(data["file"])
+    profile = Profile.from_json(path.read_text())
+    assert path.parent == cache / "sglang-hcache" / "profiles"
+    assert path.name.startswith(model.name)
+    assert profile.source is ProfileSource.MEASURED
+    assert profile.token_range == (64, 512)
+    assert set(data["read_bytes_per_s"]) == set(profile.tiers) == {"host", "disk"}
+    assert {case["tier"] for case in data["plan"]["restores"]} == {"host", "disk"}
+    assert profile.machine.endswith(str(tmp_path / "disk"))
+    assert "costs" in hcache(cache, "plan", "--profile", str(path), "--json")
+
+    log = start(tmp_path / "same", cache, arguments)
+    assert f"{USES} {path}" in log
+    assert MEASURES not in log
+
+    changed = json.loads(path.read_text())
+    changed["versions"]["sglang"] += ".1"
+    path.write_text(json.dumps(changed))
+    log = start(tmp_path / "version", cache, arguments)
+    assert USES not in log
+    assert MEASURES in log
+
+    path.write_text(profile.to_json())
+    larger = tiny_model(layers=5)
+    log = start(tmp_path / "larger", cache, served_with(tmp_path, larger))
+    assert USES not in log
+    assert MEASURES in log
+
+    refused = [*served_with(tmp_path, larger), "--hcache-profile", str(path)]
+    with pytest.raises(ServerProcessError):
+        start(tmp_path / "refused", cache, refused)
+    text = (tmp_path / "refused" / "server.log").read_text()
+    (line,) = [line for line in text.splitlines() if "hcache: error: " in line]
+    assert f"--hcache-profile: {path} is of the model {model.name}, which has other sizes" in line
+
+
+def test_a_server_that_does_not_start_leaves_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    result = subprocess.run(
+        [HCACHE, "profile", *served_with(tmp_path, tiny_model()), "--tp-size", "2"],
+        env=environment_with({"XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("hcache: error: --hierarchical-cache hcache supports --tp-size 1 only")
+    assert not list((cache / "sglang-hcache" / "profiles").iterdir())
+    assert not list(tmp_path.glob("hcache-profile-*"))
+    assert not (tmp_path / "disk").exists()
