@@ -28,6 +28,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin.assembly import restorer_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.launching import Launcher
@@ -104,8 +105,9 @@ class Rig:
         model = ServedModel.of(runner.model, runner.model_config)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
-        device = Device(view, pool, Idle(), forward, piece)  # type: ignore[arg-type]
-        restorer = LayerRestorer(model.dtype, pool, model.shape.num_kv_heads, model.projector())
+        is_cpu = not torch.cuda.is_available()
+        device = Device(view, pool, Idle(), forward, piece, is_cpu)  # type: ignore[arg-type]
+        restorer = restorer_of(model, device)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
         rig = cls(model, device, view, restorer, tokens, view.allocate(length), [])
         rig._compute()

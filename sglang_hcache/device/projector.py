@@ -15,7 +15,8 @@ from torch import nn
 
 from sglang_hcache.core.errors import ConfigError
 
-_ROWS_AT_ONCE = 2048  # bounds the temporaries of one projection
+_PLAIN_ROTATION = "RotaryEmbedding.forward_native"
+"""SGLang's implementation of the rotation that ``KVRows`` knows; variants with one of their own are left to it."""
 
 
 class Projector(Protocol):
@@ -30,6 +31,15 @@ class Projector(Protocol):
             layer: index of the layer.
             hidden: (n, hidden_size), the input of the layer's ``qkv_proj``, in the model's dtype.
             positions: (n,) int64, position of each row in its sequence.
+        """
+
+    def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K before its rotation and V, each (n, kv_heads * head_dim)."""
+
+    def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Cosines and sines by position, (positions, head_dim) of ``dtype``; None if K is rotated in another way.
+
+        The plain rotation pairs the halves of a head. What scaling of positions there is, the table has it.
         """
 
 
@@ -70,16 +80,33 @@ class LlamaFamilyProjector:
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         module = self._layers[layer]
-        weight, bias = self._kv_rows(module)
-        key, value = nn.functional.linear(hidden, weight, bias).chunk(2, dim=-1)
-        key_norm = getattr(module, "k_norm", None)
-        if key_norm is not None:
-            key = key_norm(key.reshape(-1, module.head_dim)).view(-1, module.kv_size)
+        key, value = self.project_unrotated(layer, hidden)
         # The rotary module wants a query as well; one head of it is the least it takes.
         query = key.new_zeros(key.shape[0], module.head_dim)
         _, key = module.rotary_emb(positions, query, key.contiguous())
         shape = (-1, module.num_kv_heads, module.head_dim)
         return key.reshape(shape), value.reshape(shape)
+
+    def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        module = self._layers[layer]
+        weight, bias = self._kv_rows(module)
+        key, value = nn.functional.linear(hidden, weight, bias).chunk(2, dim=-1)
+        key_norm = getattr(module, "k_norm", None)
+        if key_norm is not None:
+            key = key_norm(key.reshape(-1, module.head_dim)).view(-1, module.kv_size)
+        return key, value
+
+    def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
+        module = self._layers[layer]
+        rotary, table = module.rotary_emb, getattr(module.rotary_emb, "cos_sin_cache", None)
+        native = getattr(type(rotary), "forward_native", None)
+        is_plain = getattr(native, "__qualname__", "") == _PLAIN_ROTATION
+        covers_head = getattr(rotary, "rotary_dim", 0) == module.head_dim and module.head_dim % 2 == 0
+        if not (is_plain and covers_head and getattr(rotary, "is_neox_style", False)):
+            return None
+        if not isinstance(table, torch.Tensor) or hasattr(rotary, "sin_cos_cache"):
+            return None
+        return table.to(dtype).contiguous()
 
     @staticmethod
     def _kv_rows(module: AttentionModule) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -95,26 +122,8 @@ class KVPool(Protocol):
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store rows (n, kv_heads, head_dim) at ``slots`` (n,) int64 of ``layer``."""
 
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of K and V, each (slots, kv_heads, head_dim), contiguous."""
+
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of ``slots`` (n,) int64 of ``layer``, copies, each (n, kv_heads, head_dim)."""
-
-
-def project_layer(
-    projector: Projector,
-    pool: KVPool,
-    layer: int,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """Project (n, hidden_size) rows of one layer and write K and V to ``slots``, a block of rows at a time."""
-    for first in range(0, hidden.shape[0], _ROWS_AT_ONCE):
-        block = slice(first, first + _ROWS_AT_ONCE)
-        key, value = projector.project(layer, hidden[block], positions[block])
-        pool.write(layer, slots[block], key, value)
-
-
-def write_rows(pool: KVPool, layer: int, rows: torch.Tensor, slots: torch.Tensor, kv_heads: int) -> None:
-    """Write stored K and V, (n, 2 * kv_heads * head_dim) with K first, to ``slots``."""
-    key, value = rows.view(rows.shape[0], 2, kv_heads, -1).unbind(1)
-    pool.write(layer, slots, key, value)

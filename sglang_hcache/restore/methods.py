@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.projector import KVPool, Projector, project_layer, write_rows
+from sglang_hcache.device.kv_rows import KVRows
+from sglang_hcache.device.projector import KVPool, Projector
+
+_ROWS_AT_ONCE = 4096  # bounds the temporaries of one projection
 
 
 class LayerRestorer:
@@ -16,13 +19,22 @@ class LayerRestorer:
         pool: where K and V go.
         kv_heads: KV heads of a layer.
         projector: makes K and V of hidden states.
+        rows: writes rows to the pool quickly; None where there is no such thing: on a GPU, or without a compiler.
     """
 
-    def __init__(self, dtype: torch.dtype, pool: KVPool, kv_heads: int, projector: Projector) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        pool: KVPool,
+        kv_heads: int,
+        projector: Projector,
+        rows: KVRows | None = None,
+    ) -> None:
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
         self._projector = projector
+        self._rows = rows
 
     def restore(
         self,
@@ -36,11 +48,37 @@ class LayerRestorer:
 
         Args:
             method: what the rows are: ``HIDDEN`` or ``KV``.
-            rows: (n, width) of ``dtype``, as they were captured.
+            rows: (n, width) of ``dtype``, contiguous, as they were captured.
             positions: (n,) int64, position of each row in its sequence.
             slots: (n,) int64.
         """
         if method is Method.KV:
-            write_rows(self._pool, layer, rows, slots, self._kv_heads)
-        else:
-            project_layer(self._projector, self._pool, layer, rows, positions, slots)
+            self._store(layer, rows, slots)
+            return
+        table = None
+        if self._rows is not None and self._rows.can_rotate(self.dtype):
+            table = self._projector.rotation_table(layer, self.dtype)
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            block = slice(first, first + _ROWS_AT_ONCE)
+            self._project(layer, rows[block], positions[block], slots[block], table)
+
+    def _project(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        table: torch.Tensor | None,
+    ) -> None:
+        if table is None or self._rows is None:
+            self._pool.write(layer, slots, *self._projector.project(layer, hidden, positions))
+            return
+        key, value = self._projector.project_unrotated(layer, hidden)
+        self._rows.rotate_and_store(key, value, table, positions, slots, self._pool.buffers(layer))
+
+    def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        if self._rows is not None:
+            self._rows.store(rows, slots, self._pool.buffers(layer))
+            return
+        key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
+        self._pool.write(layer, slots, key, value)

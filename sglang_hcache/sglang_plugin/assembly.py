@@ -10,6 +10,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.kv_rows import KVRows
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.gate import RestoreGate
@@ -56,7 +57,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         StoreError: the disk tier cannot be opened.
     """
     counters = Counters()
-    restorer = LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, model.projector())
+    restorer = restorer_of(model, device)
     tried = _TRIED[config.method]
     check = selfcheck.run(model, restorer, device.pool, device.forward, tried) if tried else None
     with ExitStack() as undo:
@@ -80,6 +81,12 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     if gate is not None:
         _log_prediction(gate)
     return bridge
+
+
+def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
+    """What writes K and V of ``model`` into the pool of ``device``."""
+    rows = KVRows.load() if device.is_cpu else None
+    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, model.projector(), rows)
 
 
 def _profile(

@@ -117,3 +117,5 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass."""
+    is_cpu: bool
+    """Whether the model computes on a CPU."""

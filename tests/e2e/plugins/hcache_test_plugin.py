@@ -47,7 +47,7 @@ def _patch(switches):
     if compat is None or hasattr(compat, "patched_by_tests"):  # off, or SGLang published a second time
         return
     compat.patched_by_tests = True
-    _patch_sink(compat.DevicePool, switches)
+    _patch_restorer(switches)
     _patch_reads(switches)
     _patch_recomputation(switches)
     _patch_learning(switches)
@@ -57,17 +57,20 @@ def _patch(switches):
     _patch_cache(compat.HCacheRadixCache, switches)
 
 
-def _patch_sink(sink, switches):
-    write = sink.write
+def _patch_restorer(switches):
+    from sglang_hcache.restore.methods import LayerRestorer
 
-    def damaged(self, layer, slots, key, value):
+    restore = LayerRestorer.restore
+
+    def damaged(self, layer, method, rows, positions, slots):
         if (switches / "slow_restore").exists():
             time.sleep(_SLOW_S)
+        restore(self, layer, method, rows, positions, slots)
         if (switches / "corrupt_restored_key").exists():
-            key = key * 1.05
-        write(self, layer, slots, key, value)
+            key, value = self._pool.read(layer, slots)
+            self._pool.write(layer, slots, key * 1.05, value)
 
-    sink.write = damaged
+    LayerRestorer.restore = damaged
 
 
 def _patch_recomputation(switches):
@@ -149,24 +152,29 @@ def _patch_engine(switches):
 
 def _patch_projector(switches):
     from sglang_hcache.device.projector import LlamaFamilyProjector
+    from sglang_hcache.restore.methods import LayerRestorer
 
-    project = LlamaFamilyProjector.project
+    project = LlamaFamilyProjector.project_unrotated
+    restore = LayerRestorer.restore
 
-    def damaged(self, layer, hidden, positions):
-        if (switches / "projector_positions").exists():
-            positions = positions + 1
+    def at_wrong_positions(self, layer, method, rows, positions, slots):
+        shift = 1 if (switches / "projector_positions").exists() else 0
+        restore(self, layer, method, rows, positions + shift, slots)
+
+    def damaged(self, layer, hidden):
         if (switches / "projector_bias").exists() and self._layers[layer].qkv_proj.bias is not None:
-            key, value = project(self, layer, hidden, positions)
-            return key, value - self._layers[layer].qkv_proj.bias[-value[0].numel() :].view(value[0].shape)
+            key, value = project(self, layer, hidden)
+            return key, value - self._layers[layer].qkv_proj.bias[-value.shape[1] :]
         if (switches / "projector_norm").exists():
             norm = self._layers[layer].__dict__["_modules"].pop("k_norm")
             try:
-                return project(self, layer, hidden, positions)
+                return project(self, layer, hidden)
             finally:
                 self._layers[layer].k_norm = norm
-        return project(self, layer, hidden, positions)
+        return project(self, layer, hidden)
 
-    LlamaFamilyProjector.project = damaged
+    LlamaFamilyProjector.project_unrotated = damaged
+    LayerRestorer.restore = at_wrong_positions
 
 
 def _patch_cache(cache, switches):

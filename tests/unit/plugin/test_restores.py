@@ -172,6 +172,7 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
+            is_cpu=True,
         )
         self.coordinator = RestoreCoordinator(
             device, self.tiers, HCacheConfig(), self.counters, block_chunks=2, gate=gate

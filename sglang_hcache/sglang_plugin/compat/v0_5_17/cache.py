@@ -89,6 +89,7 @@ class HCacheRadixCache(RadixCache):
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
+            is_cpu=str(self._server_args.device) == "cpu",
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
@@ -251,6 +252,9 @@ class DevicePool:
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self._pool.k_buffer[layer][slots] = key
         self._pool.v_buffer[layer][slots] = value
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_buffer[layer][slots], self._pool.v_buffer[layer][slots]

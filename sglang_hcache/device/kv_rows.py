@@ -1,0 +1,109 @@
+"""K and V rows into the KV pool on a CPU, in one pass over memory. Built from ``kv_rows.c`` at start."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+
+import torch
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.device.compiled import ensure_library
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = "kv_rows.so"
+# No contraction: a product that is not rounded before it is added would give other bits than the model's operations.
+_OPTIONS = ("-shared", "-fPIC", "-O3", "-march=native", "-ffp-contract=off")
+_ROTATIONS = {torch.bfloat16: "rotate_and_store_bf16", torch.float32: "rotate_and_store_f32"}
+_ROWS_WORTH_A_THREAD = 256
+
+_Int = ctypes.c_int64
+
+
+class KVRows:
+    """Writes rows to the pool's buffers.
+
+    Args:
+        library: built from ``kv_rows.c``.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._threads = max(1, torch.get_num_threads())
+        self._others = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hcache-rows")
+
+    @classmethod
+    def load(cls) -> KVRows | None:
+        """Build the library, or find it built; None, with a line in the log, where that is not possible."""
+        source = resources.files(__package__).joinpath("kv_rows.c").read_text(encoding="utf-8")
+        try:
+            folder = ensure_library("kv-rows", _LIBRARY, source, _OPTIONS)
+            return cls(ctypes.CDLL(str(folder / _LIBRARY)))
+        except (ConfigError, OSError) as error:
+            logger.warning("hcache: restores are slower than they could be: %s", error)
+            return None
+
+    def can_rotate(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`rotate_and_store` takes rows of ``dtype``."""
+        return dtype in _ROTATIONS
+
+    def rotate_and_store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Rotate ``key`` by its positions (RoPE, halves of a head as pairs), then write both rows to ``slots``.
+
+        Args:
+            key, value: (n, kv_heads * head_dim) of one dtype that :meth:`can_rotate` allows; columns contiguous.
+            table: (positions, head_dim) of the same dtype, contiguous: cosines, then sines.
+            positions, slots: (n,) int64, contiguous.
+            pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.
+        """
+        if int(positions.max()) >= len(table):
+            raise IndexError(f"position {int(positions.max())} is not in the table of {len(table)}")
+        key_pool, value_pool = pools
+        _, heads, head_dim = key_pool.shape
+        function = self._library[_ROTATIONS[key.dtype]]
+        arguments = (
+            *(_address(key), _Int(key.stride(0)), _address(value), _Int(value.stride(0))),
+            *(_address(each) for each in (table, positions, slots, key_pool, value_pool)),
+            *(_Int(heads), _Int(head_dim)),
+        )
+        self._over_rows(lambda begin, end: function(*arguments, _Int(begin), _Int(end)), len(slots))
+
+    def store(
+        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Write rows of K and V side by side to ``slots``.
+
+        Args:
+            rows: (n, 2 * kv_heads * head_dim), contiguous, K first.
+            slots: (n,) int64, contiguous.
+            pools: K and V, each (slots, kv_heads, head_dim) of the rows' dtype, contiguous.
+        """
+        row_bytes = rows.shape[1] // 2 * rows.element_size()
+        arguments = (*(_address(each) for each in (rows, slots, *pools)), _Int(row_bytes))
+        function = self._library["store_rows"]
+        self._over_rows(lambda begin, end: function(*arguments, _Int(begin), _Int(end)), len(slots))
+
+    def _over_rows(self, function: Callable[[int, int], object], count: int) -> None:
+        """Call ``function`` with parts of ``[0, count)`` on all threads; it leaves the interpreter free."""
+        parts = max(1, min(self._threads, count // _ROWS_WORTH_A_THREAD))
+        cuts = [count * part // parts for part in range(parts + 1)]
+        waiting = [self._others.submit(function, cuts[part], cuts[part + 1]) for part in range(1, parts)]
+        function(cuts[0], cuts[1])
+        for other in waiting:
+            other.result()
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,91 @@
+"""Rows written by the compiled library are, bit for bit, what torch's operations would have written."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hcache.device.kv_rows import KVRows
+
+HEADS, HEAD_DIM, SLOTS, POSITIONS = 3, 16, 3000, 500
+WIDTH = HEADS * HEAD_DIM
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> KVRows:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        loaded = KVRows.load()
+    assert loaded is not None
+    return loaded
+
+
+def pools(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = torch.full((SLOTS, HEADS, HEAD_DIM), -7.0, dtype=dtype)
+    return empty, empty.clone()
+
+
+def rotated(key: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As SGLang's ``apply_rotary_emb`` does it."""
+    cosines, sines = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    low, high = key.view(-1, HEADS, HEAD_DIM).chunk(2, dim=-1)
+    return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 63, 512, 1777])
+def test_rotated_rows_land_in_their_slots_with_the_same_bits(
+    rows: KVRows, dtype: torch.dtype, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    both = torch.randn(count, 2 * WIDTH, generator=generator).to(dtype)
+    table = torch.randn(POSITIONS, HEAD_DIM, generator=generator).to(dtype)
+    positions = torch.randint(POSITIONS, (count,), generator=generator)
+    slots = torch.randperm(SLOTS, generator=generator)[:count]
+    key, value = both.chunk(2, dim=1)
+    mine, expected = pools(dtype), pools(dtype)
+    rows.rotate_and_store(key, value, table, positions, slots, mine)
+    expected[0][slots] = rotated(key.contiguous(), table, positions)
+    expected[1][slots] = value.reshape(-1, HEADS, HEAD_DIM)
+    assert torch.equal(mine[0], expected[0])
+    assert torch.equal(mine[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1, 512, 1777])
+def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count: int) -> None:
+    both = torch.randn(count, 2 * WIDTH).to(dtype)
+    slots = torch.randperm(SLOTS)[:count]
+    mine, expected = pools(dtype), pools(dtype)
+    rows.store(both, slots, mine)
+    expected[0][slots] = both[:, :WIDTH].reshape(-1, HEADS, HEAD_DIM)
+    expected[1][slots] = both[:, WIDTH:].reshape(-1, HEADS, HEAD_DIM)
+    assert torch.equal(mine[0], expected[0])
+    assert torch.equal(mine[1], expected[1])
+
+
+def test_a_position_outside_the_table_is_refused(rows: KVRows) -> None:
+    key = torch.zeros(2, WIDTH)
+    with pytest.raises(IndexError, match="position 500 is not in the table of 500"):
+        rows.rotate_and_store(
+            key, key, torch.zeros(POSITIONS, HEAD_DIM), torch.tensor([0, 500]), torch.tensor([0, 1]), pools(key.dtype)
+        )  # fmt: skip
+
+
+def test_only_types_it_knows_are_rotated(rows: KVRows) -> None:
+    assert [rows.can_rotate(dtype) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
+
+
+def test_without_a_compiler_there_is_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert KVRows.load() is None
+    assert "restores are slower than they could be: no C compiler" in caplog.text
