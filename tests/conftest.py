@@ -20,3 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fault-seed", type=int, default=0, metavar="N", help="tests/faults: what is damaged, and when (0)"
     )
+    group.addoption(
+        "--exact-times",
+        action="store_true",
+        help="tests/e2e: hold measured times to what is promised; needs a machine that does nothing else",
+    )
