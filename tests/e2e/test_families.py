@@ -100,7 +100,8 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         for seed in range(8):
             prompt = random_prompt(seed, 700)
             whole = score(server, prompt, extra_key=f"whole-{seed}")
-            for warm in (64, 320, 576, 640):  # computed in two pieces: the first is a device hit for the second
+            # Computed in two pieces: the first is a device hit for the second.
+            for warm in (64, 320, 576, 640):
                 server.ask(prompt[: warm + 1], tokens=1, extra_key=f"pieces-{warm}-{seed}")
                 pieces = score(server, prompt, extra_key=f"pieces-{warm}-{seed}")
                 assert pieces.device == warm
