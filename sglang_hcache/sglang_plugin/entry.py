@@ -19,8 +19,14 @@ def register() -> None:
 def _configure_scheduler(*args: object, **kwargs: object) -> None:
     """In a scheduler process, before anything is built: install the rest if this server uses the tier."""
     server_args = kwargs.get("server_args", args[0] if args else None)
-    if getattr(server_args, "radix_cache_backend", None) == flags.BACKEND:
-        # Imported here, so that a server without the tier loads none of it.
+    if server_args is None:
+        return
+    # Imported where it is needed, so that a server without the tier loads none of it.
+    if server_args.radix_cache_backend == flags.BACKEND:
         from sglang_hcache.sglang_plugin import hooks
 
-        hooks.install()
+        hooks.install(server_args.device)
+    elif flags.wants_cpu_fixes(server_args):
+        from sglang_hcache.sglang_plugin import hooks
+
+        hooks.install_cpu_fixes(server_args.device)

@@ -19,6 +19,7 @@ from sglang_hcache.sglang_plugin import support
 logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
+_CPU_FIXES = {"hcache_cpu_fixes": True}
 _FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
 
 
@@ -34,14 +35,21 @@ def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: obje
         # Values are checked with the file's in HCacheConfig, which says what is allowed.
         group.add_argument(flag_of(field), metavar="VALUE", help=flag_help(field).replace("%", "%%"))
     group.add_argument("--hcache-config", metavar="FILE", help="YAML file of settings; flags win over it.")
+    group.add_argument(
+        "--hcache-cpu-fixes",
+        action="store_true",
+        help="With the tier off: fix SGLang's attention and page allocation on a CPU as the tier does, so that "
+        "a comparison shows the tier alone.",
+    )
 
 
 def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
     """AROUND hook of ``ServerArgs.from_cli_args``: maps our flags onto SGLang's fields before construction."""
-    if getattr(args, "hierarchical_cache", "off") != BACKEND:
-        _warn_about_ignored(args)
-        return original(cls, args, *rest)
     try:
+        if getattr(args, "hierarchical_cache", "off") != BACKEND:
+            _warn_about_ignored(args)
+            _ask_for_cpu_fixes(args)
+            return original(cls, args, *rest)
         config = config_from(args)
         support.check_arguments(args)
         _map_onto_sglang(args, config)
@@ -78,6 +86,20 @@ def config_of(server_args: Any) -> HCacheConfig:
     if server_args.hicache_storage_backend != BACKEND or not carried:
         raise ConfigError("--radix-cache-backend hcache is not set by hand: use --hierarchical-cache hcache")
     return HCacheConfig.model_validate(json.loads(carried))
+
+
+def _ask_for_cpu_fixes(args: argparse.Namespace) -> None:
+    """With the tier off: note the flag where :func:`wants_cpu_fixes` finds it in the scheduler's process."""
+    if not getattr(args, "hcache_cpu_fixes", False):
+        return
+    if args.hicache_storage_backend or args.hicache_storage_backend_extra_config:
+        raise ConfigError("--hcache-cpu-fixes cannot be used with a storage backend of HiCache")
+    args.hicache_storage_backend_extra_config = json.dumps(_CPU_FIXES)
+
+
+def wants_cpu_fixes(server_args: Any) -> bool:
+    """Whether a server without the tier was started with ``--hcache-cpu-fixes``."""
+    return server_args.hicache_storage_backend_extra_config == json.dumps(_CPU_FIXES)
 
 
 def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
-from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.flags import BACKEND
@@ -23,8 +23,8 @@ _MANAGERS = "sglang.srt.managers"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
-def install() -> None:
-    """Register the backend and apply the hooks.
+def install(device: str) -> None:
+    """Register the backend and apply the hooks; those for a CPU only if ``device`` is one.
 
     Raises:
         ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
@@ -42,14 +42,28 @@ def install() -> None:
         "release_memory_occupation",
     ):
         targets[f"{_WEIGHTS}.{method}"] = (_weights_will_change, HookType.BEFORE)
+    _apply(targets)
+    install_cpu_fixes(device)
+
+
+def install_cpu_fixes(device: str) -> None:
+    """Replace what SGLang 0.5.17 does badly on a CPU, if ``device`` is one. Also for a server without the tier.
+
+    Raises:
+        ConfigError: as :func:`install`.
+    """
+    if device == "cpu":
+        _apply({target: (fix, HookType.REPLACE) for target, fix in cpu.replacements().items()})
+
+
+def _apply(targets: Mapping[str, tuple[Callable[..., Any], HookType]]) -> None:
     for target, (hook, kind) in targets.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
     absent = sorted(target for target in targets if target not in HookRegistry._patched)
     if absent:
         raise ConfigError(
-            f"--hierarchical-cache hcache: SGLang did not apply the hooks on {', '.join(absent)}; "
-            "is this SGLang 0.5.17?"
+            f"hcache: SGLang did not apply the hooks on {', '.join(absent)}; is this SGLang 0.5.17?"
         )
 
 

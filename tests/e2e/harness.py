@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -41,15 +43,23 @@ class TierServer:
 
     Args:
         cache: its user's cache folder, where profiles are looked for; None: an empty one.
+        packages: folders in which it looks for Python packages first.
     """
 
-    def __init__(self, folder: Path, args: Sequence[str], cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        args: Sequence[str],
+        cache: Path | None = None,
+        *,
+        packages: Sequence[Path] = (),
+    ) -> None:
         self.switches = folder / "switches"
         self.switches.mkdir(parents=True, exist_ok=True)
         environment = {
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "PYTHONPATH": str(PLUGINS),
+            "PYTHONPATH": os.pathsep.join(map(str, (*packages, PLUGINS))),
             "HCACHE_TEST_SWITCHES": str(self.switches),
             # The stand-in for libcuda.so.1 stays where it is: this process builds it.
             "XDG_CACHE_HOME": str(cache or folder / "cache"),
@@ -147,6 +157,12 @@ class TierServer:
         wait_for(path.exists, f"{path.name}")
         state: dict[str, torch.Tensor] = torch.load(path)
         return state
+
+    def hooked_functions(self, package: Path) -> set[str]:
+        """Names of SGLang's functions that are hooked in any process. SGLang must have come from ``package``."""
+        codes = [json.loads(path.read_text()) for path in self.switches.glob("code-*.json")]
+        assert {Path(code["sglang"]).parent for code in codes} == {package}
+        return {name.rpartition(".")[2] for code in codes for name in code["hooks"]}
 
     def assert_nothing_left(self) -> None:
         """No slot, ticket or open request outlives the requests; the idle memory check has run."""

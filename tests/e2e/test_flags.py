@@ -126,6 +126,8 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "off": base,
         "explicitly off": [*base, "--hierarchical-cache", "off"],
         "off with our flags": [*base, "--hcache-host-size", "1GB"],
+        "off with the CPU fixes": [*base, "--hcache-cpu-fixes"],
+        "CPU fixes and HiCache": [*base, "--hcache-cpu-fixes", "--hicache-storage-backend", "file"],
         "on": [*base, *ON],
         "flags": [*base, *ON, "--hcache-dirs", "/a,/b", "--hcache-host-size", "512MiB"],
         "file": [*base, *ON, "--hcache-config", str(settings), "--hcache-disk-size", "9GB"],
@@ -188,6 +190,16 @@ def test_without_the_flag_nothing_of_sglang_changes(results: dict[str, Any], nam
             "hicache_storage_backend_extra_config": None,
         },
     }
+
+
+def test_the_cpu_fixes_alone_select_no_backend(results: dict[str, Any]) -> None:
+    fields = results["off with the CPU fixes"]["fields"]
+    assert json.loads(fields.pop("hicache_storage_backend_extra_config")) == {"hcache_cpu_fixes": True}
+    assert not any(fields.values())
+    # HiCache would take them for settings of its storage.
+    refused = results["CPU fixes and HiCache"]
+    assert refused["exit"] == 2
+    assert "--hcache-cpu-fixes" in refused["stderr"]
 
 
 def test_the_flag_selects_our_backend(results: dict[str, Any]) -> None:

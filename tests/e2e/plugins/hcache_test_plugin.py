@@ -13,10 +13,12 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
   ``fail_reads``, ``fail_writes``: EIO. ``short_reads``: half of it comes. ``hang_reads``, ``hang_writes``: nothing
   ends before the switch is off; then it is really done, however late.
 
+At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
 """
 
 import errno
+import json
 import os
 import threading
 import time
@@ -36,8 +38,17 @@ def register():
     switches = Path(folder)
     # After SGLang has installed the tier's own hooks, which import the classes that are patched here.
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.publish", lambda *_, **__: _patch(switches), HookType.AFTER
+        "sglang.srt.managers.scheduler.publish", lambda *_, **__: _look_and_patch(switches), HookType.AFTER
     )
+
+
+def _look_and_patch(switches):
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    code = {"sglang": sglang.__file__, "hooks": sorted(HookRegistry._patched)}
+    (switches / f"code-{os.getpid()}.json").write_text(json.dumps(code))
+    _patch(switches)
 
 
 def _patch(switches):

@@ -1,0 +1,68 @@
+"""What is installed in a scheduler's process, by what the server was started with."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of SGLang's functions that would have been hooked; nothing is."""
+    from sglang_hcache.sglang_plugin import hooks
+
+    names: list[str] = []
+    monkeypatch.setattr(hooks, "_apply", lambda targets: names.extend(targets))
+    monkeypatch.setattr(hooks, "register_radix_cache_backend", lambda *_: None)
+    return names
+
+
+def configure(device: str, *, tier: bool = False, cpu_fixes: bool = False) -> None:
+    """As a scheduler's process does after ``ServerArgs.from_cli_args`` has seen these flags."""
+    from sglang_hcache.sglang_plugin import entry, flags
+
+    parsed = Namespace(
+        hierarchical_cache="off",
+        hcache_cpu_fixes=cpu_fixes,
+        hicache_storage_backend=None,
+        hicache_storage_backend_extra_config=None,
+    )
+    carried = flags.from_arguments(
+        lambda _, args: args.hicache_storage_backend_extra_config, SimpleNamespace, parsed
+    )
+    entry._configure_scheduler(
+        SimpleNamespace(
+            radix_cache_backend=flags.BACKEND if tier else None,
+            hicache_storage_backend_extra_config=carried,
+            device=device,
+        )
+    )
+
+
+def test_nothing_without_the_tier(installed: list[str]) -> None:
+    configure("cpu")
+    assert installed == []
+
+
+def test_the_fixes_alone_if_they_are_asked_for(installed: list[str]) -> None:
+    configure("cpu", cpu_fixes=True)
+    assert sorted(name.rpartition(".")[2] for name in installed) == [
+        "_run_sdpa_forward_extend",
+        "alloc_decode",
+        "alloc_extend",
+    ]
+
+
+def test_the_tier_brings_the_fixes(installed: list[str]) -> None:
+    configure("cpu", tier=True)
+    assert any(name.endswith("get_internal_state") for name in installed)
+    assert sum(name.endswith(("_forward_extend", "alloc_decode", "alloc_extend")) for name in installed) == 3
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_no_fix_on_another_device(installed: list[str], tier: bool) -> None:
+    configure("cuda", tier=tier, cpu_fixes=not tier)
+    assert not any("attention" in name or "allocator" in name for name in installed)
+    assert bool(installed) == tier
