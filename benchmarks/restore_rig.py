@@ -31,6 +31,7 @@ from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.assembly import restorer_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
+from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
@@ -100,6 +101,7 @@ class Rig:
             ),
         ]
         server_args = ServerArgs.from_cli_args(arguments.parse_args(given))
+        install_cpu_fixes(str(server_args.device))
         loaded, _ = load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         runner = loaded.torch_runner
         model = ServedModel.of(runner.model, runner.model_config)

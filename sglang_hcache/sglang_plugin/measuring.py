@@ -6,28 +6,23 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-import numpy as np
 import torch
 
-from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.restore.pipeline import NUM_BUFFERS
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
-from sglang_hcache.store import DiskStore, Run
-from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
+from sglang_hcache.sglang_plugin.scratch import NUM_LAYERS, ScratchReads
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import DISK, HOST
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +31,6 @@ _FEWEST_LENGTHS = 3
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
-_READ_LAYERS = 6
-"""Layers of what is read for a measurement; several are read at once, as in a restore."""
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 32
 """One so-many-th of the disk tier may be filled for it. The bytes stay until eviction, which takes them first."""
@@ -79,13 +72,18 @@ class Bench:
         began = time.monotonic()
         layers, lengths = self.model.shape.num_layers, self._lengths
         recompute = self._fit(lengths, self._recompute_one, quadratic=True)
-        kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
-        hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
+        with ExitStack() as scratch:
+            reads = self._scratch(scratch)
+            tiers = {tier: self._tier_curves(of_tier) for tier, of_tier in reads.items()}
+            # While a restore computes it also reads; where both share the cores, that counts.
+            scratch.enter_context(reads[DISK if DISK in reads else HOST][Method.HIDDEN].going_on())
+            kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
+            hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         profile = Profile(
             source=ProfileSource.MEASURED,
             model=self.model.shape,
             machine=self.machine,
-            tiers=self._tiers(),
+            tiers=tiers,
             compute=ComputeCurves(
                 hidden=_at_least(hidden, kv), kv=kv, recompute=_scaled(recompute, 1 / layers)
             ),
@@ -118,59 +116,42 @@ class Bench:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _tiers(self) -> dict[str, TierCurves]:
-        """Reading one layer, by tier; a tier that cannot be tried is missing."""
-        curves = {HOST: self._tier_curves(self._host_tiers)}
+    def _scratch(self, holds: ExitStack) -> dict[str, dict[Method, ScratchReads]]:
+        """What is read, by tier and by what it stores; a tier that does not take it is missing."""
+        found = {HOST: self._scratch_in(None, holds)}
         if self.disk is not None:
             try:
-                curves[DISK] = self._tier_curves(self._disk_tiers)
+                found[DISK] = self._scratch_in(self.disk, holds)
             except StoreError as error:
                 logger.warning("hcache: reads from the disk tier could not be measured: %s", error)
-        return curves
+        return found
 
-    def _tier_curves(self, filled: Callable[[StateLayout, int], TieredStore]) -> TierCurves:
-        hidden, kv = (self._read_curve(filled, method) for method in (Method.HIDDEN, Method.KV))
+    def _scratch_in(self, disk: DiskStore | None, holds: ExitStack) -> dict[Method, ScratchReads]:
+        most_bytes = _MOST_SCRATCH_BYTES
+        if disk is not None:
+            most_bytes = min(most_bytes, disk.last_stats.cap_bytes // _SCRATCH_SHARE)
+        found = {}
+        for method in (Method.HIDDEN, Method.KV):
+            row_bytes = self.model.row_bytes(method)
+            most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
+            count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
+            found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks)
+            holds.callback(found[method].close)
+        return found
+
+    def _tier_curves(self, reads: Mapping[Method, ScratchReads]) -> TierCurves:
+        hidden, kv = (self._read_curve(reads[method]) for method in (Method.HIDDEN, Method.KV))
         shape = self.model.shape
         # Fewer bytes never take longer: where two measurements say so, it is noise.
         if shape.hidden_row_bytes >= shape.kv_row_bytes:
             return TierCurves(hidden=_at_least(hidden, kv), kv=kv)
         return TierCurves(hidden=hidden, kv=_at_least(kv, hidden))
 
-    def _read_curve(self, filled: Callable[[StateLayout, int], TieredStore], method: Method) -> CostCurve:
-        row_bytes = self.model.row_bytes(method)
-        layout = StateLayout((method,) * _READ_LAYERS, (row_bytes,) * _READ_LAYERS)
-        most = max(_FEWEST_LENGTHS, self._scratch_bytes() // layout.chunk_bytes)
-        count = min(most, self.longest // CHUNK_TOKENS)
-        tiers = filled(layout, count)
-        lengths = [length for length in _LENGTHS if length <= count * CHUNK_TOKENS]
-        lengths = lengths if len(lengths) > 1 else [CHUNK_TOKENS * each for each in range(1, count + 1)]
-        buffers = [np.empty(count * layout.chunk_layer_bytes[0], np.uint8) for _ in range(_READ_LAYERS)]
-        with ThreadPoolExecutor(NUM_BUFFERS) as readers:
-            return self._fit(lengths, lambda length: _read(tiers, readers, buffers, length))
-
-    def _scratch_bytes(self) -> int:
-        if self.disk is None:
-            return _MOST_SCRATCH_BYTES
-        return min(_MOST_SCRATCH_BYTES, self.disk.last_stats.cap_bytes // _SCRATCH_SHARE)
-
-    def _host_tiers(self, layout: StateLayout, count: int) -> TieredStore:
-        tiers = _empty_tiers(layout, count, None)
-        for index in range(count):
-            slot = tiers.reserve()
-            assert slot is not None
-            tiers.host.arena[slot] = 1  # touched, or the first read would bring the pages in
-            tiers.seal(slot, ChunkInfo(_key(layout, index), bytes(32), index, bytes(16)))
-        return tiers
-
-    def _disk_tiers(self, layout: StateLayout, count: int) -> TieredStore:
-        assert self.disk is not None
-        size = layout.chunk_layer_bytes[0]
-        for first in range(0, count, self.run_chunks):
-            keys = tuple(_key(layout, index) for index in range(first, min(first + self.run_chunks, count)))
-            rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
-            run = Run(bytes(16), keys, first, layout.chunk_layer_bytes)
-            self.disk.write_run(run, lambda _layer, rows=rows: list(rows), reused=False)
-        return _empty_tiers(layout, 1, self.disk)
+    def _read_curve(self, reads: ScratchReads) -> CostCurve:
+        lengths = [length for length in _LENGTHS if length <= reads.longest]
+        if len(lengths) < _FEWEST_LENGTHS:
+            lengths = list(range(CHUNK_TOKENS, reads.longest + 1, CHUNK_TOKENS))
+        return self._fit(lengths, reads.time)
 
     # -- fitting ---------------------------------------------------------------------------------
 
@@ -211,35 +192,6 @@ def machine_name(device: str, backend: str, directories: Sequence[os.PathLike[st
     cores = len(os.sched_getaffinity(0))
     where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
     return f"{model}, {cores} cores, {device}, {backend}; {where}"
-
-
-def _read(
-    tiers: TieredStore, readers: ThreadPoolExecutor, buffers: Sequence[np.ndarray], length: int
-) -> float:
-    """Seconds of one layer of ``length`` tokens, when several are read one after the other."""
-    count = length // CHUNK_TOKENS
-    layout = tiers.layout
-    size = count * layout.chunk_layer_bytes[0]
-    with tiers.lease([_key(layout, index) for index in range(count)]) as lease:
-        began = time.monotonic()
-        reads = [
-            readers.submit(tiers.read_layer, lease, layer, buffer[:size])
-            for layer, buffer in enumerate(buffers)
-        ]
-        for read in reads:
-            read.result()
-        return (time.monotonic() - began) / len(buffers)
-
-
-def _empty_tiers(layout: StateLayout, slots: int, disk: DiskStore | None) -> TieredStore:
-    arena = np.zeros((slots, layout.chunk_bytes), np.uint8)
-    host = HostTier(arena, layout, Counters(), keep_dirty=False)
-    return TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
-
-
-def _key(layout: StateLayout, index: int) -> bytes:
-    """Of no real chunk: those are digests."""
-    return b"profile" + layout.methods[0].encode().ljust(9) + index.to_bytes(16, "little")
 
 
 def _scaled(curve: CostCurve, factor: float) -> CostCurve:

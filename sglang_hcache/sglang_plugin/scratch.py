@@ -1,0 +1,120 @@
+"""Chunks that nobody asks for, in one tier: to measure how fast it is read, as a restore reads it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.restore.pipeline import NUM_BUFFERS
+from sglang_hcache.store import DiskStore, Run
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+NUM_LAYERS = 6
+"""Of what is read; several layers are read at once, as in a restore."""
+
+
+class ScratchReads:
+    """Chunks of a few equal layers, and reading them.
+
+    Args:
+        method: what the rows are, for the chunks' names.
+        row_bytes: bytes of one token in one layer.
+        count: chunks.
+        disk: the store that takes them, until its eviction, which takes them first; None: memory of our own.
+        run_chunks: chunks that are written together.
+
+    Raises:
+        StoreError: the disk does not take them.
+    """
+
+    def __init__(
+        self, method: Method, row_bytes: int, count: int, disk: DiskStore | None, run_chunks: int
+    ) -> None:
+        self._layout = layout = StateLayout((method,) * NUM_LAYERS, (row_bytes,) * NUM_LAYERS)
+        # No real key looks like this: those are digests.
+        self._keys = [
+            b"profile" + method.encode().ljust(9) + index.to_bytes(16, "little") for index in range(count)
+        ]
+        self.longest = CHUNK_TOKENS * count
+        self._tiers = _empty_tiers(layout, count if disk is None else 1, disk)
+        if disk is None:
+            self._fill_host()
+        else:
+            self._fill_disk(disk, run_chunks)
+        self._buffers = [host_buffer(count * layout.chunk_layer_bytes[0]) for _ in range(NUM_LAYERS)]
+        self._readers = ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="hcache-scratch")
+
+    def time(self, length: int) -> float:
+        """Seconds of one layer of ``length`` tokens, when several are read one after the other.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        count = length // CHUNK_TOKENS
+        size = count * self._layout.chunk_layer_bytes[0]
+        with self._tiers.lease(self._keys[:count]) as lease:
+            began = time.monotonic()
+            reads = [
+                self._readers.submit(self._tiers.read_layer, lease, layer, buffer[:size])
+                for layer, buffer in enumerate(self._buffers)
+            ]
+            for read in reads:
+                read.result()
+            return (time.monotonic() - began) / NUM_LAYERS
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Read all the time in the background: what else is measured then is measured in company."""
+        stop = threading.Event()
+
+        def read() -> None:
+            while not stop.is_set():
+                try:
+                    self.time(self.longest)
+                except StoreError:
+                    return
+
+        thread = threading.Thread(target=read, name="hcache-company", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        self._readers.shutdown()
+
+    def _fill_host(self) -> None:
+        for index, key in enumerate(self._keys):
+            slot = self._tiers.reserve()
+            assert slot is not None
+            self._tiers.host.arena[slot] = 1  # touched, or the first read would bring the pages in
+            self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+
+    def _fill_disk(self, disk: DiskStore, run_chunks: int) -> None:
+        size = self._layout.chunk_layer_bytes[0]
+        for first in range(0, len(self._keys), run_chunks):
+            keys = tuple(self._keys[first : first + run_chunks])
+            rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
+            run = Run(bytes(16), keys, first, self._layout.chunk_layer_bytes)
+            disk.write_run(run, lambda _layer, rows=rows: list(rows), reused=False)
+
+
+def _empty_tiers(layout: StateLayout, slots: int, disk: DiskStore | None) -> TieredStore:
+    arena = np.zeros((slots, layout.chunk_bytes), np.uint8)
+    host = HostTier(arena, layout, Counters(), keep_dirty=False)
+    return TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
