@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 PIECE = 2048
 """Tokens of a prefill pass."""
-PLANNED_TOKENS = 4096
 HERE = Path(__file__).parent
 
 
@@ -196,6 +195,7 @@ def _measure_tier(settings: Settings, rig: Rig, tier: str, step: Any, costs: dic
 
 def _stored(profile: Profile, tier: str, kind: PlanKind) -> tuple[Method, ...]:
     from sglang_hcache.plan.planner import plan_stored
+    from sglang_hcache.plan.stored import PLANNED_TOKENS
 
     return plan_stored(profile.costs({tier: PLANNED_TOKENS}), profile.model.num_layers, kind)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import yaml
 from tokenizers import Tokenizer
@@ -21,6 +19,7 @@ from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -28,13 +27,14 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 # Wide for its depth: attention of a prompt's last tokens to all before them, which no restore saves, is then cheap
 # beside the rest.
 MODEL = TinyModel(layers=8, hidden=768, heads=12, max_position=8192)
-_TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4
+_TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4  # of hidden states; K and V take twice as much
 FEWEST_CONVERSATIONS = 3
 """With fewer, a returning conversation would still find a part of itself in the KV pool."""
 ANSWER_TOKENS = 12
 _MESSAGE_TOKENS = 2  # the chat template's own, with room
 _POOL_PER_PROMPT = 1.6  # the pool holds the longest conversation, but not two of them
 _HOST_SHARE = 0.4  # of all hidden states: the rest must go to disk
+_FEWEST_CHUNKS = 17  # that a host tier must have room for
 _STARTUP_TIMEOUT_S = 400.0  # two at once, on two cores that may have other work
 
 
@@ -89,9 +89,11 @@ class _Sizes:
                 f"the demo's model takes {MODEL.max_position}; give fewer turns"
             )
         states = sum(prompts) * _TOKEN_BYTES
-        staging = (longest + CHUNK_TOKENS) * _TOKEN_BYTES
+        # What layers store is measured when the server starts: there must be room for K and V of all of them.
+        staging = 2 * (longest + CHUNK_TOKENS) * _TOKEN_BYTES
+        chunks = max(int(_HOST_SHARE * states), _FEWEST_CHUNKS * 2 * CHUNK_TOKENS * _TOKEN_BYTES)
         pool = int(longest * _POOL_PER_PROMPT)
-        return cls(pool, staging, staging + int(_HOST_SHARE * states), max(4 * states, 2**29))
+        return cls(pool, staging, (staging + chunks) * 8 // 7, max(8 * states, 2**29))
 
 
 def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
@@ -103,7 +105,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         ChatError: a server failed.
     """
     began = time.monotonic()
-    with _terminated_as_interrupted(), _folder(settings) as folder:
+    with terminated_as_interrupted(), _folder(settings) as folder:
         model = folder / "model"
         if not (model / "config.json").exists():
             view.status("Writing a random model")
@@ -221,18 +223,3 @@ def _folder(settings: DemoSettings) -> Iterator[Path]:
     if not os.access(folder_kept, os.W_OK):
         raise ConfigError(f"--keep: cannot write into {folder_kept}")
     yield folder_kept
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo like Ctrl-C, through the clean-up."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.plan_server import PLANNED_TOKENS, ServerPlan, decision_data, restores
+from sglang_hcache.cli.plan_server import ServerPlan, decision_data, restores
 from sglang_hcache.cli.store_text import counted
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
@@ -24,6 +24,7 @@ from sglang_hcache.plan.planner import (
     stored_bytes,
 )
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS
 
 _PIPE_WIDTH = 120
 _LONGEST = 2**20

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.plan.planner import Split, plan_stored
+from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS, best_stored, planned_tier
 from sglang_hcache.restore.gate import Decision, RestoreGate
 
-PLANNED_TOKENS = 4096
-"""As in ``sglang_plugin/planning.py``, which needs torch; a test compares the two."""
 _BLOCK_TOKENS = 4096
 """Most tokens that the server reads at a time, where its host memory is not very small."""
 
@@ -30,10 +29,7 @@ class ServerPlan:
     @classmethod
     def of(cls, profile: Profile) -> ServerPlan:
         """What the server would store by ``profile``."""
-        tier = "disk" if "disk" in profile.tiers else next(iter(profile.tiers))
-        return cls(
-            profile, tier, plan_stored(profile.costs({tier: PLANNED_TOKENS}), profile.model.num_layers)
-        )
+        return cls(profile, planned_tier(profile), best_stored(profile))
 
     @property
     def split(self) -> Split:

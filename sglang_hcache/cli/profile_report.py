@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.plan_report import METHOD_NAMES, split_text, text_ms
-from sglang_hcache.cli.plan_server import PLANNED_TOKENS, ServerPlan, decision_data, restores
+from sglang_hcache.cli.plan_server import ServerPlan, decision_data, restores
 from sglang_hcache.cli.profile_run import Measured
 from sglang_hcache.cli.store_text import Report, new_table
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import stored_bytes
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS
 
 _POOR_FIT = 0.9
 """R² below which a curve does not tell what was measured."""

@@ -13,6 +13,7 @@ from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.kv_rows import KVRows
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin import selfcheck
@@ -20,13 +21,7 @@ from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
 from sglang_hcache.sglang_plugin.measuring import Bench
 from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.planning import (
-    PLANNED_TOKENS,
-    choose_stored,
-    describe,
-    find_profile,
-    planned_tier,
-)
+from sglang_hcache.sglang_plugin.planning import choose_stored, describe, find_profile
 from sglang_hcache.sglang_plugin.protocols import Device
 from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.host import HostTier

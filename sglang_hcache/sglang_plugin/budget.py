@@ -56,7 +56,7 @@ class HostBudget:
         for_slots = config.host_size - staging - block_chunks * one_chunk
         budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
-            least = layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
+            least = (config.staging_size or 0) + layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
             raise ConfigError(
                 f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; {CHUNK_TOKENS} tokens of "
                 f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"

@@ -71,6 +71,7 @@ class Bench:
         """Time forward passes, layers and reads of a few lengths, and fit curves."""
         began = time.monotonic()
         layers, lengths = self.model.shape.num_layers, self._lengths
+        logger.info("hcache: measuring what restoring and recomputing cost on this machine")
         recompute = self._fit(lengths, self._recompute_one, quadratic=True)
         with ExitStack() as scratch:
             reads = self._scratch(scratch)

@@ -10,17 +10,14 @@ from pathlib import Path
 from sglang_hcache.core.config import HCacheConfig, profile_dir
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, PlanKind
-from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
+from sglang_hcache.plan.planner import Split, fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.plan.stored import best_stored, planned_costs
 from sglang_hcache.sglang_plugin.measuring import Bench, installed_versions
 from sglang_hcache.store import DiskStore
-from sglang_hcache.tier.tiered import DISK, HOST
 
 logger = logging.getLogger(__name__)
-
-PLANNED_TOKENS = 4096
-"""Length of the restores that the stored mix is best for: long enough that fixed costs do not decide."""
 
 _WORTH_CHANGING = 1.1
 """Chunks on disk keep their mix unless another one is faster by this factor: with a new mix they are lost."""
@@ -38,6 +35,8 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         ConfigError: the file named is no profile, or of another model; or the new one cannot be saved.
     """
     if config.save_profile is not None:
+        if not bench.is_possible:
+            raise ConfigError(f"save_profile: {_too_short(bench)}; raise --chunked-prefill-size")
         profile = bench.measure()
         _save(profile, config.save_profile)
         return profile
@@ -54,10 +53,7 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
             return profile
     if bench.is_possible:
         return bench.measure()
-    logger.warning(
-        "hcache: passes of %d tokens (--chunked-prefill-size, or a quarter of the KV pool) are too short to measure "
-        "anything: whatever is stored is restored", bench.longest,
-    )  # fmt: skip
+    logger.warning("hcache: %s: whatever is stored is restored", _too_short(bench))
     return None
 
 
@@ -97,13 +93,13 @@ def choose_stored(
     if profile is None:
         smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
         return (smaller,) * layers
-    costs = profile.costs({planned_tier(profile): PLANNED_TOKENS})
-    best = plan_stored(costs, layers)
-    if disk is None:
+    best = best_stored(profile)
+    if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
         return best
     name = f"layout {weights.hex()[:16]}"
     noted = _parse(disk.notes.get(name), layers)
     if noted is not None and noted != best:
+        costs = planned_costs(profile)
         slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
         if slower <= _WORTH_CHANGING:
             return noted
@@ -113,11 +109,6 @@ def choose_stored(
         )  # fmt: skip
     disk.notes.put(name, "".join(_LETTERS[method] for method in best))
     return best
-
-
-def planned_tier(profile: Profile) -> str:
-    """The tier that the stored mix is best for: the slowest one."""
-    return DISK if DISK in profile.tiers else HOST
 
 
 def describe(methods: Sequence[Method]) -> str:
@@ -138,6 +129,13 @@ def _named(path: Path, bench: Bench) -> Profile:
     for difference in differences(profile, bench.model.shape, bench.machine):
         logger.warning("hcache: the profile %s is used although %s", path, difference)
     return profile
+
+
+def _too_short(bench: Bench) -> str:
+    return (
+        f"passes of {bench.longest} tokens (--chunked-prefill-size, or a quarter of the KV pool) are too short "
+        "to measure anything"
+    )
 
 
 def _save(profile: Profile, path: Path) -> None:

@@ -29,7 +29,7 @@ CASES = {
     "llama-gqa": Case({"family": "llama", "kv_heads": 2}, "projector_positions"),
     "llama-gqa-auto": Case({"family": "llama", "kv_heads": 2}, None, "auto", "kv (auto)"),
     "llama-kv": Case({"family": "llama"}, None, "kv", "kv"),
-    "qwen2": Case({"family": "qwen2"}, "projector_bias", "auto", "hidden (auto)"),
+    "qwen2": Case({"family": "qwen2"}, "projector_bias"),
     "qwen3": Case({"family": "qwen3"}, "projector_norm"),
     "mistral": Case({"family": "mistral"}),
 }

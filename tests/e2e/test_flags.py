@@ -32,7 +32,7 @@ REFUSALS = {
     "policy": Refusal(
         ["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")
     ),
-    "method": Refusal(["--hcache-method", "recompute"], ("--hcache-method", "'recompute'", "hidden", "kv")),
+    "method": Refusal(["--hcache-method", "magic"], ("--hcache-method", "'magic'", "hidden", "hybrid")),
     "engine": Refusal(["--hcache-io-engine", "uring"], ("--hcache-io-engine", "'uring'", "posix")),
     "too much memory": Refusal(
         ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")

@@ -16,11 +16,11 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.plan.stored import planned_costs
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 from tests.e2e.test_serving import assert_same_pool
 
 LAYERS = 6
-PLANNED_TOKENS = 4096
 
 
 def write_profile(
@@ -47,7 +47,7 @@ def write_profile(
 
 
 def recomputed_layers(profile: Profile, kind: PlanKind, length: int) -> int:
-    stored = plan_stored(profile.costs({"disk": PLANNED_TOKENS}), LAYERS, kind)
+    stored = plan_stored(planned_costs(profile), LAYERS, kind)
     return fastest_restore(stored, profile.costs({"host": length}), max_recompute=LAYERS - 1).num_recompute
 
 
