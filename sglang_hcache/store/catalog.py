@@ -58,7 +58,8 @@ class Catalog:
     def __init__(self, cost_doubling_tokens: int) -> None:
         self._doubling = cost_doubling_tokens
         self._lock = threading.Lock()
-        self._chunks: dict[bytes, tuple[StoredRun, int]] = {}
+        # Of a million chunks: no object for each of them but its key, which the run holds as well.
+        self._chunks: dict[bytes, StoredRun] = {}
         self._segments: dict[int, Segment] = {}
         self._stale: set[Segment] = set()
         self._clock = 0
@@ -71,7 +72,7 @@ class Catalog:
 
     def contains(self, key: bytes) -> bool:
         found = self._chunks.get(key)
-        return found is not None and not found[0].segment.mask & self._out_mask
+        return found is not None and not found.segment.mask & self._out_mask
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading ``keys`` present."""
@@ -91,11 +92,16 @@ class Catalog:
             for number, key in enumerate(keys):
                 if not self.contains(key):
                     raise TierMissError(f"chunk {number} of {len(keys)} is not on disk any more")
-                run, index = self._chunks[key]
+                run = self._chunks[key]
                 last = slices[-1] if slices else None
-                if last is not None and last.run is run and last.stop == index:
-                    slices[-1] = RunSlice(run, last.start, index + 1, last.first_key)
+                if (
+                    last is not None
+                    and last.run is run
+                    and run.place.keys[last.stop : last.stop + 1] == (key,)
+                ):
+                    slices[-1] = RunSlice(run, last.start, last.stop + 1, last.first_key)
                 else:
+                    index = run.place.keys.index(key)
                     slices.append(RunSlice(run, index, index + 1, number))
             if len({item.run.place.shape.chunk_layer_bytes for item in slices}) > 1:
                 raise TierMissError("the chunks have layers of different sizes")
@@ -107,7 +113,7 @@ class Catalog:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of those of ``keys``, the chunks of one prefix from its start, that are here."""
         with self._lock:
-            found = [self._chunks[key][0].segment for key in keys if key in self._chunks]
+            found = [self._chunks[key].segment for key in keys if key in self._chunks]
             self._use(list(dict.fromkeys(found)), depth=len(keys))
 
     # -- changing --------------------------------------------------------------------------------
@@ -269,7 +275,7 @@ class Catalog:
         self._next_run = max(self._next_run, run.number)
         for index, key in enumerate(run.place.keys):
             if index not in run.quarantined:
-                self._chunks[key] = (run, index)
+                self._chunks[key] = run
         self._quarantined += len(run.quarantined)
 
     def _forget(self, run: StoredRun) -> None:
@@ -280,7 +286,7 @@ class Catalog:
 
     def _forget_chunk(self, run: StoredRun, index: int) -> None:
         key = run.place.keys[index]
-        if self._chunks.get(key) == (run, index):
+        if self._chunks.get(key) is run:
             del self._chunks[key]
 
 

@@ -66,7 +66,9 @@ class TierServer:
         }
         if "--hcache-method" not in args:
             args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine
-        self.process = ServerProcess(args, log=folder / "server.log", extra_env=environment)
+        self.process = ServerProcess(
+            args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400
+        )
         self._client = httpx.Client(timeout=120, trust_env=False)
 
     def __enter__(self) -> TierServer:

@@ -13,6 +13,7 @@ import psutil
 
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 from sglang_hcache.core.config import environment_with
+from tests.e2e.harness import PLUGINS
 
 HCACHE = Path(sys.executable).parent / "hcache"
 
@@ -20,10 +21,16 @@ HCACHE = Path(sys.executable).parent / "hcache"
 def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
     temporary, store = tmp_path / "tmp", tmp_path / "store"
     temporary.mkdir()
+    switches = (
+        tmp_path / "switches"
+    )  # the plugin gives restores time, on a machine that is busy with something else
+    switches.mkdir()
     command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--dirs", str(store)]
     result = subprocess.run(
         command,
-        env=environment_with({"TMPDIR": str(temporary)}),
+        env=environment_with(
+            {"TMPDIR": str(temporary), "PYTHONPATH": str(PLUGINS), "HCACHE_TEST_SWITCHES": str(switches)}
+        ),
         capture_output=True,
         text=True,
         timeout=500,

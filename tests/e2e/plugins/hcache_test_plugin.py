@@ -13,6 +13,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
   ``fail_reads``, ``fail_writes``: EIO. ``short_reads``: half of it comes. ``hang_reads``, ``hang_writes``: nothing
   ends before the switch is off; then it is really done, however late.
 
+Restores get at least ``_PATIENCE_S`` before they are abandoned, for the machine may be busy with something else.
 At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
 """
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 
 _SLOW_S = 0.15
+_PATIENCE_S = 30.0
 _RETRY_S = 1.0
 _LET_GO_S = 0.05
 
@@ -96,8 +98,10 @@ def _patch_recomputation(switches):
 
 
 def _patch_learning(switches):
+    from sglang_hcache.restore import gate
     from sglang_hcache.restore.gate import RestoreGate
 
+    gate._LEAST_PATIENCE_S = _PATIENCE_S
     learn = RestoreGate._learn
 
     def patched(self, *observation):

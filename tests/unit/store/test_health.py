@@ -125,7 +125,7 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     write_keys(store, OLD, LAYERS)
     hanging.hangs = hang(IOKind.READ, 1)
     stripe1 = next(
-        layer for layer in range(3) if store._catalog._chunks[OLD[0]][0].place.shape.stripe(layer) == 1
+        layer for layer in range(3) if store._catalog._chunks[OLD[0]].place.shape.stripe(layer) == 1
     )
     out = aligned_empty(4 * LAYERS[stripe1])
     out[:] = 0xEE

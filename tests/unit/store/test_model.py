@@ -85,8 +85,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.store.contains(key):
             return
         before = self.present()
-        run, index = self.store._catalog._chunks[key]
-        place = run.place
+        place = self.store._catalog._chunks[key].place
+        index = place.keys.index(key)
         stripe = place.shape.stripe(layer)
         at = place.extent_offset(layer) + BLOCK + index * LAYERS[layer] + 17
         path = self.store._volumes[stripe].directory.segment_path(place.segment)
