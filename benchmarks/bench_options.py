@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 from method_servers import METHODS
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
@@ -136,3 +138,12 @@ def prepare_out(folder: Path | None) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from None
+
+
+def new_progress() -> Progress:
+    """Bars on standard error, drawn rarely: what is measured shares the cores with them. Nothing in a file or pipe."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    )

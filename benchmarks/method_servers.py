@@ -24,7 +24,7 @@ _MEASURING = ("hybrid", "auto")
 _FEWEST_CHUNKS = 17 * 2
 """That a host tier must have room for, with its buffers."""
 _PREFILL_TOKENS = 4096
-_STARTUP_TIMEOUT_S = 400.0
+_STARTUP_TIMEOUT_S = 600.0
 
 
 def parse_methods(text: str) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from bench_options import (
     Quick,
     Seed,
     check_positive,
+    new_progress,
     parse_capacity,
     parse_numbers,
     prepare_out,
@@ -55,7 +56,7 @@ from conversations import (
 from method_servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from multiturn_report import draw, show
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from token_client import TokenAnswer, TokenClient
 
 from sglang_hcache.cli.cpu_runtime import has_gpu
@@ -218,17 +219,16 @@ def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> S
     )
 
 
-def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
+def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Measure everything; the results as they are written.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
     began = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     methods = settings.methods
     notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
-    with Progress(*columns, console=console, transient=True) as progress:
+    with new_progress() as progress:
         status = progress.add_task("writing a model, reading conversations", total=None)
         model, workload = load(settings, folder)
         sizes = size_servers(settings, workload, model)
@@ -346,7 +346,7 @@ def main(
             terminated_as_interrupted(),
             tempfile.TemporaryDirectory(prefix="multiturn-", dir=folder or Path.cwd()) as scratch,
         ):
-            data = run(settings, Path(scratch).absolute(), Console(stderr=True))
+            data = run(settings, Path(scratch).absolute())
     except (HCacheError, OSError) as error:
         print(f"multiturn: error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

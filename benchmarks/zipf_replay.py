@@ -37,6 +37,7 @@ from bench_options import (
     Quick,
     Seed,
     check_positive,
+    new_progress,
     parse_capacity,
     parse_numbers,
     prepare_out,
@@ -46,7 +47,7 @@ from comparison_report import write_csv, write_json
 from documents import Document, choose, generate, load_leval, tokenise
 from method_servers import parse_methods, running_servers, sizes_for, why_unavailable
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from token_client import TokenAnswer, TokenClient
 from zipf_report import draw, show
 
@@ -229,15 +230,14 @@ class Replay:
         return list(await asyncio.gather(*map(ask, requests)))
 
 
-def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
+def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Measure everything; the results as they are written.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
     began = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with new_progress() as progress:
         status = progress.add_task("writing a model, reading documents", total=None)
         model, documents = load(settings, folder)
         longest = max(document.longest for document in documents)
@@ -354,12 +354,11 @@ def main(
             quick=quick,
         )
         prepare_out(out)
-        console = Console(stderr=True)
         with (
             terminated_as_interrupted(),
             tempfile.TemporaryDirectory(prefix="zipf-replay-", dir=folder or Path.cwd()) as scratch,
         ):
-            data = run(settings, Path(scratch).absolute(), console)
+            data = run(settings, Path(scratch).absolute())
     except (HCacheError, OSError) as error:
         print(f"zipf_replay: error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

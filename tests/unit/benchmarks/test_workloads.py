@@ -51,7 +51,9 @@ def test_generated_documents_have_the_means_of_table_1(bench: SimpleNamespace) -
         of_task = [document for document in made if document.task == task.name]
         questions = [question for document in of_task for question in document.questions]
         assert len(of_task) == 60
-        assert np.mean([len(document.tokens) for document in of_task]) == pytest.approx(task.context, rel=0.08)
+        assert np.mean([len(document.tokens) for document in of_task]) == pytest.approx(
+            task.context, rel=0.08
+        )
         assert np.mean([len(question.tokens) for question in questions]) == pytest.approx(
             task.question, rel=0.08
         )
@@ -62,9 +64,7 @@ def test_generated_documents_have_the_means_of_table_1(bench: SimpleNamespace) -
 
 def test_generated_documents_repeat_and_keep_their_limits(bench: SimpleNamespace) -> None:
     limits = {"context_limit": 300, "answer_limit": 5}
-    one, again, other = (
-        bench.documents.generate(6, VOCABULARY, seed=seed, **limits) for seed in (1, 1, 2)
-    )
+    one, again, other = (bench.documents.generate(6, VOCABULARY, seed=seed, **limits) for seed in (1, 1, 2))
     assert one == again != other
     assert {len(document.tokens) for document in one} == {300}
     assert all(1 <= question.answer_tokens <= 5 for document in one for question in document.questions)
@@ -214,10 +214,13 @@ def test_sharegpt_files_are_read(bench: SimpleNamespace, tmp_path: Path, as_arra
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('[{"conversations": []},\n {"conversations": "no"}]', "conversation 2: \"conversations\" must be a list"),
+        (
+            '[{"conversations": []},\n {"conversations": "no"}]',
+            'conversation 2: "conversations" must be a list',
+        ),
         ('[{"conversations": [{"from": "human"}]}]', "conversation 1: a message must have"),
         ('[{"conversations": []},\n oops]', "line 2: not JSON"),
-        ('{"conversations": []}\n{"conversations": 3}\n', "line 2: \"conversations\" must be a list"),
+        ('{"conversations": []}\n{"conversations": 3}\n', 'line 2: "conversations" must be a list'),
         ('{"conversations": []}\n{"conv', "line 2: not JSON"),
         ("[]", "no conversations"),
     ],
