@@ -108,9 +108,14 @@ def new_figure(panels: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
 
 
-def save_figure(figure: Figure, path: Path, caption: str) -> None:
-    """As PNG, with a line above all panels."""
+def save_figure(figure: Figure, path: Path, caption: str, rows: Sequence[Row]) -> None:
+    """As PNG, with a line above all panels and the methods' colours below them."""
+    from matplotlib.patches import Patch
+
+    methods = measured_methods(rows)
     figure.suptitle(caption, fontsize=10)
+    handles = [Patch(color=COLOURS[method], label=method) for method in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), fontsize="small")
     figure.savefig(path, dpi=130)
 
 
@@ -122,14 +127,13 @@ def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: st
         for name, style in (("mean", "o-"), (tail, "^--")):
             heights = [1e3 * row[f"{what}_{name}_s"] for row in line]
             axes.plot(
-                at, heights, style, color=COLOURS[method], label=f"{method}, {name}",
+                at, heights, style, color=COLOURS[method],
                 alpha=1.0 if name == "mean" else 0.55, markersize=5,
             )  # fmt: skip
-    axes.set_title(f"{what.upper()}: mean and {tail}", fontsize=10)
+    axes.set_title(f"{what.upper()}: mean (solid), {tail} (dashed)", fontsize=10)
     axes.set_ylabel("ms")
     axes.set_ylim(bottom=0)
     _finish(axes, rows, key)
-    axes.legend(fontsize="x-small", ncols=2)
 
 
 def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
@@ -148,10 +152,8 @@ def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
                     ha="center", fontsize=7, color=COLOURS[method],
                 )  # fmt: skip
     axes.set_title(f"Speed-up of mean TTFT over {baseline}", fontsize=10)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
+    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     _finish(axes, rows, key)
-    axes.legend(fontsize="x-small")
 
 
 def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
@@ -176,7 +178,7 @@ def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
         handles=[Patch(color="black", alpha=_SHADES[source], label=source) for source in SOURCES],
         fontsize="x-small", ncols=3, loc="upper center",
     )  # fmt: skip
-    axes.set_title(f"Prompt tokens by source; bars: {', '.join(methods)}", fontsize=10)
+    axes.set_title("Prompt tokens by source; one bar a method", fontsize=10)
     axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])

@@ -53,4 +53,5 @@ def draw(data: dict[str, Any], path: Path) -> None:
         f"{workload['mean_context_tokens']:,.0f} tokens on average at their end, KV pool of "
         f"{data['sizes']['pool_tokens']:,} tokens; {model['name']} {model['architecture']}, {model['layers']} layers "
         f"x {model['hidden']}, {model['dtype']}; {data['machine']['cores']} cores",
+        rows,
     )

@@ -49,4 +49,5 @@ def draw(data: dict[str, Any], path: Path) -> None:
         f"({workload['source']}), KV pool of {data['sizes']['pool_tokens']:,} tokens; {model['name']} "
         f"{model['architecture']}, {model['layers']} layers x {model['hidden']}, {model['dtype']}; "
         f"{data['machine']['cores']} cores",
+        rows,
     )
