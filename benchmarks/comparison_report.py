@@ -34,6 +34,12 @@ def measured_methods(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows if row["requests"]))
 
 
+def new_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
 def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, with_tbt: bool) -> None:
     """All rows; a section for each value of ``key``."""
     table = Table(title=title, title_justify="left")

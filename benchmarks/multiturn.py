@@ -41,7 +41,7 @@ from bench_options import (
     prepare_out,
 )
 from comparison import Measured, count_unequal, rows_of
-from comparison_report import write_csv, write_json
+from comparison_report import new_console, write_csv, write_json
 from conversations import (
     Conversation,
     Workload,
@@ -55,7 +55,6 @@ from conversations import (
 )
 from method_servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from multiturn_report import draw, show
-from rich.console import Console
 from rich.progress import Progress
 from token_client import TokenAnswer, TokenClient
 
@@ -357,7 +356,7 @@ def main(
     if as_json:
         print(json.dumps(data, indent=2))
     else:
-        show(data, Console())
+        show(data, new_console())
     if data["unequal"]:
         raise typer.Exit(1)
 

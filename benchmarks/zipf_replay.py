@@ -43,10 +43,9 @@ from bench_options import (
     prepare_out,
 )
 from comparison import Measured, count_unequal, rows_of
-from comparison_report import write_csv, write_json
+from comparison_report import new_console, write_csv, write_json
 from documents import Document, choose, generate, load_leval, tokenise
 from method_servers import parse_methods, running_servers, sizes_for, why_unavailable
-from rich.console import Console
 from rich.progress import Progress
 from token_client import TokenAnswer, TokenClient
 from zipf_report import draw, show
@@ -369,7 +368,7 @@ def main(
     if as_json:
         print(json.dumps(data, indent=2))
     else:
-        show(data, Console())
+        show(data, new_console())
     if data["unequal"]:
         raise typer.Exit(1)
 
