@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench_header import make_header
 from rich.console import Console
 from rich.table import Table
 
@@ -34,8 +32,7 @@ def data_of(settings: Settings, rows: Sequence[Row], costs: dict[str, Any]) -> d
     """Everything, for programs."""
     model = settings.model
     return {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {name: version(name) for name in ("sglang", "sglang-hcache", "torch")},
+        **make_header("restore_speed"),
         "model": {
             "layers": model.layers,
             "hidden": model.hidden,

@@ -6,10 +6,8 @@ from the same pages of memory. Floors, set before anything was measured: 90 % of
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_header import commit, utc_now
 from io_load import (
     BenchmarkError,
     Fio,
@@ -257,18 +256,13 @@ def make_plan(
 
 def make_header(folder: Path, plan: Plan) -> dict[str, Any]:
     """What one must know to believe the numbers. No names of machines or users."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-    )
     found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     mounts = sorted((line[1], line[2]) for line in found if folder.is_relative_to(line[1]))
     problem = nixl_problem()
     return {
         "benchmark": "store_io",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git.stdout.strip() or None,
+        "date": utc_now(),
+        "commit": commit(),
         "hcache": sglang_hcache.__version__,
         "nixl": problem or metadata.version("nixl"),
         "python": platform.python_version(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,12 @@ class TinyModel:
         return self.heads if self.kv_heads is None else self.kv_heads
 
 
-def write_tiny_model(path: Path | str, model: TinyModel) -> None:
+def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | None = None) -> None:
     """Write ``model`` and its tokenizer into ``path``, a new or empty folder; whole or not at all.
+
+    Args:
+        texts: what the tokenizer learns its words from, so that such texts have real numbers of tokens. None:
+            a built-in one.
 
     Raises:
         ConfigError: ``path`` holds something already, or cannot be written.
@@ -99,7 +104,7 @@ def write_tiny_model(path: Path | str, model: TinyModel) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
             folder = Path(scratch) / "model"
             folder.mkdir()
-            tokenizer = _train_tokenizer(model)
+            tokenizer = _train_tokenizer(model, [_TRAINING_TEXT] if texts is None else texts)
             tokenizer.save_pretrained(folder)
             _save(_random_model(model, tokenizer), folder)
             os.replace(folder, path)
@@ -116,8 +121,8 @@ def _save(network: Any, folder: Path) -> None:
     save_file(network.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _train_tokenizer(model: TinyModel) -> Any:
-    """Byte-level BPE over the built-in text: any text has tokens, and no token is unknown."""
+def _train_tokenizer(model: TinyModel, texts: Iterable[str]) -> Any:
+    """Byte-level BPE over ``texts``: any text has tokens, and no token is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,7 +132,7 @@ def _train_tokenizer(model: TinyModel) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_TRAINING_TEXT], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, trainers
+from tokenizers import Tokenizer
 
 from sglang_hcache.cli.chat_client import ChatClient, Message
 from sglang_hcache.cli.replay import (
@@ -82,19 +82,7 @@ def leval() -> Path:
 def model(leval: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose tokenizer knows the documents' words: real text has real numbers of tokens."""
     folder = tmp_path_factory.mktemp("leval-model")
-    write_tiny_model(folder, MODEL)
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
-    trainer = trainers.BpeTrainer(
-        vocab_size=MODEL.vocab,
-        special_tokens=special,
-        initial_alphabet=sorted(tokenizer.pre_tokenizer.alphabet()),
-        show_progress=False,
-    )
-    texts = [row["input"] for task in TASKS for row in _rows(leval, task)]
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+    write_tiny_model(folder, MODEL, [str(row["input"]) for task in TASKS for row in _rows(leval, task)])
     return folder
 
 

@@ -26,7 +26,7 @@ def store_io(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import store_io
 
     yield store_io
-    for name in ("store_io", "io_load", "io_report", "store_load"):
+    for name in ("store_io", "bench_header", "io_load", "io_report", "store_load"):
         sys.modules.pop(name, None)
 
 

@@ -54,6 +54,17 @@ def test_same_seed_same_files(tmp_path):
     assert digests(tmp_path / "a")["model.safetensors"] != digests(tmp_path / "c")["model.safetensors"]
 
 
+def test_the_tokenizer_learns_the_words_it_is_given(tmp_path):
+    text = "quokka wombat " * 40
+    lengths = []
+    for name, texts in (("built-in", None), ("given", [text])):
+        write_tiny_model(tmp_path / name, TinyModel(**SMALL), texts)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name, local_files_only=True)
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        lengths.append(len(tokenizer(text).input_ids))
+    assert lengths[1] <= 2 * 40 + 2 < lengths[0]
+
+
 def test_writing_leaves_the_random_state_alone(tmp_path):
     torch.manual_seed(7)
     expected = torch.rand(1)

@@ -1,0 +1,70 @@
+"""What one must know to believe a benchmark's numbers. No names of machines or users."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sglang_hcache.cli.cpu_runtime import has_gpu
+
+
+def make_header(benchmark: str) -> dict[str, Any]:
+    """Name, date, commit, machine and versions."""
+    return {
+        "benchmark": benchmark,
+        "date": utc_now(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def utc_now() -> str:
+    """ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def commit() -> str | None:
+    """Of this repository, with ``-dirty`` where files differ from it; None outside of one."""
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return git.stdout.strip() or None
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory in bytes, kernel and whether there is a GPU."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "gpu": has_gpu(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("sglang", "sglang-hcache", "torch")},
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

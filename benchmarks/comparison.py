@@ -1,0 +1,83 @@
+"""What a comparison of methods measured: answers by method, reduced to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from latency import Latency
+from token_client import TokenAnswer, compare
+
+BASELINES = ("recompute", "kv")
+"""Speed-ups are given over these, where they are among the methods."""
+SOURCES = ("device", "host", "disk")
+
+
+@dataclass
+class Measured:
+    """One method under one load."""
+
+    answers: list[TokenAnswer] = field(default_factory=list)
+    busy_s: float = 0.0
+    """Time in which the method served these requests."""
+
+
+def row_of(measured: Measured, reference: Sequence[TokenAnswer]) -> dict[str, Any]:
+    """Numbers of one method.
+
+    Args:
+        reference: the answers that its answers must equal, in the same order.
+    """
+    answers = measured.answers
+    prompt = sum(answer.sources.prompt for answer in answers)
+    found = {name: sum(getattr(answer.sources, name) for answer in answers) for name in SOURCES}
+    compared = [compare(answer, other) for answer, other in zip(answers, reference, strict=True)]
+    finite = [item.logprob for item in compared if item.logprob < float("inf")]
+    made = sum(len(answer.tokens) for answer in answers)
+    return {
+        "requests": len(answers),
+        "prompt_tokens": prompt,
+        "answer_tokens": made,
+        **{f"{name}_hit_ratio": found[name] / prompt if prompt else 0.0 for name in SOURCES},
+        "restored_tokens": found["host"] + found["disk"],
+        "restored_requests": sum(answer.sources.restored > 0 for answer in answers),
+        "recomputed_tokens": sum(answer.sources.recomputed for answer in answers),
+        **Latency.of([answer.ttft_s for answer in answers]).fields("ttft"),
+        **Latency.of([gap for answer in answers for gap in answer.gaps_s]).fields("tbt"),
+        "requests_per_s": len(answers) / measured.busy_s if measured.busy_s else None,
+        "tokens_per_s": (prompt + made) / measured.busy_s if measured.busy_s else None,
+        "unequal": sum(not item.is_equal for item in compared),
+        "ties": sum(item.is_tie for item in compared),
+        "largest_logprob_difference": max(finite, default=None),
+    }
+
+
+def rows_of(
+    key: Mapping[str, Any], methods: Sequence[str], measured: Mapping[str, Measured], notes: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """One row for each of ``methods``, also for those that could not be measured.
+
+    Args:
+        key: first fields of the rows, such as ``{"alpha": 1.0}``.
+        notes: method -> why it was not measured.
+    """
+    if not measured:
+        return [{**key, "method": method, "requests": 0, "note": notes[method]} for method in methods]
+    reference = measured["recompute" if "recompute" in measured else next(iter(measured))].answers
+    rows = {method: row_of(item, reference) for method, item in measured.items()}
+    blank = dict.fromkeys(next(iter(rows.values())))
+    for row in rows.values():
+        for baseline in BASELINES:
+            other = rows.get(baseline, blank)["ttft_mean_s"]
+            row[f"speedup_over_{baseline}"] = other / row["ttft_mean_s"] if other else None
+    blank |= {f"speedup_over_{baseline}": None for baseline in BASELINES} | {"requests": 0}
+    return [
+        {**key, "method": method, **rows.get(method, blank), "note": notes.get(method, "")}
+        for method in methods
+    ]
+
+
+def count_unequal(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Answers that differ from those of the reference, in all rows."""
+    return sum(row.get("unequal") or 0 for row in rows)

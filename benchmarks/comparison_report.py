@@ -1,0 +1,204 @@
+"""How a comparison of methods is shown: table, JSON, CSV, and the parts of pictures that comparisons share."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comparison import SOURCES, count_unequal
+from rich.console import Console
+from rich.table import Table
+
+from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+COLOURS = {
+    "recompute": "#777777",
+    "kv": "#d1711f",
+    "hidden": "#2f6fb5",
+    "hybrid": "#8a5fb0",
+    "auto": "#1f8a4c",
+}
+_SHADES = {"device": 1.0, "host": 0.6, "disk": 0.3}
+
+
+def measured_methods(rows: Sequence[Row]) -> list[str]:
+    """Those with measurements, in order."""
+    return list(dict.fromkeys(row["method"] for row in rows if row["requests"]))
+
+
+def new_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, with_tbt: bool) -> None:
+    """All rows; a section for each value of ``key``."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(key, justify="right")
+    table.add_column("method")
+    times = ["TTFT mean", "p50", "p95", "p99", *(["TBT mean", "p99"] if with_tbt else [])]
+    for name in ("requests", "device", "host", "disk", *times, "req/s", "x recompute", "x kv", "unequal"):
+        table.add_column(name, justify="right")
+    last = None
+    for row in rows:
+        if row[key] != last:
+            table.add_section()
+        first = f"{row[key]:g}" if row[key] != last else ""
+        last = row[key]
+        if not row["requests"]:
+            table.add_row(first, row["method"], "-")
+            continue
+        fields = ["ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s"]
+        fields += ["tbt_mean_s", "tbt_p99_s"] if with_tbt else []
+        table.add_row(
+            first,
+            row["method"],
+            str(row["requests"]),
+            *(f"{row[f'{source}_hit_ratio']:.0%}" for source in SOURCES),
+            *(_seconds(row[name]) for name in fields),
+            _number(row["requests_per_s"]),
+            _number(row["speedup_over_recompute"]),
+            _number(row["speedup_over_kv"]),
+            f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
+        )
+    console.print(table)
+    for method, note in {row["method"]: row["note"] for row in rows if row["note"]}.items():
+        console.print(f"{method}: {note}", highlight=False)
+
+
+def print_equality(console: Console, rows: Sequence[Row]) -> None:
+    """In one line whether all methods gave the same answers."""
+    compared = sum(row["requests"] for row in rows)
+    unequal = count_unequal(rows)
+    if unequal:
+        console.print(f"[bold red]{unequal} of {compared} answers differ from those of the reference.[/]")
+        return
+    largest = max((row.get("largest_logprob_difference") or 0.0 for row in rows), default=0.0)
+    console.print(
+        f"All {compared} answers are equal between methods: same tokens, largest difference of logprobs {largest:.1e} "
+        f"(allowed {LOGPROB_TOLERANCE:g}).",
+        highlight=False,
+    )
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# -- pictures ------------------------------------------------------------------------------------------
+
+
+def new_figure(panels: int) -> tuple[Figure, list[Axes]]:
+    """``panels`` beside each other."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.9 * panels, 4.3), layout="constrained")
+    return figure, [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
+
+
+def save_figure(figure: Figure, path: Path, caption: str, rows: Sequence[Row]) -> None:
+    """As PNG, with a line above all panels and the methods' colours below them."""
+    from matplotlib.patches import Patch
+
+    methods = measured_methods(rows)
+    figure.suptitle(caption, fontsize=10)
+    handles = [Patch(color=COLOURS[method], label=method) for method in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), fontsize="small")
+    figure.savefig(path, dpi=130)
+
+
+def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: str = "p95") -> None:
+    """Mean (solid) and a percentile (dashed) of each method over ``key``, milliseconds."""
+    for method in measured_methods(rows):
+        line = [row for row in rows if row["method"] == method and row[f"{what}_mean_s"] is not None]
+        at = [row[key] for row in line]
+        for name, style in (("mean", "o-"), (tail, "^--")):
+            heights = [1e3 * row[f"{what}_{name}_s"] for row in line]
+            axes.plot(
+                at, heights, style, color=COLOURS[method],
+                alpha=1.0 if name == "mean" else 0.55, markersize=5,
+            )  # fmt: skip
+    axes.set_title(f"{what.upper()}: mean (solid), {tail} (dashed)", fontsize=10)
+    axes.set_ylabel("ms")
+    axes.set_ylim(bottom=0)
+    _finish(axes, rows, key)
+
+
+def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
+    """How many times smaller the mean TTFT is than the first baseline's."""
+    baseline = next((name for name in ("recompute", "kv") if name in measured_methods(rows)), None)
+    for method in measured_methods(rows):
+        line = [row for row in rows if row["method"] == method]
+        if baseline is None:
+            break
+        heights = [row[f"speedup_over_{baseline}"] for row in line]
+        axes.plot([row[key] for row in line], heights, "o-", color=COLOURS[method], label=method)
+        if method != baseline:
+            for row, height in zip(line, heights, strict=True):
+                axes.annotate(
+                    f"{height:.2f}", (row[key], height), xytext=(0, 6), textcoords="offset points",
+                    ha="center", fontsize=7, color=COLOURS[method],
+                )  # fmt: skip
+    axes.set_title(f"Speed-up of mean TTFT over {baseline}", fontsize=10)
+    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
+    _finish(axes, rows, key)
+
+
+def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
+    """Where prompt tokens came from: stacked bars, one a method, side by side for each value of ``key``."""
+    methods = measured_methods(rows)
+    values = list(dict.fromkeys(row[key] for row in rows))
+    width = 0.8 / max(len(methods), 1)
+    for place, value in enumerate(values):
+        for number, method in enumerate(methods):
+            row = next(row for row in rows if (row[key], row["method"]) == (value, method))
+            at, bottom = place + (number - (len(methods) - 1) / 2) * width, 0.0
+            for source in SOURCES:
+                height = row[f"{source}_hit_ratio"]
+                axes.bar(
+                    at, height, 0.92 * width, bottom, color=COLOURS[method], alpha=_SHADES[source],
+                    edgecolor="white", linewidth=0.4,
+                )  # fmt: skip
+                bottom += height
+    from matplotlib.patches import Patch
+
+    axes.legend(
+        handles=[Patch(color="black", alpha=_SHADES[source], label=source) for source in SOURCES],
+        fontsize="x-small", ncols=3, loc="upper center",
+    )  # fmt: skip
+    axes.set_title("Prompt tokens by source; one bar a method", fontsize=10)
+    axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    axes.set_ylim(0, 1.12)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+
+
+def _finish(axes: Axes, rows: Sequence[Row], key: str) -> None:
+    values = sorted({row[key] for row in rows})
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.grid(alpha=0.25)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:,.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

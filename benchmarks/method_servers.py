@@ -1,0 +1,164 @@
+"""One real server for each method of a comparison: same model, same KV pool, same cores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+OWN_METHODS = ("recompute", "kv", "hidden", "hybrid", "auto")
+OTHER_METHODS = ("hicache", "lmcache")
+METHODS = (*OWN_METHODS, *OTHER_METHODS)
+_MEASURING = ("hybrid", "auto")
+"""Methods whose servers time this machine when they start: nothing else may start meanwhile."""
+_FEWEST_CHUNKS = 17 * 2
+"""That a host tier must have room for, with its buffers."""
+_PREFILL_TOKENS = 4096
+_STARTUP_TIMEOUT_S = 600.0
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Names with commas between them, each once.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    methods = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"--methods: {method!r} is not allowed; allowed: {', '.join(METHODS)}")
+    return methods
+
+
+def why_unavailable(method: str, *, gpu: bool) -> str | None:
+    """Why ``method`` cannot be measured on a machine with or without a GPU; None if it can."""
+    if method == "recompute":
+        return None
+    if method in OTHER_METHODS:
+        if not gpu:
+            names = {"hicache": "SGLang's HiCache", "lmcache": "LMCache"}
+            return f"not available here: {names[method]} needs a GPU"
+        return "not available here: this version compares on a CPU only"
+    return "not available here: this version's tier serves on a CPU only" if gpu else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSizes:
+    """What all servers of a comparison have in common."""
+
+    pool_tokens: int
+    context_tokens: int
+    """Longest prompt and answer."""
+    staging_bytes: int
+    """Part of ``host_bytes``."""
+    host_bytes: int
+    disk_bytes: int
+    measure_s: float
+    """For each thing that ``auto`` and ``hybrid`` measure at start."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("pool_tokens", "host_bytes", "disk_bytes")}
+
+
+def sizes_for(
+    *,
+    device_contexts: float,
+    mean_context: float,
+    longest_context: int,
+    host_bytes: int,
+    disk_bytes: int,
+    kv_token_bytes: int,
+    measure_s: float,
+) -> ServerSizes:
+    """Sizes of the servers' caches.
+
+    Args:
+        device_contexts: contexts of ``mean_context`` tokens that the KV pool holds; at least the longest one fits.
+        host_bytes: for chunks; what a server needs beside them is added.
+        kv_token_bytes: K and V of one token.
+    """
+    staging = 2 * (min(longest_context, _PREFILL_TOKENS) + CHUNK_TOKENS) * kv_token_bytes
+    chunks = max(host_bytes, _FEWEST_CHUNKS * CHUNK_TOKENS * kv_token_bytes)
+    return ServerSizes(
+        pool_tokens=max(int(device_contexts * mean_context), longest_context * 5 // 4 + 2 * CHUNK_TOKENS),
+        context_tokens=longest_context,
+        staging_bytes=staging,
+        # Staging may take half of it at most; an eighth are buffers for restores.
+        host_bytes=max((staging + chunks) * 8 // 7, 2 * staging),
+        disk_bytes=max(disk_bytes, 2**28),
+        measure_s=measure_s,
+    )
+
+
+def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, *, gpu: bool) -> ServerProcess:
+    args = [
+        *("--model-path", str(model), "--dtype", "float32"),
+        *("--max-total-tokens", str(sizes.pool_tokens), "--chunked-prefill-size", str(_PREFILL_TOKENS)),
+        "--incremental-streaming-output",
+        "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
+    ]
+    if method == "recompute":
+        args += ["--hierarchical-cache", "off", *([] if gpu else ["--hcache-cpu-fixes"])]
+    else:
+        config = folder / f"{method}.yaml"
+        settings = {
+            "dirs": [str(folder / method)],
+            "disk_size": sizes.disk_bytes,
+            "disk_free_floor": "256MiB",
+            "segment_size": min(32 * 2**20, sizes.disk_bytes // 8),
+            "host_size": sizes.host_bytes,
+            "staging_size": sizes.staging_bytes,
+            "method": method,
+            "measure_s": sizes.measure_s,
+        }
+        config.write_text(yaml.safe_dump(settings, sort_keys=False))
+        args += ["--hcache-config", str(config)]
+    return ServerProcess(
+        args,
+        log=folder / f"{method}.log",
+        extra_env=FAIR_ENVIRONMENT,
+        startup_timeout_s=_STARTUP_TIMEOUT_S,
+    )
+
+
+@contextlib.contextmanager
+def running_servers(
+    methods: Sequence[str],
+    folder: Path,
+    model: Path,
+    sizes: ServerSizes,
+    status: Callable[[str], None],
+) -> Iterator[dict[str, ServerProcess]]:
+    """A server for each method that is available, all of them up; none is left at the end.
+
+    Args:
+        folder: for the disk tiers, configuration files and logs.
+        status: told what is going on.
+
+    Raises:
+        ConfigError: this machine cannot run a server, or not with these sizes.
+        ServerProcessError: one did not start.
+    """
+    gpu = has_gpu()
+    chosen = [method for method in methods if why_unavailable(method, gpu=gpu) is None]
+    servers = {method: _server(method, folder, model, sizes, gpu=gpu) for method in chosen}
+    together = [method for method in chosen if method not in _MEASURING]
+    batches = [together, *([method] for method in chosen if method in _MEASURING)]
+    try:
+        for batch in filter(None, batches):
+            status(f"starting servers: {', '.join(batch)}")
+            launch_together([servers[method] for method in batch])
+        yield servers
+    finally:
+        for server in servers.values():
+            server.kill()

@@ -1,0 +1,365 @@
+"""Conversations that return: TTFT and time between tokens over the request rate, each method on a server of its own.
+
+The HCache paper's Figures 4, 9 and 10. Conversations arrive as a Poisson process whatever the server does; the next
+message follows an answer after some time to think, and its prompt is all that was said before. Methods take turns at
+each rate, with everything emptied in between, and all must answer alike. All of them get the same history: what the
+first one answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from bench_header import make_header
+from bench_model import BenchModel, prepare_model
+from bench_options import (
+    AsJson,
+    Capacity,
+    DeviceContexts,
+    DiskSize,
+    Folder,
+    HostSize,
+    Methods,
+    ModelPath,
+    Out,
+    Quick,
+    Seed,
+    check_positive,
+    new_progress,
+    parse_capacity,
+    parse_numbers,
+    prepare_out,
+)
+from comparison import Measured, count_unequal, rows_of
+from comparison_report import new_console, write_csv, write_json
+from conversations import (
+    Conversation,
+    Workload,
+    detect_format,
+    generate,
+    load_mooncake,
+    load_sharegpt,
+    place_trace,
+    schedule,
+    tokenise,
+)
+from method_servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from multiturn_report import draw, show
+from rich.progress import Progress
+from token_client import TokenAnswer, TokenClient
+
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError, HCacheError
+
+QUICK_S = 100.0
+"""A quick run begins no other rate that would end after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user chose."""
+
+    dataset: Path | None
+    rates: tuple[float, ...]
+    methods: tuple[str, ...]
+    model_path: Path | None
+    conversations: int
+    """Of a trace: requests."""
+    mean_rounds: float
+    think_time_s: float
+    scale: float
+    max_tokens: int
+    device_contexts: float
+    host_size: Capacity
+    disk_size: Capacity
+    seed: int
+    quick: bool
+
+    @property
+    def tiny(self) -> TinyModel:
+        """The model where none is given."""
+        layers, hidden = (6, 384) if self.quick else (8, 768)
+        vocab = 512 if self.dataset is None else 8192
+        return TinyModel(
+            layers=layers, hidden=hidden, heads=hidden // 64, vocab=vocab, max_position=self.max_tokens + 64
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "rates": list(self.rates),
+            "methods": list(self.methods),
+            "dataset": None if self.dataset is None else self.dataset.name,
+            "model_path": None if self.model_path is None else self.model_path.name,
+            "host_size": str(self.host_size),
+            "disk_size": str(self.disk_size),
+        }
+
+
+def load(settings: Settings, folder: Path) -> tuple[BenchModel, Workload]:
+    """The model and what it will be asked.
+
+    Raises:
+        ConfigError: one of them cannot be read, or nothing fits the model.
+    """
+    path, count, seed = settings.dataset, settings.conversations, settings.seed
+    kind = "generated" if path is None else detect_format(path)
+    texts = []
+    if kind == "sharegpt" and path is not None:
+        texts = load_sharegpt(path)[:count]
+        spoken = (text for rounds in texts for pair in rounds for text in pair)
+        model = prepare_model(folder, settings.model_path, settings.tiny, spoken)
+    else:
+        model = prepare_model(folder, settings.model_path, settings.tiny)
+    if settings.max_tokens > model.max_position:
+        raise ConfigError(
+            f"--max-tokens: {settings.max_tokens} is not allowed; the model takes {model.max_position}"
+        )
+    limits = {"most_tokens": settings.max_tokens, "seed": seed}
+    vocabulary = model.ordinary_tokens()
+    if kind == "mooncake" and path is not None:
+        return model, place_trace(load_mooncake(path), count, vocabulary, scale=settings.scale, **limits)
+    if texts:
+        rounds, source = tokenise(texts, model.encode, settings.scale), "ShareGPT format"
+    else:
+        rounds = generate(count, settings.mean_rounds, vocabulary, scale=settings.scale, seed=seed)
+        source = "generated, Figure 3"
+    return model, schedule(source, rounds, think_time_s=settings.think_time_s, **limits)
+
+
+class Talk:
+    """Holds the conversations of a workload with one server after the other."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._said: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    async def hold(self, client: TokenClient, rate: float, on_answer: Any) -> Measured:
+        """All conversations at ``rate`` requests a second; answers in the workload's order."""
+        began = time.monotonic()
+        talks = (
+            self._hold_one(client, number, conversation, began + conversation.start / rate, on_answer)
+            for number, conversation in enumerate(self._workload.conversations)
+        )
+        answers = [answer for each in await asyncio.gather(*talks) for answer in each]
+        return Measured(answers, time.monotonic() - began)
+
+    async def _hold_one(
+        self, client: TokenClient, number: int, conversation: Conversation, at: float, on_answer: Any
+    ) -> list[TokenAnswer]:
+        history: tuple[int, ...] = ()
+        answers = []
+        for place, message in enumerate(conversation.rounds):
+            await asyncio.sleep(max(at - time.monotonic(), 0.0))
+            history += message.tokens
+            answer = await client.ask(history, max_tokens=message.answer_tokens)
+            answers.append(answer)
+            on_answer()
+            history += self._said.setdefault((number, place), answer.tokens)
+            at = time.monotonic() + (
+                conversation.pauses_s[place] if place < len(conversation.pauses_s) else 0
+            )
+        return answers
+
+
+async def measure(
+    settings: Settings,
+    workload: Workload,
+    clients: dict[str, TokenClient],
+    progress: Progress,
+    ends_at: float | None,
+) -> dict[float, dict[str, Measured]]:
+    """All methods at each rate, in turns; fewer rates where ``ends_at`` of ``time.monotonic`` comes first."""
+    talk = Talk(workload)
+    measured: dict[float, dict[str, Measured]] = {}
+    methods = list(clients)
+    for client in clients.values():  # first-use costs
+        await client.ask(workload.conversations[0].rounds[0].tokens, max_tokens=2)
+    longest = 0.0
+    for turn, rate in enumerate(settings.rates if clients else ()):
+        began = time.monotonic()
+        if ends_at is not None and measured and began + longest > ends_at:
+            break
+        found = {}
+        for method in (*methods[turn % len(methods) :], *methods[: turn % len(methods)]):
+            client = clients[method]
+            await client.empty(tiers=method != "recompute")
+            task = progress.add_task(f"{rate:g} requests/s, {method}", total=workload.num_requests)
+            found[method] = await talk.hold(client, rate, partial(progress.advance, task))
+            progress.remove_task(task)
+        measured[rate] = {method: found[method] for method in methods}
+        longest = max(longest, time.monotonic() - began)
+    return measured
+
+
+def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> ServerSizes:
+    """Caches in contexts: whole conversations of mean length."""
+    lengths = [conversation.tokens for conversation in workload.conversations]
+    mean = sum(lengths) / len(lengths)
+    return sizes_for(
+        device_contexts=settings.device_contexts,
+        mean_context=mean,
+        longest_context=max(lengths),
+        host_bytes=settings.host_size.bytes_for(mean * model.kv_token_bytes),
+        disk_bytes=settings.disk_size.bytes_for(mean * model.kv_token_bytes),
+        kv_token_bytes=model.kv_token_bytes,
+        measure_s=0.2 if settings.quick else 1.0,
+    )
+
+
+def run(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Measure everything; the results as they are written.
+
+    Raises:
+        ConfigError, ServerProcessError, ChatError: what went wrong.
+    """
+    began = time.monotonic()
+    methods = settings.methods
+    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+    with new_progress() as progress:
+        status = progress.add_task("writing a model, reading conversations", total=None)
+        model, workload = load(settings, folder)
+        sizes = size_servers(settings, workload, model)
+        say = partial(_say, progress, status)
+        with running_servers(methods, folder, model.path, sizes, say) as servers:
+            progress.remove_task(status)
+
+            async def measure_all() -> dict[float, dict[str, Measured]]:
+                async with AsyncExitStack() as stack:
+                    clients = {
+                        method: await stack.enter_async_context(TokenClient(server.url))
+                        for method, server in servers.items()
+                    }
+                    ends_at = began + QUICK_S if settings.quick else None
+                    return await measure(settings, workload, clients, progress, ends_at)
+
+            measured = asyncio.run(measure_all())
+    rows = [
+        row
+        for rate in (measured or settings.rates)
+        for row in rows_of({"rate": rate}, methods, measured.get(rate, {}), notes)
+    ]
+    lengths = [conversation.tokens for conversation in workload.conversations]
+    return {
+        **make_header("multiturn"),
+        "model": model.header,
+        "settings": settings.as_json(),
+        "workload": {
+            "source": workload.source,
+            "conversations": len(lengths),
+            "requests": workload.num_requests,
+            "left_out": workload.left_out,
+            "mean_context_tokens": sum(lengths) / len(lengths),
+            "longest_context_tokens": max(lengths),
+        },
+        "sizes": sizes.as_json(),
+        "rates_left_out": [rate for rate in settings.rates if measured and rate not in measured],
+        "seconds": time.monotonic() - began,
+        "unequal": count_unequal(rows),
+        "rows": rows,
+    }
+
+
+def _say(progress: Progress, task: Any, text: str) -> None:
+    progress.update(task, description=text)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(help=__doc__)
+def main(
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="ShareGPT-format JSON, or the Mooncake trace (JSONL). Default: generated conversations with the "
+            "lengths of Figure 3 of the paper."
+        ),
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Requests a second on average. Default: 0.25,0.5,1, quick 1,3.")
+    ] = None,
+    methods: Methods = "recompute,kv,auto",
+    out: Out = None,
+    quick: Quick = False,
+    model_path: ModelPath = None,
+    conversations: Annotated[
+        int | None, typer.Option(help="Conversations, or requests of a trace. Default: 24, quick 5.", min=1)
+    ] = None,
+    mean_rounds: Annotated[
+        float | None, typer.Option(help="Of generated conversations. Default: 5, quick 3.", min=2)
+    ] = None,
+    think_time: Annotated[
+        float | None,
+        typer.Option(help="Mean seconds between an answer and the next message. Default: 5, quick 0.5."),
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.3."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Conversations end, and requests are left out, beyond it. Default: 4096, quick 1024.", min=64
+        ),
+    ] = None,
+    device_contexts: DeviceContexts = 2.0,
+    host_size: HostSize = "4",
+    disk_size: DiskSize = None,
+    folder: Folder = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    try:
+        check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale)
+        count = conversations or (5 if quick else 24)
+        settings = Settings(
+            dataset=dataset,
+            rates=parse_numbers("--rates", rates or ("1,3" if quick else "0.25,0.5,1"), low=0.001, high=1000),
+            methods=parse_methods(methods),
+            model_path=model_path,
+            conversations=count,
+            mean_rounds=mean_rounds or (3 if quick else 5),
+            think_time_s=think_time or (0.5 if quick else 5.0),
+            scale=scale or (0.3 if quick else 1.0),
+            max_tokens=max_tokens or (1024 if quick else 4096),
+            device_contexts=device_contexts,
+            host_size=parse_capacity("--host-size", host_size),
+            disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+            seed=seed,
+            quick=quick,
+        )
+        prepare_out(out)
+        with (
+            terminated_as_interrupted(),
+            tempfile.TemporaryDirectory(prefix="multiturn-", dir=folder or Path.cwd()) as scratch,
+        ):
+            data = run(settings, Path(scratch).absolute())
+    except (HCacheError, OSError) as error:
+        print(f"multiturn: error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if out is not None:
+        write_json(out / "multiturn.json", data)
+        write_csv(out / "multiturn.csv", data["rows"])
+        draw(data, out / "multiturn.png")
+    if as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        show(data, new_console())
+    if data["unequal"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

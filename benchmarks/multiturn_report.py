@@ -1,0 +1,57 @@
+"""What ``multiturn.py`` prints and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comparison_report import (
+    draw_hits,
+    draw_speedups,
+    draw_times,
+    new_figure,
+    print_equality,
+    print_table,
+    save_figure,
+)
+from rich.console import Console
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """For people."""
+    workload, sizes = data["workload"], data["sizes"]
+    left_out = f", {workload['left_out']} left out as too long" if workload["left_out"] else ""
+    console.print(
+        f"{workload['conversations']} conversations, {workload['requests']} requests ({workload['source']}"
+        f"{left_out}); {workload['mean_context_tokens']:,.0f} tokens on average at their end; "
+        f"KV pool of {sizes['pool_tokens']:,} tokens",
+        highlight=False,
+    )
+    print_table(console, "rate", "Multi-turn, by requests a second", data["rows"], with_tbt=True)
+    if data["rates_left_out"]:
+        console.print(f"No time was left for: {', '.join(f'{rate:g}' for rate in data['rates_left_out'])}")
+    print_equality(console, data["rows"])
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """TTFT, its speed-up, TBT and hit ratios over the rate."""
+    rows = data["rows"]
+    if not any(row["requests"] for row in rows):
+        return
+    figure, (ttft, speedups, tbt, hits) = new_figure(4)
+    draw_times(ttft, rows, "rate", "ttft")
+    draw_speedups(speedups, rows, "rate")
+    draw_times(tbt, rows, "rate", "tbt", tail="p99")
+    draw_hits(hits, rows, "rate")
+    for axes in (ttft, speedups, tbt, hits):
+        axes.set_xlabel("requests a second")
+    model, workload = data["model"], data["workload"]
+    save_figure(
+        figure,
+        path,
+        f"{workload['conversations']} conversations, {workload['requests']} requests ({workload['source']}), "
+        f"{workload['mean_context_tokens']:,.0f} tokens on average at their end, KV pool of "
+        f"{data['sizes']['pool_tokens']:,} tokens; {model['name']} {model['architecture']}, {model['layers']} layers "
+        f"x {model['hidden']}, {model['dtype']}; {data['machine']['cores']} cores",
+        rows,
+    )

@@ -1,0 +1,377 @@
+"""Questions about documents that outgrow the KV pool, under Zipf skew: each method on a server of its own.
+
+The HCache paper's Figure 15. Every request goes to the servers of all methods, one after the other in turns, with
+nothing else running, and all must answer alike. A server keeps the most recently used documents in its KV pool, sized
+in contexts; what falls out comes back by its method. Before each skew everything is emptied, and each document is
+asked for once (not measured), so that no method pays for the first sight of a document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from bench_header import make_header
+from bench_model import BenchModel, prepare_model
+from bench_options import (
+    AsJson,
+    Capacity,
+    DeviceContexts,
+    DiskSize,
+    Folder,
+    HostSize,
+    Methods,
+    ModelPath,
+    Out,
+    Quick,
+    Seed,
+    check_positive,
+    new_progress,
+    parse_capacity,
+    parse_numbers,
+    prepare_out,
+)
+from comparison import Measured, count_unequal, rows_of
+from comparison_report import new_console, write_csv, write_json
+from documents import Document, choose, generate, load_leval, tokenise
+from method_servers import parse_methods, running_servers, sizes_for, why_unavailable
+from rich.progress import Progress
+from token_client import TokenAnswer, TokenClient
+from zipf_report import draw, show
+
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.replay import zipf_order
+from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError, HCacheError
+
+QUICK_S = 105.0
+"""A quick run asks nothing more after that."""
+FEWEST_REQUESTS = 6
+"""That a quick run asks for each skew, however slow the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user chose."""
+
+    dataset: Path | None
+    alphas: tuple[float, ...]
+    methods: tuple[str, ...]
+    model_path: Path | None
+    documents: int
+    context_limit: int
+    answer_limit: int
+    requests: int
+    concurrency: int
+    device_contexts: float
+    host_size: Capacity
+    disk_size: Capacity
+    seed: int
+    quick: bool
+
+    @property
+    def tiny(self) -> TinyModel:
+        """The model where none is given: wide for its depth, as a large model is."""
+        layers, hidden = (8, 512) if self.quick else (8, 768)
+        vocab = 512 if self.dataset is None else 8192
+        position = self.context_limit + 4096
+        return TinyModel(layers=layers, hidden=hidden, heads=hidden // 64, vocab=vocab, max_position=position)
+
+    def as_json(self) -> dict[str, Any]:
+        hidden = ("methods", "dataset", "model_path", "host_size", "disk_size", "alphas")
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in hidden},
+            "alphas": list(self.alphas),
+            "methods": list(self.methods),
+            "dataset": None if self.dataset is None else self.dataset.name,
+            "host_size": str(self.host_size),
+            "disk_size": str(self.disk_size),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: tuple[int, ...]
+    answer_tokens: int
+
+
+def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
+    """The model and the documents in its tokens.
+
+    Raises:
+        ConfigError: one of them cannot be read, or a document is too long for the model.
+    """
+    limits = {"context_limit": settings.context_limit, "answer_limit": settings.answer_limit}
+    if settings.dataset is None:
+        model = prepare_model(folder, settings.model_path, settings.tiny)
+        vocabulary = model.ordinary_tokens()
+        documents = generate(settings.documents, vocabulary, seed=settings.seed, **limits)
+    else:
+        texts = choose(load_leval(settings.dataset), settings.documents, seed=settings.seed)
+        model = prepare_model(
+            folder, settings.model_path, settings.tiny, (document.text for document in texts)
+        )
+        documents = tokenise(texts, model.encode, **limits)
+    longest = max(document.longest for document in documents)
+    if longest > model.max_position:
+        raise ConfigError(
+            f"--context-limit: {settings.context_limit} is not allowed; with its question and answer the longest "
+            f"prompt has {longest} tokens, the model takes {model.max_position}"
+        )
+    return model, documents
+
+
+def make_requests(documents: Sequence[Document], count: int, *, alpha: float, seed: int) -> list[Request]:
+    """``count`` requests: documents in a Zipf order, each time one of its questions."""
+    dice = np.random.default_rng((seed, 1))
+    order = zipf_order(len(documents), count, alpha=alpha, seed=seed)
+    return [_request(documents[item], int(dice.integers(len(documents[item].questions)))) for item in order]
+
+
+def _request(document: Document, number: int) -> Request:
+    question = document.questions[number]
+    return Request(document.tokens + question.tokens, question.answer_tokens)
+
+
+class Replay:
+    """Asks all methods' servers.
+
+    Args:
+        ends_at: of ``time.monotonic``: when a run stops early; None: never.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        documents: Sequence[Document],
+        clients: dict[str, TokenClient],
+        progress: Progress,
+        ends_at: float | None,
+    ) -> None:
+        self._settings = settings
+        self._documents = documents
+        self._clients = clients
+        self._progress = progress
+        self._ends_at = ends_at
+        self._turns = itertools.count()
+
+    async def warm_up(self) -> None:
+        """First-use costs of the servers."""
+        request = _request(self._documents[0], 0)
+        for client in self._clients.values():
+            await client.ask(request.prompt, max_tokens=2)
+
+    async def measure(self, alpha: float, alphas_left: int) -> dict[str, Measured]:
+        """All methods under one skew; ``alphas_left`` counts this one."""
+        settings = self._settings
+        requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=settings.seed)
+        total = len(self._documents) + len(requests)
+        task = self._progress.add_task(f"alpha {alpha:g}", total=total)
+        ends_at = None
+        if self._ends_at is not None:
+            now = time.monotonic()
+            ends_at = now + (self._ends_at - now) / alphas_left
+        for method, client in self._clients.items():
+            await client.empty(tiers=method != "recompute")
+        for number in np.random.default_rng((settings.seed, 2)).permutation(len(self._documents)):
+            await self._ask_all(replace(_request(self._documents[number], 0), answer_tokens=1))
+            self._progress.advance(task)
+        measured = {method: Measured() for method in self._clients}
+        if settings.concurrency == 1:
+            for number, request in enumerate(requests):
+                if ends_at is not None and number >= FEWEST_REQUESTS and time.monotonic() > ends_at:
+                    break
+                for method, answer in (await self._ask_all(request)).items():
+                    measured[method].answers.append(answer)
+                    measured[method].busy_s += answer.total_s
+                self._progress.advance(task)
+        else:
+            for method, client in self._clients.items():
+                began = time.monotonic()
+                measured[method].answers = await self._ask_at_once(client, requests)
+                measured[method].busy_s = time.monotonic() - began
+                await client.settle()
+                self._progress.advance(task, len(requests) / len(self._clients))
+        self._progress.remove_task(task)
+        return measured
+
+    async def _ask_all(self, request: Request) -> dict[str, TokenAnswer]:
+        """One request to all servers, one at a time; who is first changes. Nobody saves meanwhile."""
+        answers = {}
+        methods = list(self._clients)
+        first = next(self._turns) % len(methods)
+        for method in (*methods[first:], *methods[:first]):
+            client = self._clients[method]
+            answers[method] = await client.ask(request.prompt, max_tokens=request.answer_tokens)
+            await client.settle()
+        return answers
+
+    async def _ask_at_once(self, client: TokenClient, requests: Sequence[Request]) -> list[TokenAnswer]:
+        """All requests to one server, ``concurrency`` at a time; answers in order."""
+        free = asyncio.Semaphore(self._settings.concurrency)
+
+        async def ask(request: Request) -> TokenAnswer:
+            async with free:
+                return await client.ask(request.prompt, max_tokens=request.answer_tokens)
+
+        return list(await asyncio.gather(*map(ask, requests)))
+
+
+def run(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Measure everything; the results as they are written.
+
+    Raises:
+        ConfigError, ServerProcessError, ChatError: what went wrong.
+    """
+    began = time.monotonic()
+    with new_progress() as progress:
+        status = progress.add_task("writing a model, reading documents", total=None)
+        model, documents = load(settings, folder)
+        longest = max(document.longest for document in documents)
+        mean = float(np.mean([len(document.tokens) for document in documents]))
+        context_bytes = mean * model.kv_token_bytes
+        sizes = sizes_for(
+            device_contexts=settings.device_contexts,
+            mean_context=mean,
+            longest_context=longest,
+            host_bytes=settings.host_size.bytes_for(context_bytes),
+            disk_bytes=settings.disk_size.bytes_for(context_bytes),
+            kv_token_bytes=model.kv_token_bytes,
+            measure_s=0.2 if settings.quick else 1.0,
+        )
+        methods, rows = settings.methods, []
+        notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+        say = lambda text: progress.update(status, description=text)  # noqa: E731
+        with running_servers(methods, folder, model.path, sizes, say) as servers:
+            progress.remove_task(status)
+
+            async def measure_all() -> None:
+                async with AsyncExitStack() as stack:
+                    clients = {
+                        method: await stack.enter_async_context(TokenClient(server.url))
+                        for method, server in servers.items()
+                    }
+                    ends_at = began + QUICK_S if settings.quick else None
+                    replay = Replay(settings, documents, clients, progress, ends_at)
+                    if clients:
+                        await replay.warm_up()
+                    for number, alpha in enumerate(settings.alphas):
+                        measured = (
+                            await replay.measure(alpha, len(settings.alphas) - number) if clients else {}
+                        )
+                        rows.extend(rows_of({"alpha": alpha}, methods, measured, notes))
+
+            asyncio.run(measure_all())
+    return {
+        **make_header("zipf_replay"),
+        "model": model.header,
+        "settings": settings.as_json(),
+        "workload": {
+            "source": "generated, Table 1" if settings.dataset is None else "L-Eval format",
+            "documents": len(documents),
+            "tasks": sorted({document.task for document in documents}),
+            "mean_context_tokens": mean,
+            "longest_prompt_tokens": longest,
+            "context_bytes_as_kv": int(context_bytes),
+        },
+        "sizes": sizes.as_json(),
+        "seconds": time.monotonic() - began,
+        "unequal": count_unequal(rows),
+        "rows": rows,
+    }
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(help=__doc__)
+def main(
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="L-Eval JSONL file, or a folder of them: input, instructions, outputs. Default: generated "
+            "documents with the lengths of Table 1 of the paper."
+        ),
+    ] = None,
+    alphas: Annotated[str, typer.Option(help="Zipf skews: 0 (uniform) to 2 in the paper.")] = "0,0.5,1,1.5,2",
+    methods: Methods = "recompute,kv,auto",
+    out: Out = None,
+    quick: Quick = False,
+    model_path: ModelPath = None,
+    documents: Annotated[
+        int | None, typer.Option(help="Documents, evenly from all files. Default: 16, quick 6.", min=1)
+    ] = None,
+    context_limit: Annotated[
+        int | None,
+        typer.Option(help="Longer documents are cut to so many tokens. Default: 4096, quick 1024.", min=64),
+    ] = None,
+    answer_limit: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer. Default: 16, quick 4.", min=1)
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests for each skew. Default: 64, quick 16.", min=1)
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests at a time. Over 1 the methods run one after the other.", min=1)
+    ] = 1,
+    device_contexts: DeviceContexts = 2.0,
+    host_size: HostSize = "2",
+    disk_size: DiskSize = None,
+    folder: Folder = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    try:
+        check_positive(device_contexts=device_contexts)
+        count = documents or (6 if quick else 16)
+        settings = Settings(
+            dataset=dataset,
+            alphas=parse_numbers("--alphas", alphas, low=0, high=10),
+            methods=parse_methods(methods),
+            model_path=model_path,
+            documents=count,
+            context_limit=context_limit or (1024 if quick else 4096),
+            answer_limit=answer_limit or (4 if quick else 16),
+            requests=requests or (16 if quick else 64),
+            concurrency=concurrency,
+            device_contexts=device_contexts,
+            host_size=parse_capacity("--host-size", host_size),
+            disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+            seed=seed,
+            quick=quick,
+        )
+        prepare_out(out)
+        with (
+            terminated_as_interrupted(),
+            tempfile.TemporaryDirectory(prefix="zipf-replay-", dir=folder or Path.cwd()) as scratch,
+        ):
+            data = run(settings, Path(scratch).absolute())
+    except (HCacheError, OSError) as error:
+        print(f"zipf_replay: error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if out is not None:
+        write_json(out / "zipf_replay.json", data)
+        write_csv(out / "zipf_replay.csv", data["rows"])
+        draw(data, out / "zipf_replay.png")
+    if as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        show(data, new_console())
+    if data["unequal"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,53 @@
+"""What ``zipf_replay.py`` prints and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comparison_report import (
+    draw_hits,
+    draw_speedups,
+    draw_times,
+    new_figure,
+    print_equality,
+    print_table,
+    save_figure,
+)
+from rich.console import Console
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """For people."""
+    workload, sizes = data["workload"], data["sizes"]
+    console.print(
+        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens ({workload['source']}: "
+        f"{', '.join(workload['tasks'])}); KV pool of {sizes['pool_tokens']:,} tokens "
+        f"({sizes['pool_tokens'] / workload['mean_context_tokens']:.1f} contexts)",
+        highlight=False,
+    )
+    print_table(console, "alpha", "Zipf replay", data["rows"], with_tbt=False)
+    print_equality(console, data["rows"])
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """TTFT, speed-ups and hit ratios over the skew."""
+    rows = data["rows"]
+    if not any(row["requests"] for row in rows):
+        return
+    figure, (times, speedups, hits) = new_figure(3)
+    draw_times(times, rows, "alpha", "ttft")
+    draw_speedups(speedups, rows, "alpha")
+    draw_hits(hits, rows, "alpha")
+    for axes in (times, speedups, hits):
+        axes.set_xlabel("Zipf skew (alpha)")
+    model, workload = data["model"], data["workload"]
+    save_figure(
+        figure,
+        path,
+        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens "
+        f"({workload['source']}), KV pool of {data['sizes']['pool_tokens']:,} tokens; {model['name']} "
+        f"{model['architecture']}, {model['layers']} layers x {model['hidden']}, {model['dtype']}; "
+        f"{data['machine']['cores']} cores",
+        rows,
+    )

@@ -1,0 +1,102 @@
+"""bench-smoke: the benchmarks with real servers, with ``--quick`` and less; the shape and the sanity of what they say.
+
+No times are compared: only that they are there. Answers of all methods must be equal, or the benchmark fails itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TIMES = ("mean", "p50", "p95", "p99")
+LMCACHE = "not available here: LMCache needs a GPU"
+
+
+def run(program: str, folder: Path, *options: str) -> dict[str, Any]:
+    """The results of one run, which must have gone well; they are on standard output and in the files."""
+    out = folder / "out"
+    command = [sys.executable, str(BENCHMARKS / f"{program}.py"), "--quick", "--json", "--out", str(out)]
+    command += ["--dir", str(folder), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    data: dict[str, Any] = json.loads(result.stdout)
+    assert json.loads((out / f"{program}.json").read_text()) == data
+    with (out / f"{program}.csv").open(newline="") as file:
+        assert [row["method"] for row in csv.DictReader(file)] == [row["method"] for row in data["rows"]]
+    assert (out / f"{program}.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir()} == {"out"}
+    check_header(data, program)
+    return data
+
+
+def check_header(data: dict[str, Any], program: str) -> None:
+    assert data["benchmark"] == program
+    assert data["machine"]["cores"] >= 1
+    assert {"sglang", "sglang-hcache", "torch", "python"} <= data["versions"].keys()
+    assert data["model"]["layers"] > 0
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """What holds for every method, however fast the machine is."""
+    ratios = [row[f"{source}_hit_ratio"] for source in ("device", "host", "disk")]
+    assert all(0 <= ratio <= 1 for ratio in ratios)
+    assert sum(ratios) <= 1
+    assert sum(ratios) * row["prompt_tokens"] == pytest.approx(
+        row["prompt_tokens"] - row["recomputed_tokens"]
+    )
+    assert row["recomputed_tokens"] >= row["requests"]  # the last token of a prompt at least
+    assert row["unequal"] == 0
+    assert row["largest_logprob_difference"] <= 1e-3
+    assert all(row[f"ttft_{name}_s"] > 0 for name in TIMES)
+    assert row["ttft_p50_s"] <= row["ttft_p95_s"] <= row["ttft_p99_s"]
+    assert row["requests_per_s"] > 0
+
+
+def test_zipf_replay(tmp_path: Path) -> None:
+    options = ("--alphas", "1", "--methods", "recompute,auto,lmcache", "--documents", "5", "--requests", "10")
+    data = run("zipf_replay", tmp_path, *options)
+    recompute, auto, lmcache = data["rows"]
+    assert [row["method"] for row in data["rows"]] == ["recompute", "auto", "lmcache"]
+    assert {row["alpha"] for row in data["rows"]} == {1.0}
+    assert (lmcache["requests"], lmcache["note"]) == (0, LMCACHE)
+    for row in (recompute, auto):
+        check_row(row)
+        assert 6 <= row["requests"] == recompute["requests"] <= 10
+        assert row["prompt_tokens"] == recompute["prompt_tokens"] > 1000 * row["requests"]
+    assert recompute["speedup_over_recompute"] == 1
+    # Five documents, and room for two of them.
+    assert data["sizes"]["pool_tokens"] < 3 * data["workload"]["mean_context_tokens"]
+    assert recompute["restored_tokens"] == 0
+    assert auto["restored_tokens"] > 0
+
+
+def test_multiturn(tmp_path: Path) -> None:
+    options = (
+        *("--rates", "20", "--methods", "recompute,kv,lmcache", "--conversations", "5"),
+        *("--scale", "0.2", "--device-contexts", "1"),
+    )
+    data = run("multiturn", tmp_path, *options)
+    recompute, kv, lmcache = data["rows"]
+    assert [row["method"] for row in data["rows"]] == ["recompute", "kv", "lmcache"]
+    assert {row["rate"] for row in data["rows"]} == {20.0}
+    assert (lmcache["requests"], lmcache["note"]) == (0, LMCACHE)
+    assert data["workload"]["conversations"] == 5
+    assert data["rates_left_out"] == []
+    for row in (recompute, kv):
+        check_row(row)
+        assert row["requests"] == data["workload"]["requests"] >= 10
+        assert row["answer_tokens"] == recompute["answer_tokens"]
+        assert all(row[f"tbt_{name}_s"] >= 0 for name in TIMES)
+        assert row["tbt_p50_s"] <= row["tbt_p95_s"] <= row["tbt_p99_s"]
+    # All conversations come at once and come back, and together they do not fit.
+    total = data["workload"]["mean_context_tokens"] * 5
+    assert data["sizes"]["pool_tokens"] < 0.8 * total
+    assert recompute["restored_tokens"] == 0
+    assert kv["restored_tokens"] > 0
