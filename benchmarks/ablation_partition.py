@@ -1,0 +1,423 @@
+"""Restores whose layers are shared out between two methods, and restores whose tokens are.
+
+[HCache §4.1.2, Figure 13]: with the same bytes to read and the same products to compute, either some *layers* come back
+as K and V and the others as hidden states, or some *tokens* do, in every layer. By tokens each layer takes two reads in
+place of one, and products with a number of rows that fits no kernel's tiles. By tokens is for this comparison only: no
+server stores like that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from counted_disk import CountingEngine, open_disk
+from restore_rig import BLOCK_CHUNKS, NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
+
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.plan.costs import LayerCosts
+from sglang_hcache.plan.planner import Split, closed_form, make_plan
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Step
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.tier.tiered import ChunkLease
+
+BLOCK_TOKENS = BLOCK_CHUNKS * CHUNK_TOKENS
+LAYERS, TOKENS, ROUNDED = "layers", "tokens", "tokens, rounded"
+"""How a restore is shared out: by layers; by tokens, as exactly as tokens go; by tokens, in whole chunks."""
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """Of one block of tokens: the first ``hidden`` come back from hidden states, the others as K and V.
+
+    Only whole chunks are stored. One that is shared is stored in both forms, and read in both.
+    """
+
+    hidden: int
+    total: int
+
+    @property
+    def hidden_chunks(self) -> int:
+        """Chunks read as hidden states, from the first one on."""
+        return -(-self.hidden // CHUNK_TOKENS)
+
+    @property
+    def first_kv_chunk(self) -> int:
+        """The first chunk read as K and V; the last one is the block's last."""
+        return self.hidden // CHUNK_TOKENS
+
+
+def token_splits(num_tokens: int, split: Split, *, rounded: bool) -> list[TokenSplit]:
+    """Every block of ``num_tokens`` (a multiple of 64) shared out as ``split`` shares out layers.
+
+    Args:
+        rounded: in whole chunks, at least one of each method where there are two.
+
+    Raises:
+        ValueError: ``split`` recomputes layers, or has no hidden states or no K and V.
+    """
+    if split.recompute or not split.hidden or not split.kv:
+        raise ValueError(f"shared out between hidden states and K and V, got {split}")
+    splits = []
+    for first in range(0, num_tokens, BLOCK_TOKENS):
+        total = min(BLOCK_TOKENS, num_tokens - first)
+        hidden = min(round(total * split.hidden / split.num_layers), total - 1)
+        if rounded:
+            chunks = total // CHUNK_TOKENS
+            hidden = CHUNK_TOKENS * min(max(round(hidden / CHUNK_TOKENS), 1), max(chunks - 1, 1))
+        splits.append(TokenSplit(hidden, total))
+    return splits
+
+
+def choose_split(costs: LayerCosts, num_layers: int) -> Split:
+    """The fastest restore of ``num_layers`` layers that has both: one layer of each method at least."""
+    splits = [Split(0, num_layers - kv, kv) for kv in range(1, num_layers)]
+    return min(splits, key=lambda split: make_plan(split.methods(), costs).total_s)
+
+
+def predicted_by_tokens(
+    costs_of: Callable[[int], LayerCosts], splits: Sequence[TokenSplit], layers: int
+) -> float:
+    """Seconds, by the planner's own timeline: in each layer both reads, then both computations."""
+    seconds = 0.0
+    for split in splits:
+        hidden, kv = costs_of(max(split.hidden, 1)), costs_of(max(split.total - split.hidden, 1))
+        layer = LayerCosts(
+            io_hidden_s=hidden.io_hidden_s + kv.io_kv_s,
+            io_kv_s=hidden.io_kv_s + kv.io_kv_s,
+            compute_hidden_s=hidden.compute_hidden_s + kv.compute_kv_s,
+            compute_kv_s=hidden.compute_kv_s + kv.compute_kv_s,
+            compute_recompute_s=hidden.compute_recompute_s + kv.compute_recompute_s,
+        )
+        seconds += make_plan((Method.HIDDEN,) * layers, layer).total_s
+    return seconds
+
+
+def closed_forms(costs: LayerCosts, num_layers: int, num_tokens: int) -> tuple[Split | None, int | None]:
+    """[HCache §4.1.2] for both: how many layers, and how many tokens, come back from hidden states.
+
+    It balances two methods over L equal parts of the work, whatever the parts are: with tokens in place of layers it is
+    the same formula. None where its assumptions do not hold; tokens also where it wants layers recomputed.
+    """
+    try:
+        by_layers = closed_form(costs, num_layers)
+        by_tokens = closed_form(costs, num_tokens)
+    except ValueError:
+        return None, None
+    return by_layers, None if by_tokens.recompute else by_tokens.hidden
+
+
+class _BothForms:
+    """Tiers of hidden states and of K and V as one, with two steps a layer: 2·layer and 2·layer + 1."""
+
+    def __init__(self, rig: Rig, disk: DiskStore | None) -> None:
+        keys = chunk_keys(NAMESPACE.root_key(), rig.tokens)
+        self.tiers, self.keys = [], []
+        layouts = []
+        for method in (Method.HIDDEN, Method.KV):
+            layout = rig.model.layout((method,) * rig.num_layers)
+            rows = [rig.stored_rows(layer, method) for layer in range(rig.num_layers)]
+            self.keys.append(salted(keys))
+            self.tiers.append(filled_tiers(layout, self.keys[-1], rows, disk))
+            layouts.append(layout)
+        self.layout = StateLayout(
+            (Method.HIDDEN, Method.KV) * rig.num_layers,
+            tuple(layouts[step % 2].row_bytes[step // 2] for step in range(2 * rig.num_layers)),
+        )
+
+    def lease(self, part: int, first: int, stop: int) -> ChunkLease:
+        return self.tiers[part].lease(self.keys[part][first:stop])
+
+    def read_layer(self, lease: ChunkLease, step: int, out: Any) -> None:
+        self.tiers[step % 2].read_layer(lease, step // 2, out)
+
+
+class _TokenPipeline(LayerPipeline):
+    """The server's pipeline, with two steps a layer: its hidden states, then its K and V."""
+
+    splits: list[TokenSplit]
+
+    def _replace_buffers(self) -> None:
+        # Two of these buffers hold what one of the server's holds.
+        while len(self._spare) < 2 * NUM_BUFFERS:
+            self._spare.append(host_buffer(self._buffer_bytes))
+
+    def _steps(self, job: RestoreJob) -> Iterator[_Step]:
+        first = 0
+        for number, split in enumerate(self.splits):
+            for step in job.layers:
+                part = step % 2
+                if not job.blocks[2 * number + part].keys:
+                    continue
+                chunk = split.first_kv_chunk if part else 0
+                yield _Step(job.blocks[2 * number + part], first + chunk * CHUNK_TOKENS, step)
+            first += split.total
+
+    def _restore(self, job: RestoreJob, step: _Step, buffer: Any) -> None:
+        split = self.splits[step.first_token // BLOCK_TOKENS]
+        block_start = step.first_token // BLOCK_TOKENS * BLOCK_TOKENS
+        is_kv = step.layer % 2
+        begin = block_start + split.hidden if is_kv else block_start
+        end = block_start + (split.total if is_kv else split.hidden)
+        row_bytes = self._tiers.layout.row_bytes[step.layer]
+        stored = torch.from_numpy(
+            buffer[: len(step.block.keys) * CHUNK_TOKENS * row_bytes].reshape(-1, row_bytes)
+        )
+        rows = stored[begin - step.first_token : end - step.first_token].view(self._restorer.dtype)
+        method = Method.KV if is_kv else Method.HIDDEN
+        self._restorer.restore(step.layer // 2, method, rows, torch.arange(begin, end), job.slots[begin:end])
+
+
+class TokenWise:
+    """Restores of the rig's prompt whose tokens are shared out."""
+
+    def __init__(self, rig: Rig, disk: DiskStore | None) -> None:
+        self._rig = rig
+        self._over = threading.Event()
+        self._both = both = _BothForms(rig, disk)
+        self._engine = RestoreEngine(
+            both,
+            rig.restorer,
+            Counters(),
+            lambda _job: self._over.set(),
+            BLOCK_CHUNKS,  # type: ignore[arg-type]
+        )
+        self._pipeline = _TokenPipeline(both, rig.restorer, self._engine._readers, BLOCK_CHUNKS)  # type: ignore[arg-type]
+        self._engine._pipeline = self._pipeline
+
+    def restore(self, splits: list[TokenSplit], *, check: bool = False) -> tuple[float, float]:
+        """Seconds, and the largest error of what came back, 0 unless ``check``."""
+        length = sum(split.total for split in splits)
+        slots = self._rig.view.allocate(length)
+        began = time.monotonic()
+        self._pipeline.splits = splits
+        blocks = []
+        for number, split in enumerate(splits):
+            first, count = number * BLOCK_CHUNKS, split.total // CHUNK_TOKENS
+            blocks.append(self._both.lease(0, first, first + split.hidden_chunks))
+            blocks.append(self._both.lease(1, first + split.first_kv_chunk, first + count))
+        job = RestoreJob(tuple(blocks), 0, slots, 60.0, tuple(range(2 * self._rig.num_layers)))
+        self._over.clear()
+        self._engine.submit(job)
+        self._over.wait()
+        seconds = time.monotonic() - began
+        assert job.state is RestoreState.DONE, job.error
+        error = self._rig.check(slots) if check else 0.0
+        self._rig.view.free(slots)
+        return seconds, error
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@dataclass
+class PartitionRow:
+    """One way to share out one length; medians in seconds."""
+
+    tier: str
+    length: int
+    partition: str
+    hidden: int
+    """Layers or tokens of each block that come back from hidden states."""
+    kv: int
+    seconds: float = 0.0
+    predicted_s: float | None = None
+    products_s: float = 0.0
+    """The bare matrix products alone, on contiguous inputs."""
+    gemm_rows: tuple[int, ...] = ()
+    """Rows of the products, each number once."""
+    gemms: int = 0
+    reads: int = 0
+    """Read operations of the disk, or copies of one layer's chunks out of host memory."""
+    read_bytes: int = 0
+    error: float = 0.0
+    """Largest difference of a restored value from what the model computed, relative to the largest value."""
+    times: list[float] = field(default_factory=list)
+    ratio: float = 1.0
+    """Time over that of ``layers`` in the same round: the median, and the range over rounds."""
+    ratio_min: float = 1.0
+    ratio_max: float = 1.0
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    tiers: tuple[str, ...]
+    """``host``, ``disk`` or ``disk:<bytes a second>``."""
+    lengths: tuple[int, ...]
+    kv_layers: int | None
+    """Layers that come back as K and V; None: as many as are predicted to be fastest."""
+    rounds: int
+    folder: Path
+
+
+def measure_partition(
+    settings: PartitionSettings,
+    rig: Rig,
+    profile_of: Callable[[DiskStore | None], Profile],
+    step: Callable[[], None],
+) -> list[PartitionRow]:
+    """Every tier and length by layers, by tokens, and by tokens in whole chunks.
+
+    Args:
+        profile_of: measures the machine; called once a tier.
+        step: called after each round.
+    """
+    rows = []
+    for number, tier in enumerate(settings.tiers):
+        name, _, limit = tier.partition(":")
+        disk, counting = (None, None)
+        if name == "disk":
+            disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
+        profile = profile_of(disk)
+        costs = partial_costs(profile, name)
+        split = _split(settings, rig, costs)
+        methods = split.methods()
+        by_layers = Variant(rig, methods, disk, gate_of(profile, methods, PlanKind.HIDDEN), may_decline=False)
+        by_tokens = TokenWise(rig, disk)
+        for length in settings.lengths:
+            case = _Case(rig, tier, length, split, costs, by_layers, by_tokens, counting)
+            rows += case.measure(settings.rounds, step)
+        by_layers.close()
+        by_tokens.close()
+        if disk is not None:
+            disk.close()
+    return rows
+
+
+def partial_costs(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
+    """Costs of one layer by number of tokens, all of them in ``tier``."""
+    return lambda num_tokens: profile.costs({tier: num_tokens})
+
+
+def _split(settings: PartitionSettings, rig: Rig, costs: Callable[[int], LayerCosts]) -> Split:
+    if settings.kv_layers is not None:
+        return Split(0, rig.num_layers - settings.kv_layers, settings.kv_layers)
+    return choose_split(costs(BLOCK_TOKENS), rig.num_layers)
+
+
+@dataclass
+class _Case:
+    """One tier and length."""
+
+    rig: Rig
+    tier: str
+    length: int
+    split: Split
+    costs: Callable[[int], LayerCosts]
+    by_layers: Variant
+    by_tokens: TokenWise
+    counting: CountingEngine | None
+
+    def measure(self, rounds: int, step: Callable[[], None]) -> list[PartitionRow]:
+        rows = {name: self._row(name) for name in (LAYERS, TOKENS, ROUNDED)}
+        for name, row in rows.items():  # warms up
+            self._count(row, lambda name=name: self._restore(name, check=True))
+        products: dict[str, list[float]] = {name: [] for name in rows}
+        for number in range(rounds):
+            order = list(rows)[number % len(rows) :] + list(rows)[: number % len(rows)]
+            for name in order:
+                products[name].append(self._products(name))
+                rows[name].times.append(self._restore(name)[0])
+            step()
+        for name, row in rows.items():
+            ratios = [mine / other for mine, other in zip(row.times, rows[LAYERS].times, strict=True)]
+            row.seconds, row.products_s = statistics.median(row.times), statistics.median(products[name])
+            row.ratio, row.ratio_min, row.ratio_max = statistics.median(ratios), min(ratios), max(ratios)
+        return list(rows.values())
+
+    def _splits(self, name: str) -> list[TokenSplit]:
+        return token_splits(self.length, self.split, rounded=name == ROUNDED)
+
+    def _row(self, name: str) -> PartitionRow:
+        if name == LAYERS:
+            blocks = [min(BLOCK_TOKENS, self.length - first) for first in range(0, self.length, BLOCK_TOKENS)]
+            row = PartitionRow(self.tier, self.length, name, self.split.hidden, self.split.kv)
+            row.predicted_s = sum(
+                make_plan(self.split.methods(), self.costs(block)).total_s for block in blocks
+            )
+            row.gemms = self.split.hidden * len(blocks)
+        else:
+            splits = self._splits(name)
+            blocks = [split.hidden for split in splits]
+            row = PartitionRow(
+                self.tier, self.length, name, splits[0].hidden, splits[0].total - splits[0].hidden
+            )
+            row.predicted_s = predicted_by_tokens(self.costs, splits, self.rig.num_layers)
+            row.gemms = self.rig.num_layers * len(blocks)
+        row.gemm_rows = tuple(dict.fromkeys(blocks))
+        return row
+
+    def _restore(self, name: str, *, check: bool = False) -> tuple[float, float]:
+        if name == LAYERS:
+            return self.by_layers.restore(self.length, check=check)[0], self.by_layers.error
+        return self.by_tokens.restore(self._splits(name), check=check)
+
+    def _count(self, row: PartitionRow, restore: Callable[[], tuple[float, float]]) -> None:
+        """Errors, reads and bytes of one restore."""
+        if self.counting is not None:
+            self.counting.take()
+        row.error = restore()[1]
+        if self.counting is not None:
+            row.reads, row.read_bytes = self.counting.take()
+            return
+        row.reads, row.read_bytes = host_reads(
+            self.rig.model.row_bytes,
+            self.rig.num_layers,
+            self.split,
+            (None if row.partition == LAYERS else self._splits(row.partition)),
+            self.length,
+        )
+
+    def _products(self, name: str) -> float:
+        """Seconds of the products that make K and V, on contiguous inputs."""
+        if name == LAYERS:
+            blocks = [min(BLOCK_TOKENS, self.length - first) for first in range(0, self.length, BLOCK_TOKENS)]
+            layers = range(self.split.kv, self.rig.num_layers)
+        else:
+            blocks, layers = [split.hidden for split in self._splits(name)], range(self.rig.num_layers)
+        seconds = 0.0
+        with torch.inference_mode():
+            for layer in layers:
+                module: Any = self.rig.model.attention[layer]
+                weight = module.qkv_proj.weight[module.q_size :]
+                for count in blocks:
+                    rows = self.rig.hidden[layer][:count]
+                    began = time.monotonic()
+                    torch.nn.functional.linear(rows, weight)
+                    seconds += time.monotonic() - began
+        return seconds
+
+
+def host_reads(
+    row_bytes: Callable[[Method], int],
+    num_layers: int,
+    split: Split,
+    splits: Sequence[TokenSplit] | None,
+    length: int,
+) -> tuple[int, int]:
+    """Copies of one layer's chunks out of host memory, and their bytes.
+
+    Args:
+        row_bytes: of one token and layer.
+        splits: of each block; None: by layers, as ``split`` says.
+    """
+    hidden, kv = row_bytes(Method.HIDDEN), row_bytes(Method.KV)
+    if splits is None:
+        blocks = -(-length // BLOCK_TOKENS)
+        return blocks * num_layers, length * (split.hidden * hidden + split.kv * kv)
+    chunks = [(each.hidden_chunks, each.total // CHUNK_TOKENS - each.first_kv_chunk) for each in splits]
+    size = sum(first * hidden + second * kv for first, second in chunks)
+    return 2 * num_layers * len(splits), num_layers * CHUNK_TOKENS * size
