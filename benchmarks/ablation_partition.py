@@ -11,21 +11,32 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from ablation_splits import (
+    BLOCK_CHUNKS,
+    BLOCK_TOKENS,
+    TokenSplit,
+    block_lengths,
+    choose_split,
+    closed_forms,
+    host_reads,
+    predicted_by_tokens,
+    token_splits,
+)
 from counted_disk import CountingEngine, open_disk
-from restore_rig import BLOCK_CHUNKS, NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
+from restore_rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
 
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.costs import LayerCosts
-from sglang_hcache.plan.planner import Split, closed_form, make_plan
+from sglang_hcache.plan.planner import Split, make_plan
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
@@ -34,90 +45,8 @@ from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.tiered import ChunkLease
 
-BLOCK_TOKENS = BLOCK_CHUNKS * CHUNK_TOKENS
 LAYERS, TOKENS, ROUNDED = "layers", "tokens", "tokens, rounded"
 """How a restore is shared out: by layers; by tokens, as exactly as tokens go; by tokens, in whole chunks."""
-
-
-@dataclass(frozen=True)
-class TokenSplit:
-    """Of one block of tokens: the first ``hidden`` come back from hidden states, the others as K and V.
-
-    Only whole chunks are stored. One that is shared is stored in both forms, and read in both.
-    """
-
-    hidden: int
-    total: int
-
-    @property
-    def hidden_chunks(self) -> int:
-        """Chunks read as hidden states, from the first one on."""
-        return -(-self.hidden // CHUNK_TOKENS)
-
-    @property
-    def first_kv_chunk(self) -> int:
-        """The first chunk read as K and V; the last one is the block's last."""
-        return self.hidden // CHUNK_TOKENS
-
-
-def token_splits(num_tokens: int, split: Split, *, rounded: bool) -> list[TokenSplit]:
-    """Every block of ``num_tokens`` (a multiple of 64) shared out as ``split`` shares out layers.
-
-    Args:
-        rounded: in whole chunks, at least one of each method where there are two.
-
-    Raises:
-        ValueError: ``split`` recomputes layers, or has no hidden states or no K and V.
-    """
-    if split.recompute or not split.hidden or not split.kv:
-        raise ValueError(f"shared out between hidden states and K and V, got {split}")
-    splits = []
-    for first in range(0, num_tokens, BLOCK_TOKENS):
-        total = min(BLOCK_TOKENS, num_tokens - first)
-        hidden = min(round(total * split.hidden / split.num_layers), total - 1)
-        if rounded:
-            chunks = total // CHUNK_TOKENS
-            hidden = CHUNK_TOKENS * min(max(round(hidden / CHUNK_TOKENS), 1), max(chunks - 1, 1))
-        splits.append(TokenSplit(hidden, total))
-    return splits
-
-
-def choose_split(costs: LayerCosts, num_layers: int) -> Split:
-    """The fastest restore of ``num_layers`` layers that has both: one layer of each method at least."""
-    splits = [Split(0, num_layers - kv, kv) for kv in range(1, num_layers)]
-    return min(splits, key=lambda split: make_plan(split.methods(), costs).total_s)
-
-
-def predicted_by_tokens(
-    costs_of: Callable[[int], LayerCosts], splits: Sequence[TokenSplit], layers: int
-) -> float:
-    """Seconds, by the planner's own timeline: in each layer both reads, then both computations."""
-    seconds = 0.0
-    for split in splits:
-        hidden, kv = costs_of(max(split.hidden, 1)), costs_of(max(split.total - split.hidden, 1))
-        layer = LayerCosts(
-            io_hidden_s=hidden.io_hidden_s + kv.io_kv_s,
-            io_kv_s=hidden.io_kv_s + kv.io_kv_s,
-            compute_hidden_s=hidden.compute_hidden_s + kv.compute_kv_s,
-            compute_kv_s=hidden.compute_kv_s + kv.compute_kv_s,
-            compute_recompute_s=hidden.compute_recompute_s + kv.compute_recompute_s,
-        )
-        seconds += make_plan((Method.HIDDEN,) * layers, layer).total_s
-    return seconds
-
-
-def closed_forms(costs: LayerCosts, num_layers: int, num_tokens: int) -> tuple[Split | None, int | None]:
-    """[HCache §4.1.2] for both: how many layers, and how many tokens, come back from hidden states.
-
-    It balances two methods over L equal parts of the work, whatever the parts are: with tokens in place of layers it is
-    the same formula. None where its assumptions do not hold; tokens also where it wants layers recomputed.
-    """
-    try:
-        by_layers = closed_form(costs, num_layers)
-        by_tokens = closed_form(costs, num_tokens)
-    except ValueError:
-        return None, None
-    return by_layers, None if by_tokens.recompute else by_tokens.hidden
 
 
 class _BothForms:
@@ -234,7 +163,9 @@ class PartitionRow:
     """Layers or tokens of each block that come back from hidden states."""
     kv: int
     seconds: float = 0.0
-    predicted_s: float | None = None
+    predicted_s: float = 0.0
+    closed_form: int | None = None
+    """What [HCache §4.1.2] gives for ``hidden``; None where it wants none as K and V, or does not hold."""
     products_s: float = 0.0
     """The bare matrix products alone, on contiguous inputs."""
     gemm_rows: tuple[int, ...] = ()
@@ -342,22 +273,23 @@ class _Case:
         return token_splits(self.length, self.split, rounded=name == ROUNDED)
 
     def _row(self, name: str) -> PartitionRow:
+        blocks = block_lengths(self.length)
+        by_layers, by_tokens = closed_forms(self.costs(blocks[0]), self.rig.num_layers, blocks[0])
         if name == LAYERS:
-            blocks = [min(BLOCK_TOKENS, self.length - first) for first in range(0, self.length, BLOCK_TOKENS)]
             row = PartitionRow(self.tier, self.length, name, self.split.hidden, self.split.kv)
             row.predicted_s = sum(
                 make_plan(self.split.methods(), self.costs(block)).total_s for block in blocks
             )
-            row.gemms = self.split.hidden * len(blocks)
-        else:
-            splits = self._splits(name)
-            blocks = [split.hidden for split in splits]
-            row = PartitionRow(
-                self.tier, self.length, name, splits[0].hidden, splits[0].total - splits[0].hidden
-            )
-            row.predicted_s = predicted_by_tokens(self.costs, splits, self.rig.num_layers)
-            row.gemms = self.rig.num_layers * len(blocks)
-        row.gemm_rows = tuple(dict.fromkeys(blocks))
+            row.gemms, row.gemm_rows = self.split.hidden * len(blocks), tuple(dict.fromkeys(blocks))
+            row.closed_form = by_layers
+            return row
+        splits = self._splits(name)
+        kv = splits[0].total - splits[0].hidden
+        row = PartitionRow(self.tier, self.length, name, splits[0].hidden, kv)
+        row.predicted_s = predicted_by_tokens(self.costs, splits, self.rig.num_layers)
+        row.gemms = self.rig.num_layers * len(blocks)
+        row.gemm_rows = tuple(dict.fromkeys(split.hidden for split in splits))
+        row.closed_form = by_tokens
         return row
 
     def _restore(self, name: str, *, check: bool = False) -> tuple[float, float]:
@@ -384,7 +316,7 @@ class _Case:
     def _products(self, name: str) -> float:
         """Seconds of the products that make K and V, on contiguous inputs."""
         if name == LAYERS:
-            blocks = [min(BLOCK_TOKENS, self.length - first) for first in range(0, self.length, BLOCK_TOKENS)]
+            blocks = block_lengths(self.length)
             layers = range(self.split.kv, self.rig.num_layers)
         else:
             blocks, layers = [split.hidden for split in self._splits(name)], range(self.rig.num_layers)
@@ -399,25 +331,3 @@ class _Case:
                     torch.nn.functional.linear(rows, weight)
                     seconds += time.monotonic() - began
         return seconds
-
-
-def host_reads(
-    row_bytes: Callable[[Method], int],
-    num_layers: int,
-    split: Split,
-    splits: Sequence[TokenSplit] | None,
-    length: int,
-) -> tuple[int, int]:
-    """Copies of one layer's chunks out of host memory, and their bytes.
-
-    Args:
-        row_bytes: of one token and layer.
-        splits: of each block; None: by layers, as ``split`` says.
-    """
-    hidden, kv = row_bytes(Method.HIDDEN), row_bytes(Method.KV)
-    if splits is None:
-        blocks = -(-length // BLOCK_TOKENS)
-        return blocks * num_layers, length * (split.hidden * hidden + split.kv * kv)
-    chunks = [(each.hidden_chunks, each.total // CHUNK_TOKENS - each.first_kv_chunk) for each in splits]
-    size = sum(first * hidden + second * kv for first, second in chunks)
-    return 2 * num_layers * len(splits), num_layers * CHUNK_TOKENS * size

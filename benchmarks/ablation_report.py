@@ -25,6 +25,7 @@ COLUMNS = {
             "ratio_min",
             "ratio_max",
             "predicted_s",
+            "closed_form",
         ),
         *("products_s", "gemms", "gemm_rows", "reads", "read_bytes", "bytes_per_token", "error"),
     ),
@@ -94,7 +95,7 @@ def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
     for tier in dict.fromkeys(row["tier"] for row in rows):
         table = _table(
             f"Partition by layers or by tokens, from {tier}",
-            ("tokens", "by", "H + KV"),
+            ("tokens", "by", "H + KV", "closed form H"),
             (
                 "ms",
                 "x layers",
@@ -110,6 +111,7 @@ def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
             if row["tier"] == tier:
                 table.add_row(
                     f"{row['length']:,}", row["partition"], f"{row['hidden']:,} + {row['kv']:,}",
+                    "" if row["closed_form"] is None else f"{row['closed_form']:,}",
                     f"{1e3 * row['seconds']:.1f}", _ratio(row), f"{1e3 * row['predicted_s']:.1f}",
                     f"{1e3 * row['products_s']:.1f}",
                     f"{row['gemms']} x " + ", ".join(map(str, row["gemm_rows"])),
