@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from restore_speed import PIECE, Settings, _with_cpu_runtime
+from restore_speed import PIECE, Settings, Sweep, _with_cpu_runtime, numbers, tiers_of
 from rich.console import Console
 from rich.progress import Progress
 
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.core.units import parse_size
 
 if TYPE_CHECKING:
     from restore_rig import Rig
@@ -68,40 +67,6 @@ FULL = Sizes(("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 12
 QUICK = Sizes(("host", "disk:500MB"), (1024, 2048), (1, 8), 32, 64, 1024, 5, 0.2)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-def numbers(text: str, least: int, multiple: int = 1) -> tuple[int, ...]:
-    """``1024,4096`` as numbers.
-
-    Raises:
-        typer.BadParameter: one is not a number, below ``least``, or not a multiple.
-    """
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1024,4096") from None
-    for number in found:
-        if number < least or number % multiple:
-            of = f", a multiple of {multiple}" if multiple > 1 else ""
-            raise typer.BadParameter(f"{number} is not allowed; at least {least}{of}")
-    return found
-
-
-def tiers_of(text: str) -> tuple[str, ...]:
-    """``host,disk:500MB`` as tiers.
-
-    Raises:
-        typer.BadParameter: one is no tier.
-    """
-    found = tuple(part.strip() for part in text.split(","))
-    for tier in found:
-        name, colon, limit = tier.partition(":")
-        try:
-            if name not in ("host", "disk") or (colon and (name != "disk" or parse_size(limit) <= 0)):
-                raise ValueError("it must be host, disk or disk:<bytes a second>")
-        except ValueError as error:
-            raise typer.BadParameter(f"{tier!r} is no tier: {error}") from None
-    return found
 
 
 @app.command(help=__doc__)
@@ -201,7 +166,8 @@ class Run:
         from ablation_report import flat
         from restore_report import data_of
 
-        settings = Settings(self.model, self.sizes.lengths, self.sizes.tiers, self.sizes.rounds, self.folder)
+        sizes = self.sizes
+        settings = Settings(self.model, sizes.lengths, sizes.tiers, sizes.rounds, self.folder, Sweep())
         data = {"benchmark": "ablations", **data_of(settings, (), {})}
         del data["rows"], data["profiles"]
         with Progress(console=console, transient=True) as progress:

@@ -136,6 +136,17 @@ class Rig:
         self.view.free(slots)
         return seconds
 
+    def question(self, length: int) -> float:
+        """Seconds of computing the last chunk of the first ``length`` tokens, with all others on the device."""
+        new = self.view.allocate(CHUNK_TOKENS)
+        start = length - CHUNK_TOKENS
+        slots = torch.cat([self.slots[:start], new])
+        began = time.monotonic()
+        self.device.forward.extend(self.tokens[:length], slots, start, self.num_layers)
+        seconds = time.monotonic() - began
+        self.view.free(new)
+        return seconds
+
     def stored_rows(self, layer: int, method: Method) -> torch.Tensor:
         """What capture would store of the prompt: (length, width)."""
         if method is Method.HIDDEN:
@@ -181,6 +192,7 @@ class Variant:
         disk: where the chunks are; None: host memory.
         gate: decides how many layers are recomputed.
         may_decline: whether it also decides that recomputing all is faster.
+        longest: tokens of the prompt that are stored; None: all.
     """
 
     def __init__(
@@ -191,12 +203,13 @@ class Variant:
         gate: RestoreGate,
         *,
         may_decline: bool,
+        longest: int | None = None,
     ) -> None:
         self._may_decline = may_decline
         self.rig = rig
         self.stored = tuple(stored)
         self.layout = rig.model.layout(stored)
-        self.keys = salted(chunk_keys(NAMESPACE.root_key(), rig.tokens))
+        self.keys = salted(chunk_keys(NAMESPACE.root_key(), rig.tokens[:longest]))
         self._over = threading.Event()
         self.error = 0.0
         """Of the last restore that was checked."""

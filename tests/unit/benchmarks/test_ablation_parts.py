@@ -1,4 +1,4 @@
-"""What benchmarks/ablations.py counts without a model: shares of layers and tokens, places of rows, Table 3, options."""
+"""What benchmarks/ablations.py counts without a model: shares of layers and tokens, places of rows, Table 3."""
 
 from __future__ import annotations
 
