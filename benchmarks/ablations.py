@@ -31,13 +31,13 @@ from restore_speed import PIECE, Settings, Sweep, _with_cpu_runtime, numbers, ti
 from rich.console import Console
 from rich.progress import Progress
 
-from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # those take seconds: wrong options are told at once
     from restore_rig import Rig
 
+    from sglang_hcache.cli.tiny_model import TinyModel
     from sglang_hcache.plan.profile import Profile
     from sglang_hcache.store import DiskStore
 
@@ -135,6 +135,8 @@ def main(
     )
     if kv_layers is not None and kv_layers >= layers:
         raise typer.BadParameter(f"--kv-layers {kv_layers} leaves none of {layers} layers for hidden states")
+    from sglang_hcache.cli.tiny_model import TinyModel
+
     model = TinyModel(layers=layers, hidden=hidden, heads=heads, dtype="bfloat16", max_position=40_000)
     _with_cpu_runtime()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix="ablations-") as scratch:
@@ -191,6 +193,8 @@ class Run:
 
     def _load(self) -> Rig:
         from restore_rig import Rig
+
+        from sglang_hcache.cli.tiny_model import write_tiny_model
 
         folder = self.folder / "model"
         write_tiny_model(folder, self.model)

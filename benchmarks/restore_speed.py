@@ -34,19 +34,19 @@ from rich.progress import Progress
 
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.serve import prepare_launch
-from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.units import parse_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # those take seconds: wrong options are told at once
     from restore_rig import Rig, Variant
 
+    from sglang_hcache.cli.tiny_model import TinyModel
     from sglang_hcache.plan.profile import Profile
 
 PIECE = 2048
 """Tokens of a prefill pass."""
-HERE = Path(__file__).parent
+LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
 
 
 @dataclass
@@ -203,18 +203,15 @@ def main(
     sweep = Sweep.of(
         bandwidths, bandwidth_length, quick=quick, by_default=tiers == "host,disk" and not lengths
     )
+    histories = numbers(lengths or (QUICK_LENGTHS if quick else LENGTHS), CHUNK_TOKENS, CHUNK_TOKENS)
+    all_tiers = tiers_of(tiers)
+    from sglang_hcache.cli.tiny_model import TinyModel
+
     model = TinyModel(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype="bfloat16", max_position=40_000
     )
-    settings = Settings(
-        model,
-        numbers(lengths or ("1024,2048" if quick else "1024,4096,16384"), CHUNK_TOKENS, CHUNK_TOKENS),
-        tiers_of(tiers),
-        rounds or (5 if quick else 7),
-        Path(),
-        sweep,
-        0.3 if quick else 2.0,
-    )
+    rounds = rounds or (5 if quick else 7)
+    settings = Settings(model, histories, all_tiers, rounds, Path(), sweep, 0.3 if quick else 2.0)
     _with_cpu_runtime()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix="restore-speed-") as scratch:
         rows, costs = measure(replace(settings, folder=Path(scratch)), Console(stderr=True))
@@ -241,6 +238,8 @@ def _with_cpu_runtime() -> None:
 def measure(settings: Settings, console: Console) -> tuple[list[Row], dict[str, Any]]:
     """Medians of every variant at every length and tier, and the profile that ``auto`` used."""
     from restore_rig import Rig
+
+    from sglang_hcache.cli.tiny_model import write_tiny_model
 
     model = settings.folder / "model"
     write_tiny_model(model, settings.model)
