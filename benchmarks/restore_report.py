@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_header import make_header
+from restore_figures import draw
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +58,8 @@ def print_tables(rows: Sequence[Row], costs: dict[str, Any], console: Console) -
     for tier in dict.fromkeys(row.tier for row in rows):
         for length in dict.fromkeys(row.length for row in rows):
             of_length = {row.variant: row for row in rows if (row.tier, row.length) == (tier, length)}
+            if not of_length:
+                continue
             table = Table(
                 title=f"{length:,} tokens from {tier}", title_justify="left", box=None, pad_edge=False
             )
@@ -70,7 +73,7 @@ def print_tables(rows: Sequence[Row], costs: dict[str, Any], console: Console) -
                     f"{of_length['recompute'].seconds / row.seconds:.2f}",
                     *(_ms(value) for value in (row.predicted_s, row.io_s, row.compute_s)),
                     "" if row.efficiency is None else f"{row.efficiency:.2f}",
-                    str(row.num_recompute) if row.variant != "recompute" else "all", row.stored,
+                    _recomputed(row), row.stored,
                 )  # fmt: skip
             console.print(table)
             console.print()
@@ -85,31 +88,13 @@ def write_all(folder: Path, data: dict[str, Any], rows: Sequence[Row]) -> None:
         writer = csv.writer(file)
         writer.writerow(FIELDS)
         writer.writerows([getattr(row, name) for name in FIELDS] for row in rows)
-    _draw(folder / "restore_speed.png", rows)
+    model = data["model"]
+    heads = f"{model['heads']} heads, {model['kv_heads']} KV heads"
+    draw(folder / "restore_speed.png", rows, f"{model['layers']} layers, {model['hidden']} wide, {heads}")
 
 
-def _draw(path: Path, rows: Sequence[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tiers = list(dict.fromkeys(row.tier for row in rows))
-    figure, axes = pyplot.subplots(1, len(tiers), figsize=(6 * len(tiers), 4), squeeze=False)
-    for axis, tier in zip(axes[0], tiers, strict=True):
-        for variant in dict.fromkeys(row.variant for row in rows):
-            chosen = [row for row in rows if (row.tier, row.variant) == (tier, variant)]
-            axis.plot(
-                [row.length for row in chosen],
-                [row.length / row.seconds for row in chosen],
-                "o-",
-                label=variant,
-            )
-        axis.set(title=tier, xlabel="tokens", ylabel="tokens/s", xscale="log", yscale="log")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _recomputed(row: Row) -> str:
+    return {"recompute": "all", "ideal": ""}.get(row.variant, str(row.num_recompute))
 
 
 def _ms(value: float | None) -> str:

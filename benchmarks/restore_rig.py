@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
@@ -42,6 +44,9 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 BLOCK_CHUNKS = 64
+RUN_CHUNKS = 16
+MOST_ERROR = 0.05
+"""Of a restored value, relative to the largest one: bf16, and passes of other sizes."""
 NAMESPACE = Namespace(b"benchmark", "benchmark")
 
 
@@ -85,6 +90,8 @@ class Rig:
     slots: torch.Tensor
     hidden: list[torch.Tensor]
     """Of each layer, (length, hidden size)."""
+    runner: Any
+    """SGLang's ``ModelRunner``."""
 
     @classmethod
     def load(cls, folder: Path, length: int, piece: int) -> Rig:
@@ -102,7 +109,8 @@ class Rig:
         ]
         server_args = ServerArgs.from_cli_args(arguments.parse_args(given))
         install_cpu_fixes(str(server_args.device))
-        loaded, _ = load_model(server_args, PortArgs.init_new(server_args), 0, 0)
+        with redirect_stdout(sys.stderr):  # it prints
+            loaded, _ = load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         runner = loaded.torch_runner
         model = ServedModel.of(runner.model, runner.model_config)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
@@ -111,7 +119,7 @@ class Rig:
         device = Device(view, pool, Idle(), forward, piece, is_cpu)  # type: ignore[arg-type]
         restorer = restorer_of(model, device)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
-        rig = cls(model, device, view, restorer, tokens, view.allocate(length), [])
+        rig = cls(model, device, view, restorer, tokens, view.allocate(length), [], runner)
         rig._compute()
         return rig
 
@@ -128,6 +136,17 @@ class Rig:
         self.view.free(slots)
         return seconds
 
+    def question(self, length: int) -> float:
+        """Seconds of computing the last chunk of the first ``length`` tokens, with all others on the device."""
+        new = self.view.allocate(CHUNK_TOKENS)
+        start = length - CHUNK_TOKENS
+        slots = torch.cat([self.slots[:start], new])
+        began = time.monotonic()
+        self.device.forward.extend(self.tokens[:length], slots, start, self.num_layers)
+        seconds = time.monotonic() - began
+        self.view.free(new)
+        return seconds
+
     def stored_rows(self, layer: int, method: Method) -> torch.Tensor:
         """What capture would store of the prompt: (length, width)."""
         if method is Method.HIDDEN:
@@ -142,6 +161,12 @@ class Rig:
             for one, true in zip(mine, self.device.pool.read(layer, self.slots[: len(slots)]), strict=True):
                 worst = max(worst, float((one - true).abs().max() / true.abs().max()))
         return worst
+
+    def check(self, slots: torch.Tensor) -> float:
+        """:meth:`error`, which must be small."""
+        error = self.error(slots)
+        assert error < MOST_ERROR, f"restored K or V differ by {error:.3g} of the largest value"
+        return error
 
     def _run(self, slots: torch.Tensor, layers: int) -> None:
         piece = self.device.largest_pass
@@ -167,6 +192,7 @@ class Variant:
         disk: where the chunks are; None: host memory.
         gate: decides how many layers are recomputed.
         may_decline: whether it also decides that recomputing all is faster.
+        longest: tokens of the prompt that are stored; None: all.
     """
 
     def __init__(
@@ -177,16 +203,16 @@ class Variant:
         gate: RestoreGate,
         *,
         may_decline: bool,
+        longest: int | None = None,
     ) -> None:
         self._may_decline = may_decline
         self.rig = rig
         self.stored = tuple(stored)
         self.layout = rig.model.layout(stored)
-        self.keys = chunk_keys(NAMESPACE.root_key(), rig.tokens)
+        self.keys = salted(chunk_keys(NAMESPACE.root_key(), rig.tokens[:longest]))
         self._over = threading.Event()
-        # A namespace of its own: two variants must not share chunks on disk.
-        salt = os.urandom(16)
-        self.keys = [ChunkKey(bytes(a ^ b for a, b in zip(key, salt * 2, strict=True))) for key in self.keys]
+        self.error = 0.0
+        """Of the last restore that was checked."""
         self.tiers = self._filled(disk)
         self.engine = RestoreEngine(
             self.tiers, rig.restorer, Counters(), lambda _job: self._over.set(), BLOCK_CHUNKS
@@ -212,8 +238,7 @@ class Variant:
         seconds = time.monotonic() - began
         assert restore.job.state is RestoreState.DONE, restore.job.error
         if check:
-            error = self.rig.error(slots)
-            assert error < 0.05, f"restored K or V differ by {error:.3g} of the largest value"
+            self.error = self.rig.check(slots)
         self.rig.view.free(slots)
         return seconds, decision
 
@@ -247,28 +272,45 @@ class Variant:
         self.engine.close()
 
     def _filled(self, disk: DiskStore | None) -> TieredStore:
-        count = len(self.keys)
         rows = [self.rig.stored_rows(layer, method) for layer, method in enumerate(self.stored)]
-        chunks = [
-            layer[: count * CHUNK_TOKENS].contiguous().view(torch.uint8).reshape(count, -1).numpy()
-            for layer in rows
-        ]
-        slots = 1 if disk is not None else count
-        arena = host_buffer(slots * self.layout.chunk_bytes).reshape(slots, -1)
-        host = HostTier(arena, self.layout, Counters(), keep_dirty=False)
-        tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=16)
-        for first in range(0, count, 16):
-            part = slice(first, min(first + 16, count))
-            if disk is not None:
-                run = Run(bytes(16), tuple(self.keys[part]), first, self.layout.chunk_layer_bytes)
-                disk.write_run(run, lambda layer, part=part: list(chunks[layer][part]))
-                continue
-            for index in range(part.start, part.stop):
-                slot = tiers.reserve()
-                assert slot is not None
-                arena[slot] = np.concatenate([layer[index] for layer in chunks])
-                tiers.seal(slot, ChunkInfo(self.keys[index], bytes(32), index, bytes(16)))
-        return tiers
+        return filled_tiers(self.layout, self.keys, rows, disk)
+
+
+def salted(keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """Other keys in place of ``keys``: two variants must not share chunks on disk."""
+    salt = os.urandom(16)
+    return [ChunkKey(bytes(a ^ b for a, b in zip(key, salt * 2, strict=True))) for key in keys]
+
+
+def filled_tiers(
+    layout: StateLayout, keys: Sequence[ChunkKey], rows: Sequence[torch.Tensor], disk: DiskStore | None
+) -> TieredStore:
+    """Tiers that hold the chunks ``keys``, one prefix, on ``disk`` or, without one, in host memory.
+
+    Args:
+        rows: of each layer, (tokens, width), at least 64 for each key.
+    """
+    count = len(keys)
+    chunks = [
+        layer[: count * CHUNK_TOKENS].contiguous().view(torch.uint8).reshape(count, -1).numpy()
+        for layer in rows
+    ]
+    slots = 1 if disk is not None else count
+    arena = host_buffer(slots * layout.chunk_bytes).reshape(slots, -1)
+    host = HostTier(arena, layout, Counters(), keep_dirty=False)
+    tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=RUN_CHUNKS)
+    for first in range(0, count, RUN_CHUNKS):
+        part = slice(first, min(first + RUN_CHUNKS, count))
+        if disk is not None:
+            run = Run(bytes(16), tuple(keys[part]), first, layout.chunk_layer_bytes)
+            disk.write_run(run, lambda layer, part=part: list(chunks[layer][part]))
+            continue
+        for index in range(part.start, part.stop):
+            slot = tiers.reserve()
+            assert slot is not None
+            arena[slot] = np.concatenate([layer[index] for layer in chunks])
+            tiers.seal(slot, ChunkInfo(keys[index], bytes(32), index, bytes(16)))
+    return tiers
 
 
 def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind) -> RestoreGate:

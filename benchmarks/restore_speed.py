@@ -1,18 +1,29 @@
-"""How fast a history comes back: every method, from host memory and disk, against the floors, in one run.
+"""How fast a history comes back: every method, over its length, the tier and the tier's bandwidth, in one run.
 
-Variants take turns; what is printed are medians and ratios of the same run. The floors are what the two resources need
-alone: I/O (the same extents read into the same buffers) and computation (bare matrix products on contiguous inputs).
+recompute, kv, hidden, hybrid and auto take turns; medians are printed, and ratios of the same run: Figures 11 and 12 of
+HCache. The floors are what the two resources need alone: I/O (the same extents read into the same buffers) and
+computation (bare matrix products on contiguous inputs). ideal restores nothing: it is the time of the next 64 tokens
+when the history is on the device, which every other method has to add to its own.
+
+\b
+    python benchmarks/restore_speed.py --quick
+    python benchmarks/restore_speed.py --out results
+    python benchmarks/restore_speed.py --layers 16 --hidden 1024 --heads 16 --dir /mnt/nvme0 --out results-1024
+    python benchmarks/restore_speed.py --tiers disk --lengths 4096 --bandwidths none
+
+Run it while nothing else uses the machine. Exit status: 0, or 2 with a reason.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,19 +34,19 @@ from rich.progress import Progress
 
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.serve import prepare_launch
-from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.units import parse_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # those take seconds: wrong options are told at once
     from restore_rig import Rig, Variant
 
+    from sglang_hcache.cli.tiny_model import TinyModel
     from sglang_hcache.plan.profile import Profile
 
 PIECE = 2048
 """Tokens of a prefill pass."""
-HERE = Path(__file__).parent
+LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
 
 
 @dataclass
@@ -62,69 +73,156 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Bandwidths of one length."""
+
+    tiers: tuple[str, ...] = ()
+    """Throttled disks."""
+    length: int = CHUNK_TOKENS
+
+    @classmethod
+    def of(cls, bandwidths: str | None, length: int | None, *, quick: bool, by_default: bool) -> Sweep:
+        """
+        Raises:
+            typer.BadParameter: no bandwidths or no length.
+        """
+        if bandwidths is None:
+            bandwidths = ("250MB,1GB" if quick else "250MB,500MB,1GB,2GB") if by_default else "none"
+        if bandwidths == "none":
+            return cls()
+        tiers = tiers_of(",".join(f"disk:{part.strip()}" for part in bandwidths.split(",")))
+        (tokens,) = numbers(str(length or (2048 if quick else 4096)), CHUNK_TOKENS, CHUNK_TOKENS)
+        return cls(tiers, tokens)
+
+
+@dataclass(frozen=True)
 class Settings:
     model: TinyModel
     lengths: tuple[int, ...]
     tiers: tuple[str, ...]
     rounds: int
     folder: Path
+    sweep: Sweep
+    measure_s: float = 2.0
+    """For each thing that is measured before a tier, for the plans of ``auto``."""
+
+    def lengths_of(self, tier: str) -> tuple[int, ...]:
+        """Lengths that are measured from ``tier``."""
+        of_sweep = (self.sweep.length,) if tier in self.sweep.tiers else ()
+        return tuple(dict.fromkeys((*(self.lengths if tier in self.tiers else ()), *of_sweep)))
+
+    @property
+    def all_tiers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.tiers, *self.sweep.tiers)))
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+def numbers(text: str, least: int, multiple: int = 1) -> tuple[int, ...]:
+    """``1024,4096`` as numbers.
+
+    Raises:
+        typer.BadParameter: one is not a number, below ``least``, or not a multiple.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1024,4096") from None
+    for number in found:
+        if number < least or number % multiple:
+            of = f", a multiple of {multiple}" if multiple > 1 else ""
+            raise typer.BadParameter(f"{number} is not allowed; at least {least}{of}")
+    return found
+
+
+def tiers_of(text: str) -> tuple[str, ...]:
+    """``host,disk:500MB`` as tiers.
+
+    Raises:
+        typer.BadParameter: one is no tier.
+    """
+    found = tuple(part.strip() for part in text.split(","))
+    for tier in found:
+        name, colon, limit = tier.partition(":")
+        try:
+            if name not in ("host", "disk") or (colon and (name != "disk" or parse_size(limit) <= 0)):
+                raise ValueError("it must be host, disk or disk:<bytes a second>")
+        except ValueError as error:
+            raise typer.BadParameter(f"{tier!r} is no tier: {error}") from None
+    return found
+
+
+@app.command(help=__doc__)
 def main(
-    layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 24,
-    hidden: Annotated[int, typer.Option(help="Its hidden size.")] = 512,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as heads if not given.")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the histories.")] = "1024,4096,16384",
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the random model.")] = 24,
+    hidden: Annotated[int, typer.Option(min=32, help="Its hidden size.")] = 512,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="KV heads; as many as heads if not given.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the histories, multiples of 64. Default: 1024,4096,16384; quick 1024,2048."
+        ),
+    ] = None,
     tiers: Annotated[
         str,
         typer.Option(
-            help="host, disk, or a disk that is read no faster than so many bytes a second, such as disk:500MB."
+            help="Measured at every length: host, disk, or a disk that is read no faster than so many bytes a "
+            "second, such as disk:500MB."
         ),
     ] = "host,disk",
-    rounds: Annotated[int, typer.Option(help="Times that each variant is measured.")] = 7,
+    bandwidths: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes a second that the disk is throttled to, at the one length of --bandwidth-length; none: "
+            "no such measurement. Default: none with --tiers or --lengths, else 250MB,500MB,1GB,2GB; quick 250MB,1GB."
+        ),
+    ] = None,
+    bandwidth_length: Annotated[
+        int | None, typer.Option(min=CHUNK_TOKENS, help="Default: 4096; quick 2048.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 5.")
+    ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Where the disk tier is made, and removed. Default: a new folder here."),
+        typer.Option(
+            "--dir",
+            exists=True,
+            file_okay=False,
+            help="Where the disk tier is made, and removed. Default: a new folder here.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write restore_speed.json, .csv and .png there.")] = None,
-    quick: Annotated[
-        bool, typer.Option(help="Under two minutes: 1,024 and 4,096 tokens, five rounds.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter, under two minutes on two cores.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
 ) -> None:
-    """Compare recompute, kv, hidden, hybrid, auto and the floors."""
+    sweep = Sweep.of(
+        bandwidths, bandwidth_length, quick=quick, by_default=tiers == "host,disk" and not lengths
+    )
+    histories = numbers(lengths or (QUICK_LENGTHS if quick else LENGTHS), CHUNK_TOKENS, CHUNK_TOKENS)
+    all_tiers = tiers_of(tiers)
+    from sglang_hcache.cli.tiny_model import TinyModel
+
+    model = TinyModel(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype="bfloat16", max_position=40_000
+    )
+    rounds = rounds or (5 if quick else 7)
+    settings = Settings(model, histories, all_tiers, rounds, Path(), sweep, 0.3 if quick else 2.0)
     _with_cpu_runtime()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix="restore-speed-") as scratch:
-        settings = Settings(
-            TinyModel(
-                layers=layers,
-                hidden=hidden,
-                heads=heads,
-                kv_heads=kv_heads,
-                dtype="bfloat16",
-                max_position=40_000,
-            ),
-            tuple(
-                int(part) // CHUNK_TOKENS * CHUNK_TOKENS
-                for part in ("1024,4096" if quick else lengths).split(",")
-            ),
-            tuple(tiers.split(",")),
-            5 if quick else rounds,
-            Path(scratch),
-        )
-        rows, costs = measure(settings, Console(stderr=True, quiet=as_json))
+        rows, costs = measure(replace(settings, folder=Path(scratch)), Console(stderr=True))
     from restore_report import data_of, print_tables, write_all
 
     data = data_of(settings, rows, costs)
     if as_json:
         print(json.dumps(data, indent=2))
     else:
-        print_tables(rows, costs, Console())
+        console = Console()
+        print_tables(rows, costs, console if console.is_terminal else Console(width=130))
     if out is not None:
         write_all(out, data, rows)
 
@@ -141,18 +239,20 @@ def measure(settings: Settings, console: Console) -> tuple[list[Row], dict[str, 
     """Medians of every variant at every length and tier, and the profile that ``auto`` used."""
     from restore_rig import Rig
 
+    from sglang_hcache.cli.tiny_model import write_tiny_model
+
     model = settings.folder / "model"
     write_tiny_model(model, settings.model)
     rows: list[Row] = []
     costs: dict[str, Any] = {}
     with Progress(console=console, transient=True) as progress:
         loading = progress.add_task("loading the model, computing a prompt", total=None)
-        rig = Rig.load(model, max(settings.lengths), PIECE)
+        rig = Rig.load(model, max(*settings.lengths, settings.sweep.length), PIECE)
         progress.remove_task(loading)
         for length in settings.lengths:  # warms up
             rig.recompute(length)
-        for tier in settings.tiers:
-            task = progress.add_task(tier, total=settings.rounds * len(settings.lengths))
+        for tier in settings.all_tiers:
+            task = progress.add_task(tier, total=settings.rounds * len(settings.lengths_of(tier)))
             rows += _measure_tier(settings, rig, tier, partial(progress.advance, task), costs)
     return rows, costs
 
@@ -165,23 +265,29 @@ def _measure_tier(settings: Settings, rig: Rig, tier: str, step: Any, costs: dic
     from sglang_hcache.sglang_plugin.planning import describe
     from sglang_hcache.store import DiskStore, StoreConfig
 
-    disk = None
+    disk, store = None, settings.folder / "disk"
     name, _, limit = tier.partition(":")
     if name == "disk":
         config = StoreConfig(
-            dirs=(settings.folder / "disk",), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
+            dirs=(store,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
             read_limit_bytes_per_s=parse_size(limit) if limit else None,
         )  # fmt: skip
         disk = DiskStore.open(config, Counters())
-    profile = Bench(rig.model, rig.restorer, rig.device.forward, disk, PIECE, 2.0, 16, "benchmark").measure()
+    bench = Bench(
+        rig.model, rig.restorer, rig.device.forward, disk, PIECE, settings.measure_s, 16, "benchmark"
+    )
+    profile = bench.measure()
     costs[tier] = asdict(profile)
     variants = {}
     for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
         stored = _stored(profile, name, kind)
         gate = gate_of(profile, stored, kind)
-        variants[kind.value] = Variant(rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO)
+        longest = max(settings.lengths_of(tier))
+        variants[kind.value] = Variant(
+            rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest
+        )
     rows = []
-    for length in settings.lengths:
+    for length in settings.lengths_of(tier):
         rows += _measure_length(settings, rig, tier, length, variants, step)
     for row in rows:
         if row.variant in variants:
@@ -190,6 +296,7 @@ def _measure_tier(settings: Settings, rig: Rig, tier: str, step: Any, costs: dic
         variant.close()
     if disk is not None:
         disk.close()
+        shutil.rmtree(store)
     return rows
 
 
@@ -203,11 +310,12 @@ def _stored(profile: Profile, tier: str, kind: PlanKind) -> tuple[Method, ...]:
 def _measure_length(
     settings: Settings, rig: Rig, tier: str, length: int, variants: dict[str, Variant], step: Any
 ) -> list[Row]:
-    rows = {name: Row(tier, length, name, 0.0) for name in ("recompute", *variants)}
+    rows = {name: Row(tier, length, name, 0.0) for name in ("recompute", *variants, "ideal")}
     floors: dict[str, list[float]] = {name: [] for name in variants}
     computes: list[float] = []
     for variant in variants.values():
         variant.restore(length, check=True)
+    rig.question(length)
     for _ in range(settings.rounds):
         rows["recompute"].times.append(rig.recompute(length))
         computes.append(bare_products(rig, length))
@@ -217,6 +325,7 @@ def _measure_length(
             rows[name].times.append(seconds)
             if decision is not None:
                 rows[name].predicted_s, rows[name].num_recompute = decision.restore_s, decision.num_recompute
+        rows["ideal"].times.append(rig.question(length))
         step()
     for name, row in rows.items():
         row.seconds = statistics.median(row.times)

@@ -1,0 +1,333 @@
+"""Restores whose layers are shared out between two methods, and restores whose tokens are.
+
+[HCache §4.1.2, Figure 13]: with the same bytes to read and the same products to compute, either some *layers* come back
+as K and V and the others as hidden states, or some *tokens* do, in every layer. By tokens each layer takes two reads in
+place of one, and products with a number of rows that fits no kernel's tiles. By tokens is for this comparison only: no
+server stores like that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ablation_splits import (
+    BLOCK_CHUNKS,
+    BLOCK_TOKENS,
+    TokenSplit,
+    block_lengths,
+    choose_split,
+    closed_forms,
+    host_reads,
+    predicted_by_tokens,
+    token_splits,
+)
+from counted_disk import CountingEngine, open_disk
+from restore_rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
+
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.plan.costs import LayerCosts
+from sglang_hcache.plan.planner import Split, make_plan
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Step
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.tier.tiered import ChunkLease
+
+LAYERS, TOKENS, ROUNDED = "layers", "tokens", "tokens, rounded"
+"""How a restore is shared out: by layers; by tokens, as exactly as tokens go; by tokens, in whole chunks."""
+
+
+class _BothForms:
+    """Tiers of hidden states and of K and V as one, with two steps a layer: 2·layer and 2·layer + 1."""
+
+    def __init__(self, rig: Rig, disk: DiskStore | None) -> None:
+        keys = chunk_keys(NAMESPACE.root_key(), rig.tokens)
+        self.tiers, self.keys = [], []
+        layouts = []
+        for method in (Method.HIDDEN, Method.KV):
+            layout = rig.model.layout((method,) * rig.num_layers)
+            rows = [rig.stored_rows(layer, method) for layer in range(rig.num_layers)]
+            self.keys.append(salted(keys))
+            self.tiers.append(filled_tiers(layout, self.keys[-1], rows, disk))
+            layouts.append(layout)
+        self.layout = StateLayout(
+            (Method.HIDDEN, Method.KV) * rig.num_layers,
+            tuple(layouts[step % 2].row_bytes[step // 2] for step in range(2 * rig.num_layers)),
+        )
+
+    def lease(self, part: int, first: int, stop: int) -> ChunkLease:
+        return self.tiers[part].lease(self.keys[part][first:stop])
+
+    def read_layer(self, lease: ChunkLease, step: int, out: Any) -> None:
+        self.tiers[step % 2].read_layer(lease, step // 2, out)
+
+
+class _TokenPipeline(LayerPipeline):
+    """The server's pipeline, with two steps a layer: its hidden states, then its K and V."""
+
+    splits: list[TokenSplit]
+
+    def _replace_buffers(self) -> None:
+        # Two of these buffers hold what one of the server's holds.
+        while len(self._spare) < 2 * NUM_BUFFERS:
+            self._spare.append(host_buffer(self._buffer_bytes))
+
+    def _steps(self, job: RestoreJob) -> Iterator[_Step]:
+        first = 0
+        for number, split in enumerate(self.splits):
+            for step in job.layers:
+                part = step % 2
+                if not job.blocks[2 * number + part].keys:
+                    continue
+                chunk = split.first_kv_chunk if part else 0
+                yield _Step(job.blocks[2 * number + part], first + chunk * CHUNK_TOKENS, step)
+            first += split.total
+
+    def _restore(self, job: RestoreJob, step: _Step, buffer: Any) -> None:
+        split = self.splits[step.first_token // BLOCK_TOKENS]
+        block_start = step.first_token // BLOCK_TOKENS * BLOCK_TOKENS
+        is_kv = step.layer % 2
+        begin = block_start + split.hidden if is_kv else block_start
+        end = block_start + (split.total if is_kv else split.hidden)
+        row_bytes = self._tiers.layout.row_bytes[step.layer]
+        stored = torch.from_numpy(
+            buffer[: len(step.block.keys) * CHUNK_TOKENS * row_bytes].reshape(-1, row_bytes)
+        )
+        rows = stored[begin - step.first_token : end - step.first_token].view(self._restorer.dtype)
+        method = Method.KV if is_kv else Method.HIDDEN
+        self._restorer.restore(step.layer // 2, method, rows, torch.arange(begin, end), job.slots[begin:end])
+
+
+class TokenWise:
+    """Restores of the rig's prompt whose tokens are shared out."""
+
+    def __init__(self, rig: Rig, disk: DiskStore | None) -> None:
+        self._rig = rig
+        self._over = threading.Event()
+        self._both = both = _BothForms(rig, disk)
+        self._engine = RestoreEngine(
+            both,
+            rig.restorer,
+            Counters(),
+            lambda _job: self._over.set(),
+            BLOCK_CHUNKS,  # type: ignore[arg-type]
+        )
+        self._pipeline = _TokenPipeline(both, rig.restorer, self._engine._readers, BLOCK_CHUNKS)  # type: ignore[arg-type]
+        self._engine._pipeline = self._pipeline
+
+    def restore(self, splits: list[TokenSplit], *, check: bool = False) -> tuple[float, float]:
+        """Seconds, and the largest error of what came back, 0 unless ``check``."""
+        length = sum(split.total for split in splits)
+        slots = self._rig.view.allocate(length)
+        began = time.monotonic()
+        self._pipeline.splits = splits
+        blocks = []
+        for number, split in enumerate(splits):
+            first, count = number * BLOCK_CHUNKS, split.total // CHUNK_TOKENS
+            blocks.append(self._both.lease(0, first, first + split.hidden_chunks))
+            blocks.append(self._both.lease(1, first + split.first_kv_chunk, first + count))
+        job = RestoreJob(tuple(blocks), 0, slots, 60.0, tuple(range(2 * self._rig.num_layers)))
+        self._over.clear()
+        self._engine.submit(job)
+        self._over.wait()
+        seconds = time.monotonic() - began
+        assert job.state is RestoreState.DONE, job.error
+        error = self._rig.check(slots) if check else 0.0
+        self._rig.view.free(slots)
+        return seconds, error
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@dataclass
+class PartitionRow:
+    """One way to share out one length; medians in seconds."""
+
+    tier: str
+    length: int
+    partition: str
+    hidden: int
+    """Layers or tokens of each block that come back from hidden states."""
+    kv: int
+    seconds: float = 0.0
+    predicted_s: float = 0.0
+    closed_form: int | None = None
+    """What [HCache §4.1.2] gives for ``hidden``; None where it wants none as K and V, or does not hold."""
+    products_s: float = 0.0
+    """The bare matrix products alone, on contiguous inputs."""
+    gemm_rows: tuple[int, ...] = ()
+    """Rows of the products, each number once."""
+    gemms: int = 0
+    reads: int = 0
+    """Read operations of the disk, or copies of one layer's chunks out of host memory."""
+    read_bytes: int = 0
+    error: float = 0.0
+    """Largest difference of a restored value from what the model computed, relative to the largest value."""
+    times: list[float] = field(default_factory=list)
+    ratio: float = 1.0
+    """Time over that of ``layers`` in the same round: the median, and the range over rounds."""
+    ratio_min: float = 1.0
+    ratio_max: float = 1.0
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    tiers: tuple[str, ...]
+    """``host``, ``disk`` or ``disk:<bytes a second>``."""
+    lengths: tuple[int, ...]
+    kv_layers: int | None
+    """Layers that come back as K and V; None: as many as are predicted to be fastest."""
+    rounds: int
+    folder: Path
+
+
+def measure_partition(
+    settings: PartitionSettings,
+    rig: Rig,
+    profile_of: Callable[[DiskStore | None], Profile],
+    step: Callable[[], None],
+) -> list[PartitionRow]:
+    """Every tier and length by layers, by tokens, and by tokens in whole chunks.
+
+    Args:
+        profile_of: measures the machine; called once a tier.
+        step: called after each round.
+    """
+    rows = []
+    for number, tier in enumerate(settings.tiers):
+        name, _, limit = tier.partition(":")
+        disk, counting = (None, None)
+        if name == "disk":
+            disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
+        profile = profile_of(disk)
+        costs = partial_costs(profile, name)
+        split = _split(settings, rig, costs)
+        methods = split.methods()
+        by_layers = Variant(rig, methods, disk, gate_of(profile, methods, PlanKind.HIDDEN), may_decline=False)
+        by_tokens = TokenWise(rig, disk)
+        for length in settings.lengths:
+            case = _Case(rig, tier, length, split, costs, by_layers, by_tokens, counting)
+            rows += case.measure(settings.rounds, step)
+        by_layers.close()
+        by_tokens.close()
+        if disk is not None:
+            disk.close()
+    return rows
+
+
+def partial_costs(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
+    """Costs of one layer by number of tokens, all of them in ``tier``."""
+    return lambda num_tokens: profile.costs({tier: num_tokens})
+
+
+def _split(settings: PartitionSettings, rig: Rig, costs: Callable[[int], LayerCosts]) -> Split:
+    if settings.kv_layers is not None:
+        return Split(0, rig.num_layers - settings.kv_layers, settings.kv_layers)
+    return choose_split(costs(BLOCK_TOKENS), rig.num_layers)
+
+
+@dataclass
+class _Case:
+    """One tier and length."""
+
+    rig: Rig
+    tier: str
+    length: int
+    split: Split
+    costs: Callable[[int], LayerCosts]
+    by_layers: Variant
+    by_tokens: TokenWise
+    counting: CountingEngine | None
+
+    def measure(self, rounds: int, step: Callable[[], None]) -> list[PartitionRow]:
+        rows = {name: self._row(name) for name in (LAYERS, TOKENS, ROUNDED)}
+        for name, row in rows.items():  # warms up
+            self._count(row, lambda name=name: self._restore(name, check=True))
+        products: dict[str, list[float]] = {name: [] for name in rows}
+        for number in range(rounds):
+            order = list(rows)[number % len(rows) :] + list(rows)[: number % len(rows)]
+            for name in order:
+                products[name].append(self._products(name))
+                rows[name].times.append(self._restore(name)[0])
+            step()
+        for name, row in rows.items():
+            ratios = [mine / other for mine, other in zip(row.times, rows[LAYERS].times, strict=True)]
+            row.seconds, row.products_s = statistics.median(row.times), statistics.median(products[name])
+            row.ratio, row.ratio_min, row.ratio_max = statistics.median(ratios), min(ratios), max(ratios)
+        return list(rows.values())
+
+    def _splits(self, name: str) -> list[TokenSplit]:
+        return token_splits(self.length, self.split, rounded=name == ROUNDED)
+
+    def _row(self, name: str) -> PartitionRow:
+        blocks = block_lengths(self.length)
+        by_layers, by_tokens = closed_forms(self.costs(blocks[0]), self.rig.num_layers, blocks[0])
+        if name == LAYERS:
+            row = PartitionRow(self.tier, self.length, name, self.split.hidden, self.split.kv)
+            row.predicted_s = sum(
+                make_plan(self.split.methods(), self.costs(block)).total_s for block in blocks
+            )
+            row.gemms, row.gemm_rows = self.split.hidden * len(blocks), tuple(dict.fromkeys(blocks))
+            row.closed_form = by_layers
+            return row
+        splits = self._splits(name)
+        kv = splits[0].total - splits[0].hidden
+        row = PartitionRow(self.tier, self.length, name, splits[0].hidden, kv)
+        row.predicted_s = predicted_by_tokens(self.costs, splits, self.rig.num_layers)
+        row.gemms = self.rig.num_layers * len(blocks)
+        row.gemm_rows = tuple(dict.fromkeys(split.hidden for split in splits))
+        row.closed_form = by_tokens
+        return row
+
+    def _restore(self, name: str, *, check: bool = False) -> tuple[float, float]:
+        if name == LAYERS:
+            return self.by_layers.restore(self.length, check=check)[0], self.by_layers.error
+        return self.by_tokens.restore(self._splits(name), check=check)
+
+    def _count(self, row: PartitionRow, restore: Callable[[], tuple[float, float]]) -> None:
+        """Errors, reads and bytes of one restore."""
+        if self.counting is not None:
+            self.counting.take()
+        row.error = restore()[1]
+        if self.counting is not None:
+            row.reads, row.read_bytes = self.counting.take()
+            return
+        row.reads, row.read_bytes = host_reads(
+            self.rig.model.row_bytes,
+            self.rig.num_layers,
+            self.split,
+            (None if row.partition == LAYERS else self._splits(row.partition)),
+            self.length,
+        )
+
+    def _products(self, name: str) -> float:
+        """Seconds of the products that make K and V, on contiguous inputs."""
+        if name == LAYERS:
+            blocks = block_lengths(self.length)
+            layers = range(self.split.kv, self.rig.num_layers)
+        else:
+            blocks, layers = [split.hidden for split in self._splits(name)], range(self.rig.num_layers)
+        seconds = 0.0
+        with torch.inference_mode():
+            for layer in layers:
+                module: Any = self.rig.model.attention[layer]
+                weight = module.qkv_proj.weight[module.q_size :]
+                for count in blocks:
+                    rows = self.rig.hidden[layer][:count]
+                    began = time.monotonic()
+                    torch.nn.functional.linear(rows, weight)
+                    seconds += time.monotonic() - began
+        return seconds

@@ -1,0 +1,274 @@
+"""What ``ablations.py`` prints and writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = {
+    "partition": (
+        *(
+            "tier",
+            "length",
+            "partition",
+            "hidden",
+            "kv",
+            "seconds",
+            "ratio",
+            "ratio_min",
+            "ratio_max",
+            "predicted_s",
+            "closed_form",
+        ),
+        *("products_s", "gemms", "gemm_rows", "reads", "read_bytes", "bytes_per_token", "error"),
+    ),
+    "saving": (
+        *(
+            "load",
+            "size",
+            "variant",
+            "seconds",
+            "p99_s",
+            "ratio",
+            "ratio_min",
+            "ratio_max",
+            "writes",
+            "write_bytes",
+        ),
+        *("tokens", "bytes_per_token", "drain_s", "dropped", "digest"),
+    ),
+    "schedules": (
+        *("model", "where", "tokens", "printed", "closed_form", "searched", "searched_with_fill", "stored"),
+        *("bytes_per_token", "kv_bytes_per_token", "ratio", "printed_kib"),
+    ),
+}
+"""Columns of the CSV files. The JSON has ``times`` as well: every round."""
+
+
+def flat(section: str, row: Any) -> dict[str, Any]:
+    """One row as JSON has it."""
+    data = asdict(row)
+    if section == "partition":
+        data["bytes_per_token"] = row.read_bytes / row.length
+    if section == "saving":
+        data["bytes_per_token"] = row.write_bytes / row.tokens
+    if section == "schedules":
+        data["ratio"] = row.ratio
+    return data
+
+
+def print_tables(data: dict[str, Any], console: Console) -> None:
+    """The tables of the sections that were measured."""
+    machine, model = data["machine"], data["model"]
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores; {versions}; random model of {model['layers']} layers, "
+        f"{model['hidden']} wide, {model['heads']} heads, {model['kv_heads']} KV heads; medians of {data['rounds']} "
+        "rounds, in brackets the least and the largest of a round",
+        highlight=False,
+    )
+    for section, show in (("partition", _partition), ("saving", _saving), ("schedules", _schedules)):
+        if section in data:
+            console.print()
+            for table in show(data[section]):
+                console.print(table)
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in texts:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    tables = []
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        table = _table(
+            f"Partition by layers or by tokens, from {tier}",
+            ("tokens", "by", "H + KV", "closed form H"),
+            (
+                "ms",
+                "x layers",
+                "predicted",
+                "products",
+                "rows of a product",
+                "reads",
+                "KiB a read",
+                "KiB a token",
+            ),
+        )
+        for row in rows:
+            if row["tier"] == tier:
+                table.add_row(
+                    f"{row['length']:,}", row["partition"], f"{row['hidden']:,} + {row['kv']:,}",
+                    "" if row["closed_form"] is None else f"{row['closed_form']:,}",
+                    f"{1e3 * row['seconds']:.1f}", _ratio(row), f"{1e3 * row['predicted_s']:.1f}",
+                    f"{1e3 * row['products_s']:.1f}",
+                    f"{row['gemms']} x " + ", ".join(map(str, row["gemm_rows"])),
+                    f"{row['reads']:,}", f"{row['read_bytes'] / row['reads'] / 1024:.0f}",
+                    f"{row['bytes_per_token'] / 1024:.1f}",
+                )  # fmt: skip
+        tables.append(table)
+    return tables
+
+
+def _saving(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    tables = []
+    for load, title, first, unit in (
+        ("prefill", "Saving during a prefill", "tokens", "ms a prompt"),
+        ("decode", "Saving while requests decode", "requests", "TBT ms"),
+    ):
+        table = _table(
+            title,
+            (first, "saving"),
+            (unit, "x off", "p99", "writes", "KiB a write", "KiB a token", "drain ms", "dropped"),
+        )
+        for row in rows:
+            if row["load"] == load:
+                size = row["write_bytes"] / row["writes"] / 1024 if row["writes"] else 0.0
+                table.add_row(
+                    f"{row['size']:,}", row["variant"], f"{1e3 * row['seconds']:.2f}", _ratio(row),
+                    f"{1e3 * row['p99_s']:.2f}", f"{row['writes']:,}", f"{size:.1f}",
+                    f"{row['bytes_per_token'] / 1024:.1f}", f"{1e3 * row['drain_s']:.0f}", str(row["dropped"]),
+                )  # fmt: skip
+        tables.append(table)
+    return tables
+
+
+def _schedules(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    table = _table(
+        "Schedules and storage (the paper counts one byte a value; its 13B line does not fit its own schedule)",
+        ("model", "from", "printed", "closed form", "search", "with fill", "stored"),
+        ("KiB a token", "K and V", "x less", "printed KiB"),
+    )
+    for row in rows:
+        one_byte = 2 if row["where"] == "paper" else 1
+        table.add_row(
+            row["model"], row["where"],
+            *(split_text(row[name]) for name in ("printed", "closed_form", "searched", "searched_with_fill", "stored")),
+            f"{row['bytes_per_token'] / one_byte / 1024:.0f}", f"{row['kv_bytes_per_token'] / one_byte / 1024:.0f}",
+            f"{row['ratio']:.2f}", str(row["printed_kib"] or ""),
+        )  # fmt: skip
+    return [table]
+
+
+def split_text(split: dict[str, int] | None) -> str:
+    """Such as ``8 RE + 40 H``."""
+    if split is None:
+        return "none"
+    parts = (("recompute", "RE"), ("hidden", "H"), ("kv", "KV"))
+    return " + ".join(f"{split[name]} {short}" for name, short in parts if split[name])
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+
+
+def write_all(folder: Path, data: dict[str, Any]) -> None:
+    """``ablations.json``, and for each section a CSV file and, where there is something to draw, a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ablations.json").write_text(json.dumps(data, indent=2) + "\n")
+    for section, columns in COLUMNS.items():
+        if section not in data:
+            continue
+        with (folder / f"ablations_{section}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows([_cell(row[name]) for name in columns] for row in data[section])
+        _draw(section, folder / f"ablations_{section}.png", data[section])
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return split_text(value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _draw(section: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {"partition": _partition_panels, "saving": _saving_panels, "schedules": _schedule_panels}[
+        section
+    ](rows)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(max(5, WIDTH[section]) * len(panels), 4), squeeze=False
+    )
+    for axis, (title, ylabel, groups, series) in zip(axes[0], panels, strict=True):
+        _bars(axis, groups, series)
+        axis.set(title=title, ylabel=ylabel)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+WIDTH = {"partition": 5, "saving": 5.5, "schedules": 9}
+"""Of one panel, inches."""
+Bars = dict[str, list[tuple[float, float, float]]]
+"""Series -> (height, lowest, highest) of each group."""
+Panel = tuple[str, str, list[str], Bars]
+"""Title, what the bars are, groups, series."""
+
+
+def _bars(axis: Any, groups: Sequence[str], series: Bars) -> None:
+    """Medians, with lines from the least to the largest round."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        heights = [value[0] for value in values]
+        errors = [[h - low for h, low, _ in values], [high - h for h, _, high in values]]
+        bars = axis.bar(at, heights, width, label=name, yerr=errors, capsize=2, error_kw={"linewidth": 0.8})
+        axis.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7, padding=2)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.margins(y=0.3)  # room for the legend
+    if len(series) > 1:
+        axis.legend(fontsize=8, loc="upper left", ncols=2)
+
+
+def _partition_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    panels = []
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        of_tier = [row for row in rows if row["tier"] == tier]
+        lengths = list(dict.fromkeys(row["length"] for row in of_tier))
+        series: Bars = {}
+        for row in of_tier:
+            series.setdefault(row["partition"], []).append((row["ratio"], row["ratio_min"], row["ratio_max"]))
+        panels.append((f"Partition by layers or tokens, {tier}", "time over that by layers",
+                       [f"{length:,} tokens" for length in lengths], series))  # fmt: skip
+    return panels
+
+
+def _saving_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    panels = []
+    for load, title, ylabel in (
+        ("prefill", "Prefill while saving", "ms a prompt"),
+        ("decode", "Decode while saving", "time between tokens, ms"),
+    ):
+        chosen = [row for row in rows if row["load"] == load]
+        groups = [f"{size:,} {'tokens' if load == 'prefill' else 'requests'}"
+                  for size in dict.fromkeys(row["size"] for row in chosen)]  # fmt: skip
+        series: Bars = {}
+        for row in chosen:
+            spread = [1e3 * time for time in row["times"]]
+            series.setdefault(row["variant"], []).append((1e3 * row["seconds"], min(spread), max(spread)))
+        if chosen:
+            panels.append((title, ylabel, groups, series))
+    return panels
+
+
+def _schedule_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    groups = [f"{row['model']}\n{row['where']}\n{split_text(row['stored'])}" for row in rows]
+    ratios = [(row["ratio"],) * 3 for row in rows]
+    return [("Storage below K and V", "times less", groups, {"what is stored": ratios})]

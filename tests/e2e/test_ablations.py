@@ -1,0 +1,116 @@
+"""The ablations run, small, with a real model, and what they say is sane. No times: machines differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "ablations.py"
+TIERS = ("host", "disk:500MB")
+LENGTHS = (256, 1024)
+LAYERS, HIDDEN = 4, 128
+ROW_BYTES = 2 * HIDDEN
+"""Hidden states of one token and layer, bf16. K and V take twice as much."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ablations")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> dict[str, Any]:
+    command = [
+        *(
+            sys.executable,
+            str(BENCHMARK),
+            "--quick",
+            "--json",
+            "--dir",
+            str(folder),
+            "--out",
+            str(folder / "out"),
+        ),
+        *("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--heads", "2", "--kv-layers", "1"),
+        *("--tiers", ",".join(TIERS), "--lengths", ",".join(map(str, LENGTHS)), "--rounds", "2"),
+        *("--batches", "1,3", "--steps", "8", "--prefill", "128"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_header_and_files(data: dict[str, Any], folder: Path) -> None:
+    assert data["versions"].keys() >= {"sglang", "sglang-hcache", "torch"}
+    assert data["machine"]["cores"] >= 1
+    assert data["model"]["layers"] == LAYERS
+    out = folder / "out"
+    assert json.loads((out / "ablations.json").read_text()) == data
+    for section in ("partition", "saving", "schedules"):
+        lines = (out / f"ablations_{section}.csv").read_text().splitlines()
+        assert len(lines) == 1 + len(data[section])
+        assert (out / f"ablations_{section}.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in folder.iterdir()] == ["out"]  # the scratch files are gone
+
+
+def test_partitions_restore_what_the_model_computed(data: dict[str, Any]) -> None:
+    rows = data["partition"]
+    partitions = ("layers", "tokens", "tokens, rounded")
+    assert {(row["tier"], row["length"], row["partition"]) for row in rows} == {
+        (tier, length, partition) for tier in TIERS for length in LENGTHS for partition in partitions
+    }
+    for row in rows:
+        assert row["error"] < 0.05
+        assert row["seconds"] > 0
+        assert row["predicted_s"] > 0
+        assert len(row["times"]) == 2
+        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+
+
+def test_partitions_read_the_same_bytes_in_other_pieces(data: dict[str, Any]) -> None:
+    for tier in TIERS:
+        for length in LENGTHS:
+            of = {r["partition"]: r for r in data["partition"] if (r["tier"], r["length"]) == (tier, length)}
+            exact = (LAYERS + 1) * ROW_BYTES  # one layer of K and V, or a quarter of the tokens
+            for row in of.values():
+                assert exact <= row["bytes_per_token"] < 1.25 * exact  # on disk, headers too
+            assert of["tokens"]["reads"] > of["layers"]["reads"]
+            assert of["tokens"]["gemms"] == LAYERS
+            assert of["layers"]["gemms"] == LAYERS - 1
+            assert of["layers"]["gemm_rows"] == [length]
+            assert of["tokens"]["gemm_rows"] == [length * 3 // 4]
+
+
+def test_what_is_saved_is_the_same_however_it_is_saved(data: dict[str, Any]) -> None:
+    rows = data["saving"]
+    loads = {("prefill", 128), ("decode", 1), ("decode", 3)}
+    assert {(row["load"], row["size"]) for row in rows} == loads
+    for load, size in loads:
+        of = {row["variant"]: row for row in rows if (row["load"], row["size"]) == (load, size)}
+        assert of.keys() == {"off", "two-stage", "direct, page cache", "direct"}
+        saved = [row for name, row in of.items() if name != "off"]
+        assert len({row["digest"] for row in saved}) == 1
+        assert all(row["digest"] for row in saved)
+        assert not any(row["dropped"] for row in of.values())
+        assert of["off"]["write_bytes"] == 0
+        for name in ("direct, page cache", "direct"):
+            assert of[name]["bytes_per_token"] == LAYERS * ROW_BYTES
+        assert 0 < of["two-stage"]["writes"] < of["direct"]["writes"]
+
+
+def test_schedules_are_those_of_the_paper(data: dict[str, Any]) -> None:
+    rows = {(row["model"], row["where"]): row for row in data["schedules"]}
+    ratios = {model: round(row["ratio"], 2) for (model, where), row in rows.items() if where == "paper"}
+    assert ratios == {"llama2-7b": 1.94, "llama2-13b": 1.82, "opt-30b": 2.40}
+    here = [row for (_, where), row in rows.items() if where != "paper"]
+    assert {row["where"] for row in here} == {"host", "disk"}
+    for row in here:
+        assert row["kv_bytes_per_token"] == LAYERS * 2 * ROW_BYTES
+        assert 1 <= row["ratio"] <= 2
+        assert sum(row["stored"].values()) == LAYERS
