@@ -8,22 +8,37 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Receives counts of events. Methods may be called from any thread and must not raise or block."""
+    """Receives counts of events and measurements. Methods are called from any thread; they must not raise or block."""
 
     def count(self, event: str, amount: int = 1) -> None:
         """Add ``amount`` to the counter ``event``, a dotted name such as ``store.chunks_written``."""
 
+    def observe(self, measure: str, value: float) -> None:
+        """One measurement of ``measure``, a dotted name such as ``restore.seconds``."""
+
 
 class Counters:
-    """An :class:`Observer` that adds up, thread-safe."""
+    """An :class:`Observer` that adds up, thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        listener: is told everything as well.
+    """
+
+    def __init__(self, listener: Observer | None = None) -> None:
+        self._listener = listener
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def count(self, event: str, amount: int = 1) -> None:
         with self._lock:
             self._counts[event] += amount
+        if self._listener is not None:
+            self._listener.count(event, amount)
+
+    def observe(self, measure: str, value: float) -> None:
+        """For the listener only."""
+        if self._listener is not None:
+            self._listener.observe(measure, value)
 
     def snapshot(self) -> dict[str, int]:
         """All counters so far, sorted by name."""

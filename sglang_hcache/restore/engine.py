@@ -6,11 +6,13 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, StoreError
+from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, RestoreTimeoutError, StoreError
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
@@ -85,12 +87,10 @@ class RestoreEngine:
             outcome, job.error = RestoreState.FAILED, error
         except Exception as error:
             logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
+            self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
         job.seconds = time.monotonic() - job.started
-        self._observer.count(f"restore.{outcome.value}")
-        logger.debug("hcache: restore of %d tokens: %s in %.3f s", job.num_tokens, outcome.value, job.seconds)
-        if outcome is RestoreState.DONE:
-            self._observer.count("restore.tokens", job.num_tokens)
+        self._report(job, outcome)
         for block in job.blocks:
             try:
                 block.close()
@@ -98,3 +98,24 @@ class RestoreEngine:
                 logger.exception("hcache: a lease could not be closed")
                 self._observer.count("restore.errors")
         job.state = outcome  # last: whoever sees it may use the slots again
+
+    def _report(self, job: RestoreJob, outcome: RestoreState) -> None:
+        is_late = isinstance(job.error, RestoreTimeoutError)
+        self._observer.count("restore.late" if is_late else f"restore.{outcome.value}")
+        queued_s = job.started - job.submitted
+        logger.debug(
+            "hcache: restore of %d tokens: %s in %.3f s (waited for reads %.3f s, wrote K and V %.3f s) after %.3f s "
+            "in the queue", job.num_tokens, outcome.value, job.seconds, job.waited_s, job.written_s, queued_s,
+        )  # fmt: skip
+        if outcome is not RestoreState.DONE:
+            return
+        self._observer.count("restore.tokens", job.num_tokens)
+        for tier, chunks in Counter(job.sources).items():
+            self._observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
+        for tier, read in job.bytes_read.items():
+            self._observer.count(f"restore.bytes_{tier}", read)
+        self._observer.observe("restore.queue_seconds", queued_s)
+        self._observer.observe("restore.read_seconds", job.waited_s)
+        self._observer.observe("restore.project_seconds", job.written_s)
+        if job.seconds > 0:
+            self._observer.observe("restore.gb_per_s", sum(job.bytes_read.values()) / job.seconds / 1e9)

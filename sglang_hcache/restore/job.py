@@ -56,6 +56,12 @@ class RestoreJob:
     started: float = 0.0
     """When the engine began with it."""
     seconds: float = 0.0
+    waited_s: float = 0.0
+    """Of these, waiting for reads."""
+    written_s: float = 0.0
+    """Of these, writing K and V."""
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    """By tier; of one that ended well."""
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -100,12 +101,16 @@ class LayerPipeline:
         return self._readers.submit(self._tiers.read_layer, step.block, step.layer, buffer[:size])
 
     def _await(self, job: RestoreJob, read: Future[None]) -> None:
+        began = time.monotonic()
         try:
             read.result(timeout=job.remaining_s())
         except FutureTimeout:
             raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
+        finally:
+            job.waited_s += time.monotonic() - began
 
     def _restore(self, job: RestoreJob, step: _Step, buffer: npt.NDArray[np.uint8]) -> None:
+        began = time.monotonic()
         count = CHUNK_TOKENS * len(step.block.keys)
         row_bytes = self._tiers.layout.row_bytes[step.layer]
         rows = torch.from_numpy(buffer[: count * row_bytes].reshape(count, row_bytes))
@@ -114,6 +119,10 @@ class LayerPipeline:
         positions = torch.arange(first, first + count)
         method = self._tiers.layout.methods[step.layer]
         self._restorer.restore(step.layer, method, rows.view(self._restorer.dtype), positions, slots)
+        job.written_s += time.monotonic() - began
+        for source, chunks in Counter(step.block.sources).items():
+            read = job.bytes_read.get(source, 0)
+            job.bytes_read[source] = read + chunks * self._tiers.layout.chunk_layer_bytes[step.layer]
 
 
 def _is_over(read: Future[None]) -> bool:

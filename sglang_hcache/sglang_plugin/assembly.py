@@ -20,6 +20,7 @@ from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
 from sglang_hcache.sglang_plugin.measuring import Bench
+from sglang_hcache.sglang_plugin.metrics import MetricsObserver, TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.planning import choose_stored, describe, find_profile
 from sglang_hcache.sglang_plugin.protocols import Device
@@ -51,7 +52,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         SelfCheckError: what is restored is not what the model wrote.
         StoreError: the disk tier cannot be opened.
     """
-    counters = Counters()
+    labels = device.scheduler.metric_labels()
+    counters = Counters(MetricsObserver(labels) if labels is not None else None)
     restorer = restorer_of(model, device)
     tried = _TRIED[config.method]
     check = selfcheck.run(model, restorer, device.pool, device.forward, tried) if tried else None
@@ -69,7 +71,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         gate = None
         if profile is not None and config.method in _PREDICTED:
             gate = RestoreGate(profile, stored, CHUNK_TOKENS * budget.block_chunks)
-        bridge = Bridge(config, model, tiers, budget, device, restorer, gate, counters)
+        gauges = TierGauges(labels, tiers) if labels is not None else None
+        bridge = Bridge(config, model, tiers, budget, device, restorer, gate, counters, gauges)
         undo.pop_all()
     _log_model(config, model, stored, check)
     _log_tiers(config, tiers)

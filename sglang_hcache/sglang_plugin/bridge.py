@@ -25,6 +25,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.budget import HostBudget
+from sglang_hcache.sglang_plugin.metrics import TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
@@ -48,6 +49,7 @@ class Bridge:
         restorer: LayerRestorer,
         gate: RestoreGate | None,
         counters: Counters,
+        gauges: TierGauges | None = None,
     ) -> None:
         self.config = config
         self.counters = counters
@@ -73,6 +75,7 @@ class Bridge:
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
         self._engine = RestoreEngine(tiers, restorer, counters, self.restores.on_over, budget.block_chunks)
         self.restores.attach_engine(self._engine)
+        self._gauges = gauges
         self._closed = threading.Event()
         hidden, self._kv_layers = (
             [layer for layer, each in enumerate(tiers.layout.methods) if each is method]
@@ -198,6 +201,8 @@ class Bridge:
         if self._closed.is_set():
             return
         self._closed.set()
+        if self._gauges is not None:
+            self._gauges.close()
         self._engine.close()
         self._assembler.close()
         if not self.tiers.flush(self.config.shutdown_flush_s):

@@ -75,7 +75,15 @@ class Launcher:
             restore.abandon()
 
     def learn(self, restore: Restore) -> None:
-        """A restore is over: compare what it took with what was predicted."""
+        """A restore is over: report it, and compare what it took with what was predicted."""
+        if restore.is_complete:
+            self._observer.observe("restore.seconds", restore.seconds)
+            if restore.recomputation is not None:
+                self._observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
+            if restore.decision is not None:
+                self._observer.observe(
+                    "restore.prediction_ratio", restore.seconds / restore.decision.restore_s
+                )
         is_telling = restore.is_complete or restore.job.error is not None
         if self._gate is not None and restore.decision is not None and is_telling:
             self._gate.restored(restore.decision, restore.seconds)

@@ -86,6 +86,9 @@ class SchedulerView(Protocol):
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""
 
+    def metric_labels(self) -> dict[str, str] | None:
+        """Labels of this process's metrics; None if there are none (no ``--enable-metrics``)."""
+
 
 class ForwardModel(Protocol):
     """Forward passes of our own."""

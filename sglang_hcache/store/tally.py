@@ -21,6 +21,9 @@ class Tally:
             self._counters.count(event, amount)
         self._observer.count(event, amount)
 
+    def observe(self, measure: str, value: float) -> None:
+        self._observer.observe(measure, value)
+
     def resume(self, text: str | None) -> None:
         """Add what an earlier :meth:`to_json` said; what makes no sense counts as nothing."""
         try:

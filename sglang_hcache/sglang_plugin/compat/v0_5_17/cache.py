@@ -274,6 +274,15 @@ class SchedulerOf:
             or (last is not None and not last.is_empty())
         )
 
+    def metric_labels(self) -> dict[str, str] | None:
+        collector = self._scheduler.metrics_collector
+        if (
+            collector is None
+            or not self._scheduler.metrics_collector_context.current_scheduler_metrics_enabled
+        ):
+            return None
+        return {name: str(value) for name, value in collector.labels.items()}
+
     def waiting_ids(self) -> list[str]:
         return [req.rid for req in self._scheduler.waiting_queue]
 

@@ -1,0 +1,45 @@
+"""``hcache metrics``: what the tier adds to a server's ``/metrics``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_hcache.core.metrics import describe
+
+_COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning")
+
+
+def metrics(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for the docs.")] = False,
+) -> None:
+    """List the metrics that a server with the tier and `--enable-metrics` adds to SGLang's `/metrics`.
+
+    All have the labels of SGLang's own metrics (`model_name`, `tp_rank` ...) as well.
+    """
+    found = list(describe())
+    if as_json:
+        print(json.dumps([asdict(metric) for metric in found], indent=2))
+    elif as_markdown:
+        print(markdown())
+    else:
+        table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 2, 1, 0))
+        for metric in found:
+            table.add_row(metric.name, metric.kind, metric.unit, metric.labels, metric.help)
+        Console().print(table)
+
+
+def markdown() -> str:
+    """The table of docs/metrics.md."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+    lines += [
+        f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.labels} | {metric.help} |"
+        for metric in describe()
+    ]
+    return "\n".join(lines)

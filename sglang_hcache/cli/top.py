@@ -1,0 +1,174 @@
+"""``hcache top``: what a running server's tier does, now and since it started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sglang_hcache.cli.chat_client import ChatClient, ChatError
+from sglang_hcache.cli.store_text import new_table
+from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.units import format_bytes
+
+_BAR_WIDTH = 24
+_RATES = (
+    ("requests that looked", "lookup.requests", ""),
+    ("  found something", "lookup.hits", ""),
+    ("restores done", "restore.done", ""),
+    ("  tokens from host memory", "restore.tokens_host", ""),
+    ("  tokens from disk", "restore.tokens_disk", ""),
+    ("  predicted slower, recomputed", "restore.declined_slower", ""),
+    ("  failed", "restore.failed", "bad"),
+    ("  late", "restore.late", "bad"),
+    ("chunks saved", "host.chunks_sealed", ""),
+    ("  to disk", "demote.chunks_written", ""),
+    ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
+    ("  dropped: host memory full", "capture.chunks_dropped_host_full", "bad"),
+    ("  dropped: disk full", "demote.chunks_dropped_full", "bad"),
+    ("  dropped: write budget", "demote.chunks_dropped_budget", "bad"),
+    ("bytes read from disk", "store.bytes_read", "bytes"),
+    ("bytes written to disk", "store.bytes_written", "bytes"),
+    ("I/O errors", "store.io_errors", "bad"),
+    ("damaged extents", "store.corrupt_extents", "bad"),
+)
+"""What it is, the counter, and how it is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The tier's state at one time."""
+
+    at: float
+    """``time.monotonic``."""
+    state: Mapping[str, Any]
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the state as JSON, a line a look; with --once one.")
+    ] = False,
+) -> None:
+    """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.
+
+    It asks `/server_info`, which every server has; `--enable-metrics` is not needed.
+    """
+    with ChatClient(url, timeout_s=max(10.0, interval)) as client:
+        first = _look(client)
+        if as_json:
+            _print_json(client, first, None if once else interval)
+        elif once:
+            Console(highlight=False).print(render(url, first, None))
+        else:
+            _watch(client, url, interval, first)
+
+
+def _look(client: ChatClient) -> Sample:
+    state = client.tier_state()
+    if state is None:
+        raise HCacheError("--url: the server runs without the tier (--hierarchical-cache hcache)")
+    return Sample(time.monotonic(), state)
+
+
+def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> None:
+    print(json.dumps(sample.state), flush=True)
+    try:
+        while interval is not None:
+            time.sleep(interval)
+            print(json.dumps(_look(client).state), flush=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch(client: ChatClient, url: str, interval: float, last: Sample) -> None:
+    """Until Ctrl-C. A server that does not answer may come back."""
+    with Live(render(url, last, None), console=Console(highlight=False), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(interval)
+                try:
+                    sample = _look(client)
+                except ChatError as error:
+                    live.update(Group(render(url, last, None), Text(str(error), "bold red")), refresh=True)
+                    continue
+                live.update(render(url, sample, last), refresh=True)
+                last = sample
+        except KeyboardInterrupt:
+            return
+
+
+def render(url: str, sample: Sample, before: Sample | None) -> Group:
+    """One picture.
+
+    Args:
+        before: an earlier look, for rates; None: totals only.
+    """
+    return Group(_title(url, sample.state), Text(), _sizes(sample.state), Text(), _counts(sample, before))
+
+
+def _title(url: str, state: Mapping[str, Any]) -> Text:
+    waiting = ", ".join(f"{count} {phase}" for phase, count in state["requests"].items() if count)
+    text = Text.assemble((url, "bold"), f"  namespace {state['namespace']}")
+    text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} are saved")
+    text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
+    text.append("; saving" if state["saving"] else "")
+    return text
+
+
+def _sizes(state: Mapping[str, Any]) -> Table:
+    table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
+    host = state["host"]
+    used = host["slots"] - host["free"]
+    _add_tier(
+        table, "host", used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"], used,
+        f"{host['dirty']:,} in host memory only" if state["disk"] else "no disk tier",
+    )  # fmt: skip
+    disk = state["disk"]
+    if disk is not None:
+        note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])} written in 24 h"
+        _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
+        for directory in disk["directories"]:
+            well = directory["condition"] == "healthy"
+            said = directory["condition"] + (f": {directory['reason']}" if directory["reason"] else "")
+            table.add_row(
+                "", "", "", "", "", Text(f"{directory['path']}: {said}", "" if well else "bold red")
+            )
+    return table
+
+
+def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, note: str) -> None:
+    bar = ProgressBar(total=max(1, capacity), completed=used, width=_BAR_WIDTH)
+    table.add_row(name, bar, format_bytes(used), format_bytes(capacity), f"{chunks:,}", note)
+
+
+def _counts(sample: Sample, before: Sample | None) -> Table:
+    table = new_table(("", "since start", "a second"), {"since start", "a second"})
+    counters = sample.state["counters"]
+    for what, name, kind in _RATES:
+        total = counters.get(name, 0)
+        rate = ""
+        if before is not None:
+            seconds = sample.at - before.at
+            gained = max(0, total - before.state["counters"].get(name, 0))
+            rate = _amount(gained / seconds, kind) if gained else ""
+        style = "red" if kind == "bad" and total else "dim" if not total else ""
+        table.add_row(what, _amount(total, kind), rate, style=style)
+    return table
+
+
+def _amount(value: float, kind: str) -> str:
+    if kind == "bytes":
+        return format_bytes(int(value))
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"

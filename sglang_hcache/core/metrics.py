@@ -1,0 +1,188 @@
+"""The metrics that the tier adds to SGLang's ``/metrics``: names, units, and which events count for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+PREFIX = "sglang:hcache_"
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_GB_PER_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CounterMetric:
+    """A counter; ``_total`` is added to its name.
+
+    ``events``: which event of the tier counts for which value of ``label``.
+    """
+
+    name: str
+    help: str
+    unit: str
+    label: str
+    events: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramMetric:
+    """A histogram. ``measures``: as ``CounterMetric.events``."""
+
+    name: str
+    help: str
+    unit: str
+    label: str
+    measures: Mapping[str, str]
+    buckets: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeMetric:
+    """A size or a state, looked at every two seconds. ``values``: what ``label`` may be."""
+
+    name: str
+    help: str
+    unit: str
+    label: str
+    values: tuple[str, ...] = ()
+
+
+COUNTERS = (
+    CounterMetric(
+        "lookups", "Requests that looked for a continuation of their device prefix in the tiers.", "requests",
+        "result", {"lookup.hits": "hit", "lookup.misses": "miss"},
+    ),
+    CounterMetric(
+        "restores",
+        "Restores by how they ended. predicted_slower and no_slots were not started: recomputing was predicted to be "
+        "faster, or the KV pool had no room for 30 s. late: past their deadline.",
+        "restores", "result",
+        {
+            "restore.done": "done", "restore.failed": "failed", "restore.late": "late",
+            "restore.cancelled": "aborted", "restore.declined_slower": "predicted_slower",
+            "restore.no_slots": "no_slots",
+        },
+    ),
+    CounterMetric(
+        "restored_tokens", "Tokens whose K and V came back from a tier.", "tokens",
+        "tier", {"restore.tokens_host": "host", "restore.tokens_disk": "disk"},
+    ),
+    CounterMetric(
+        "restored_bytes", "Bytes read from a tier by restores that ended well.", "bytes",
+        "tier", {"restore.bytes_host": "host", "restore.bytes_disk": "disk"},
+    ),
+    CounterMetric(
+        "chunks", "Chunks of 64 tokens, by what happened to them.", "chunks", "event",
+        {
+            "host.chunks_sealed": "sealed", "host.duplicate_chunks": "duplicate",
+            "host.chunks_evicted": "evicted_host", "demote.chunks_written": "demoted",
+            "store.chunks_read": "read", "store.chunks_evicted": "evicted_disk",
+            "store.chunks_quarantined": "quarantined",
+        },
+    ),
+    CounterMetric(
+        "chunks_dropped", "Chunks that are not kept, and why.", "chunks", "reason",
+        {
+            "capture.chunks_dropped_staging_full": "staging_full",
+            "capture.chunks_dropped_host_full": "host_full",
+            "demote.chunks_dropped_full": "disk_full",
+            "demote.chunks_dropped_budget": "write_budget",
+            "demote.chunks_dropped_error": "disk_error",
+        },
+    ),
+    CounterMetric(
+        "rows_dropped", "Rows (a token in one pass) that were not saved, and why.", "rows", "reason",
+        {
+            "capture.rows_dropped_staging_full": "staging_full",
+            "capture.rows_dropped_incomplete": "incomplete_pass",
+        },
+    ),
+    CounterMetric(
+        "disk_bytes", "Bytes of chunks that were read from disk (every read is verified) or written to it.", "bytes",
+        "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
+    ),
+    CounterMetric(
+        "disk_events", "What the disk tier had to cope with.", "events", "event",
+        {
+            "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
+            "store.directory_trips": "directory_out", "store.directory_recoveries": "directory_back",
+            "store.segments_evicted": "segment_evicted", "store.unlink_failures": "unlink_failed",
+            "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
+            "store.index_rebuilds": "index_rebuilt",
+        },
+    ),
+    CounterMetric(
+        "errors", "Errors that nobody foresaw; the log has them. Any is a bug.", "errors", "where",
+        {
+            "capture.errors": "capture", "restore.errors": "restore", "demote.errors": "demote",
+            "store.upkeep_failures": "upkeep",
+        },
+    ),
+)  # fmt: skip
+
+HISTOGRAMS = (
+    HistogramMetric(
+        "restore_seconds", "Time of a restore that ended well, from its first read to its last layer.", "seconds",
+        "", {"restore.seconds": ""}, _SECONDS,
+    ),
+    HistogramMetric(
+        "restore_phase_seconds",
+        "Parts of it. queue: behind earlier restores; read: waiting for reads; project: writing K and V, from hidden "
+        "states or as stored; recompute: layers run by the model.",
+        "seconds", "phase",
+        {f"restore.{phase}_seconds": phase for phase in ("queue", "read", "project", "recompute")},
+        _SECONDS,
+    ),
+    HistogramMetric(
+        "restore_bandwidth", "Bytes read over the time of a restore that ended well.", "GB/s",
+        "", {"restore.gb_per_s": ""}, _GB_PER_S,
+    ),
+    HistogramMetric(
+        "prediction_ratio", "Time that a restore took over the time that was predicted (auto and hybrid).", "ratio",
+        "", {"restore.prediction_ratio": ""}, _RATIOS,
+    ),
+)  # fmt: skip
+
+GAUGES = (
+    GaugeMetric("tier_bytes", "Bytes that chunks take in a tier.", "bytes", "tier", ("host", "disk")),
+    GaugeMetric("tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", "tier", ("host", "disk")),
+    GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", "tier", ("host", "disk")),
+    GaugeMetric(
+        "disk_written_24h_bytes",
+        "Bytes written to disk in the last 24 hours, which the write budget bounds.",
+        "bytes", "",
+    ),
+    GaugeMetric("directory_healthy", "1 while a directory of the disk tier is used, else 0.", "bool", "directory"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A metric, for people."""
+
+    name: str
+    kind: str
+    unit: str
+    labels: str
+    """Name of the label and its values; empty without one."""
+    help: str
+
+
+def describe() -> Iterator[Described]:
+    """All metrics."""
+    for counter in COUNTERS:
+        values = dict.fromkeys(counter.events.values())
+        yield _described(f"{counter.name}_total", "counter", counter, tuple(values))
+    for histogram in HISTOGRAMS:
+        yield _described(histogram.name, "histogram", histogram, tuple(histogram.measures.values()))
+    for gauge in GAUGES:
+        yield _described(gauge.name, "gauge", gauge, gauge.values)
+
+
+def _described(
+    name: str, kind: str, metric: CounterMetric | HistogramMetric | GaugeMetric, values: tuple[str, ...]
+) -> Described:
+    labels = f"{metric.label}: {', '.join(values)}" if metric.label and values else metric.label
+    return Described(PREFIX + name, kind, metric.unit, labels, metric.help)

@@ -1,0 +1,128 @@
+"""Traffic, a small host tier and a failing disk: every metric that the tier adds to ``/metrics`` moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from tests.e2e.harness import TierServer, random_prompt, wait_for
+from tests.e2e.test_plans import write_profile
+
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
+    folder, model = tmp_path_factory.mktemp("metrics"), tiny_model()
+    write_profile(model, folder / "costs.json", fixed=10, hidden=1, kv=4, project=1, run=1000)
+    config = folder / "hcache.yaml"
+    settings = {
+        "dirs": [str(folder / "disk")], "disk_size": "64MB", "disk_free_floor": 0,
+        "profile": str(folder / "costs.json"),
+        "host_size": "8MB",  # about 20 chunks
+        "staging_size": "1MB",  # fewer rows than a pass of 512 tokens has
+    }  # fmt: skip
+    config.write_text(yaml.safe_dump(settings))
+    arguments = [
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192", "--enable-metrics"),
+        *("--chunked-prefill-size", "512", "--hcache-config", str(config), "--hcache-method", "auto"),
+    ]
+    running = TierServer(folder, arguments)
+    (running.switches / "io_faults").touch()
+    with running:
+        yield running
+
+
+def read(server: TierServer) -> Samples:
+    """Our metrics: name of the sample -> values of its own labels -> value."""
+    text = httpx.get(f"{server.process.url}/metrics", trust_env=False).text
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                own = ("result", "tier", "event", "reason", "direction", "where", "phase", "directory")
+                key = tuple(sample.labels[name] for name in own if name in sample.labels)
+                at = found.setdefault(sample.name.removeprefix(PREFIX), {})
+                at[key] = at.get(key, 0.0) + sample.value
+    return found
+
+
+def come_back(server: TierServer, prompt: list[int]) -> int:
+    """Ask ``prompt`` again with an empty device; tokens that were restored."""
+    server.settle()
+    server.flush_device()
+    server.settle()
+    return server.ask(prompt, tokens=1).restored
+
+
+def test_every_metric_moves(server: TierServer) -> None:
+    before = read(server)
+    assert all(sum(before[f"{counter.name}_total"].values()) == 0 for counter in COUNTERS)
+
+    prompts = [random_prompt(seed, 230) for seed in range(10)]
+    server.ask(prompts[0], tokens=1)
+    assert come_back(server, prompts[0]) == 192  # from host memory
+    for prompt in prompts[1:]:
+        server.ask(prompt, tokens=1)
+        server.settle()
+        server.flush_device()  # to disk; those of the first one leave host memory
+    assert come_back(server, prompts[0]) == 192
+    server.ask(random_prompt(20, 500), tokens=1)  # more rows than staging has
+    with server.switched_on("break_restore"):
+        assert come_back(server, prompts[-1]) == 0
+    with server.switched_on("fail_reads"):
+        assert come_back(server, prompts[2]) == 0
+
+    after = read(server)
+    for counter in COUNTERS:
+        assert sum(after[f"{counter.name}_total"].values()) > 0, counter.name
+    for histogram in HISTOGRAMS:
+        of_label = before[f"{histogram.name}_count"]
+        assert set(of_label) == set(after[f"{histogram.name}_count"])
+        if histogram.name != "restore_phase_seconds":
+            assert sum(after[f"{histogram.name}_count"].values()) > sum(of_label.values()), histogram.name
+    for phase in ("queue", "read", "project"):
+        assert after["restore_phase_seconds_count"][(phase,)] == after["restores_total"][("done",)]
+    expected = {"done": 2, "failed": 2, "late": 0, "aborted": 0, "predicted_slower": 0, "no_slots": 0}
+    assert after["restores_total"] == {(result,): count for result, count in expected.items()}
+    assert after["restored_tokens_total"] == {("host",): 192, ("disk",): 192}
+    assert after["chunks_dropped_total"][("staging_full",)] > 0
+    assert after["disk_events_total"][("io_error",)] > 0
+    assert after["errors_total"] == {("capture",): 0, ("restore",): 1, ("demote",): 0, ("upkeep",): 0}
+
+
+def test_gauges_say_what_is_there(server: TierServer) -> None:
+    state = server.state()
+
+    def settled() -> bool:
+        found = read(server)
+        return found["tier_chunks"][("disk",)] == state["disk"]["chunks"]
+
+    wait_for(settled, "the gauges")
+    found = read(server)
+    host = state["host"]
+    assert set(found) >= {gauge.name for gauge in GAUGES}
+    assert found["tier_chunks"][("host",)] == host["slots"] - host["free"]
+    assert found["tier_capacity_bytes"][("host",)] == host["slots"] * host["chunk_bytes"]
+    assert 0 < found["tier_bytes"][("disk",)] <= found["tier_capacity_bytes"][("disk",)] == 64e6
+    assert found["disk_written_24h_bytes"][()] > 0
+    (directory,) = found["directory_healthy"]
+    assert directory[0].endswith("disk")
+
+
+def test_a_sick_directory_shows(server: TierServer) -> None:
+    with server.switched_on("fail_writes"):
+        for seed in range(30, 36):
+            server.ask(random_prompt(seed, 230), tokens=1)
+            server.settle()
+            server.flush_device()
+        wait_for(lambda: set(read(server)["directory_healthy"].values()) == {0.0}, "a directory that is out")
+    wait_for(
+        lambda: set(read(server)["directory_healthy"].values()) == {1.0}, "the directory to be well again"
+    )

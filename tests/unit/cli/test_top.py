@@ -1,0 +1,68 @@
+"""``hcache top``: what it shows of a server's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from sglang_hcache.cli.top import Sample, render
+
+
+def state(**counters: int) -> dict[str, Any]:
+    """As ``Bridge.state`` returns it."""
+    return {
+        "counters": {name.replace("__", "."): count for name, count in counters.items()},
+        "namespace": "00ff",
+        "saving": False,
+        "host": {"slots": 10, "free": 4, "clean": 1, "dirty": 5, "chunk_bytes": 1000},
+        "disk": {
+            "chunks": 1234,
+            "bytes": 5_000_000,
+            "cap_bytes": 10_000_000,
+            "written_today_bytes": 7_000_000,
+            "quarantined": 0,
+            "engine": "posix",
+            "directories": [
+                {"path": "/a", "condition": "healthy", "reason": ""},
+                {"path": "/b", "condition": "out", "reason": "EIO"},
+            ],
+        },
+        "requests": {"pending": 2, "running": 0},
+        "captured_requests": 1,
+        "in_flight_tokens": 640,
+    }
+
+
+def shown(sample: Sample, before: Sample | None) -> dict[str, list[str]]:
+    """Lines by their first words."""
+    console = Console(width=160, highlight=False)
+    with console.capture() as capture:
+        console.print(render("http://here", sample, before))
+    lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+    return {line.strip().split("  ")[0]: line.split() for line in lines}
+
+
+def test_sizes_and_health() -> None:
+    found = shown(Sample(0.0, state()), None)
+    assert "6.0 KB" in " ".join(found["host"])
+    assert "5 in host memory only" in " ".join(found["host"])
+    assert "1,234" in found["disk"]
+    assert found["/b: out: EIO"]
+    assert "2 pending" in " ".join(found["requests: 2 pending; 1 are saved; slots in flight: 640"])
+
+
+def test_totals_and_rates() -> None:
+    before = Sample(10.0, state(restore__tokens_disk=1000, store__bytes_read=0))
+    after = Sample(12.0, state(restore__tokens_disk=1640, store__bytes_read=4_000_000, restore__failed=1))
+    found = shown(after, before)
+    assert found["tokens from disk"][-2:] == ["1,640", "320"]
+    assert found["bytes read from disk"][-4:] == ["4.0", "MB", "2.0", "MB"]
+    assert found["failed"][-2:] == ["1", "0.5"]
+    assert found["restores done"][-1] == "0"
+
+
+def test_without_a_disk_tier() -> None:
+    found = shown(Sample(0.0, state() | {"disk": None}), None)
+    assert "no disk tier" in " ".join(found["host"])
+    assert "disk" not in found
