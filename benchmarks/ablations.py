@@ -170,7 +170,7 @@ class Run:
 
         sizes = self.sizes
         settings = Settings(self.model, sizes.lengths, sizes.tiers, sizes.rounds, self.folder, Sweep())
-        data = {"benchmark": "ablations", **data_of(settings, (), {})}
+        data = {**data_of(settings, (), {}), "benchmark": "ablations"}
         del data["rows"], data["profiles"]
         with Progress(console=console, transient=True) as progress:
             for section, rows in self._sections(progress):

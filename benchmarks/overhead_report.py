@@ -1,0 +1,62 @@
+"""What ``overhead.py`` prints and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comparison_report import write_csv, write_json
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from sglang_hcache.core.units import format_bytes
+
+_FIELDS = ("what", "unit", "off", "tier", "ratio", "lowest_ratio", "highest_ratio", "restored_tokens")
+
+
+def show(console: Console, data: dict[str, Any]) -> None:
+    """One row for each thing that was compared."""
+    table = Table(title="A server with the tier beside one without (medians)", title_justify="left")
+    for name in ("", "off", "tier", "tier / off", "spread", "restored"):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in data["rows"]:
+        spread = f"{row['lowest_ratio']:.2f} to {row['highest_ratio']:.2f}" if "ratio" in row else ""
+        table.add_row(
+            row["what"],
+            *(_text(row[name], row["unit"]) for name in ("off", "tier")),
+            f"{row['ratio']:.3f}" if "ratio" in row else "",
+            spread,
+            f"{row['restored_tokens']:,.0f}" if "restored_tokens" in row else "",
+        )
+    console.print(table)
+
+
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """JSON, CSV and a picture."""
+    write_json(folder / "overhead.json", data)
+    rows = [{name: row.get(name) for name in _FIELDS} for row in data["rows"]]
+    write_csv(folder / "overhead.csv", rows)
+    _draw(folder / "overhead.png", [row for row in data["rows"] if "ratio" in row])
+
+
+def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
+    axis = figure.add_subplot()
+    places = range(len(rows), 0, -1)
+    ratios = [row["ratio"] for row in rows]
+    low = [row["ratio"] - row["lowest_ratio"] for row in rows]
+    high = [row["highest_ratio"] - row["ratio"] for row in rows]
+    axis.barh(list(places), ratios, xerr=(low, high), color="#1f8a4c", height=0.6)
+    axis.set_yticks(list(places), [row["what"] for row in rows])
+    axis.axvline(1.0, color="#777777")
+    axis.set_xlabel("time with the tier / time without it (1: no difference)")
+    figure.savefig(path, dpi=120)
+
+
+def _text(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(int(value))
+    if unit == "x":
+        return f"{value:.2f} x"
+    return f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
