@@ -110,14 +110,13 @@ COUNTERS = (
             "store.directory_trips": "directory_out", "store.directory_recoveries": "directory_back",
             "store.segments_evicted": "segment_evicted", "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
-            "store.index_rebuilds": "index_rebuilt",
+            "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
         },
     ),
     CounterMetric(
         "errors", "Errors that nobody foresaw; the log has them. Any is a bug.", "errors", "where",
         {
             "capture.errors": "capture", "restore.errors": "restore", "demote.errors": "demote",
-            "store.upkeep_failures": "upkeep",
         },
     ),
 )  # fmt: skip

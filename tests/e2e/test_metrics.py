@@ -94,7 +94,7 @@ def test_every_metric_moves(server: TierServer) -> None:
     assert after["restored_tokens_total"] == {("host",): 192, ("disk",): 192}
     assert after["chunks_dropped_total"][("staging_full",)] > 0
     assert after["disk_events_total"][("io_error",)] > 0
-    assert after["errors_total"] == {("capture",): 0, ("restore",): 1, ("demote",): 0, ("upkeep",): 0}
+    assert after["errors_total"] == {("capture",): 0, ("restore",): 1, ("demote",): 0}
 
 
 def test_gauges_say_what_is_there(server: TierServer) -> None:
