@@ -36,7 +36,7 @@ class LayerRestorer:
         self.projector = projector
         self._rows = rows
 
-    def with_projector(self, projector: Projector) -> LayerRestorer:
+    def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
         return LayerRestorer(self.dtype, self._pool, self._kv_heads, projector, self._rows)
 

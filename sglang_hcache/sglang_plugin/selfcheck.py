@@ -69,7 +69,7 @@ def run(
     """Run a short prompt, restore it by each of ``methods`` into other slots, and compare both in the KV pool.
 
     Args:
-        restorer: one without a projector.
+        restorer: its projector does not matter.
         projectors: name -> one that may be right, in the order in which they are tried.
 
     Raises:
@@ -90,7 +90,7 @@ def run(
         return SelfCheckResult(
             errors=errors,
             tolerance=check.tolerance,
-            restorer=restorer if name is None else restorers[name],
+            restorer=restorer.with_projector(None) if name is None else restorers[name],
             projector=name,
             why_not_hidden=why_not,
             may_recompute=Method.KV in methods and check.can_recompute(),

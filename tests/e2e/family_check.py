@@ -50,6 +50,7 @@ def check_family(folder: Path, dtype: str) -> dict[str, Any]:
         "self_check": {str(method): worst.error for method, worst in found.errors.items()},
         "restored": {name: _restored(rig, each) for name, each in rig.model.projectors()},
         "continued": _continued(rig, found),
+        "without_projector": _without_projector(rig),
         "mutants": {name: _is_taken(rig, each) for name, each in _mutants(rig)},
     }
 
@@ -119,6 +120,15 @@ def _is_taken(rig: Rig, mutant: Projector) -> bool:
     return True
 
 
+def _without_projector(rig: Rig) -> str | None:
+    """Why hidden states are not used where no projector is right; K and V are."""
+    _, projector = next(rig.model.projectors())
+    found = _self_check(rig, {"mutant": _Louder(projector)}, BOTH)
+    assert found.restorer.projector is None
+    assert set(found.errors) == {Method.KV}
+    return found.why_not_hidden
+
+
 def _mutants(rig: Rig) -> Iterator[tuple[str, Projector]]:
     """Projectors that are wrong in one thing that this family does; in each layer alone, so also in the last."""
     for name, projector in rig.model.projectors():
@@ -127,6 +137,7 @@ def _mutants(rig: Rig) -> Iterator[tuple[str, Projector]]:
                 yield damage, DescribedProjector(forms)
         yield f"wrong position ({name})", _Shifted(projector)
         yield f"K too large ({name})", _Louder(projector)
+        yield f"K of the pass ({name})", _PassDependent(projector)
 
 
 def _damaged(forms: tuple[AttentionForm, ...]) -> Iterator[tuple[str, list[AttentionForm]]]:
@@ -209,6 +220,19 @@ class _Louder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = self._projector.project(layer, hidden, positions)
         return key * 1.001, value
+
+
+class _PassDependent:
+    """Right for prompts that are short: with a token far out, the K of all is another. So do some rotations."""
+
+    def __init__(self, projector: Projector) -> None:
+        self._projector = projector
+
+    def project(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self._projector.project(layer, hidden, positions)
+        return key * (1.5 if int(positions.max()) > LENGTH else 1.0), value
 
 
 # -- processes -----------------------------------------------------------------------------------
