@@ -94,13 +94,17 @@ class Rig:
     """SGLang's ``ModelRunner``."""
 
     @classmethod
-    def load(cls, folder: Path, length: int, piece: int) -> Rig:
-        """Load the model in ``folder`` and compute a random prompt, ``piece`` tokens a pass."""
+    def load(cls, folder: Path, length: int, piece: int, *more: str) -> Rig:
+        """Load the model in ``folder`` and compute a random prompt, ``piece`` tokens a pass.
+
+        Args:
+            more: arguments of the server.
+        """
         arguments = argparse.ArgumentParser()
         ServerArgs.add_cli_args(arguments)
         given = [
             *("--model-path", str(folder), "--max-total-tokens", str(3 * length + 4 * piece)),
-            *("--chunked-prefill-size", str(piece), "--skip-tokenizer-init"),
+            *("--chunked-prefill-size", str(piece), "--skip-tokenizer-init", *more),
             *(
                 ()
                 if torch.cuda.is_available()
@@ -117,7 +121,8 @@ class Rig:
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
         is_cpu = not torch.cuda.is_available()
         device = Device(view, pool, Idle(), forward, piece, is_cpu)  # type: ignore[arg-type]
-        restorer = restorer_of(model, device)
+        _, projector = next(model.projectors())
+        restorer = restorer_of(model, device).with_projector(projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
         rig = cls(model, device, view, restorer, tokens, view.allocate(length), [], runner)
         rig._compute()

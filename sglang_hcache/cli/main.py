@@ -96,7 +96,13 @@ def _serve(
 @app.command("tiny-model")
 def _tiny_model(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
-    family: Annotated[str, typer.Option(help="llama, qwen2, qwen3 or mistral.")] = "llama",
+    family: Annotated[
+        str,
+        typer.Option(
+            help="llama, mistral, qwen1.5, qwen2, qwen2_moe, qwen3, opt, gemma, gemma2, phi, phi3, olmo, olmo2, "
+            "stablelm, mixtral or gpt2."
+        ),
+    ] = "llama",
     layers: Annotated[int, typer.Option(help="Decoder layers.", min=1)] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size.", min=1)] = 256,
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 4,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,46 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers.core_model_loading import revert_weight_conversion
 
 from sglang_hcache.core.errors import ConfigError
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-"""Family -> prefix of its classes in transformers."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family's classes in transformers, and what its configuration says besides the sizes that all have."""
+
+    prefix: str
+    """Of its classes."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    ffn: str = "intermediate_size"
+    """What the width of the feed forward network is called."""
+    shares_kv_heads: bool = True
+    """Whether SGLang serves it with fewer KV heads than heads."""
+
+
+_EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", {"sliding_window": None}),
+    "qwen1.5": Family("Qwen2", shares_kv_heads=False),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "opt": Family("OPT", ffn="ffn_dim", shares_kv_heads=False),
+    "gemma": Family("Gemma", {"tie_word_embeddings": True}),
+    # SGLang reads hidden_act, which published configurations have and transformers does not write.
+    "gemma2": Family("Gemma2", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "phi": Family("Phi", {"partial_rotary_factor": 0.5}, shares_kv_heads=False),
+    "phi3": Family("Phi3", {"partial_rotary_factor": 0.75}),
+    "olmo": Family("Olmo", {"clip_qkv": 4.0}, shares_kv_heads=False),
+    "olmo2": Family("Olmo2"),
+    "stablelm": Family("StableLm", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, **_EXPERTS}),
+    "qwen2_moe": Family("Qwen2Moe", {"num_experts": 4, "decoder_sparse_step": 1, **_EXPERTS}),
+    "gpt2": Family("GPT2", {"tie_word_embeddings": True}, ffn="n_inner", shares_kv_heads=False),
+}
+"""Name -> family."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EOS = "<|end|>"
 _SPECIAL_TOKENS = (EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -76,6 +111,10 @@ class TinyModel:
             raise ConfigError(f"--dtype: {self.dtype!r} is not allowed; allowed: {', '.join(DTYPES)}")
         if self.hidden % (2 * self.heads):
             raise ConfigError(f"--hidden: {self.hidden} is not a multiple of 2 * --heads = {2 * self.heads}")
+        if not FAMILIES[self.family].shares_kv_heads and self.num_kv_heads != self.heads:
+            raise ConfigError(
+                f"--kv-heads: {self.kv_heads} is not allowed: {self.family} has as many as --heads"
+            )
         if self.num_kv_heads < 1 or self.heads % self.num_kv_heads:
             raise ConfigError(f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}")
         if self.vocab < _SMALLEST_VOCAB:
@@ -118,7 +157,14 @@ def _save(network: Any, folder: Path) -> None:
     network.config.dtype = network.dtype
     network.config.save_pretrained(folder)
     network.generation_config.save_pretrained(folder)
-    save_file(network.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    # Under the names that published checkpoints have: one tensor an expert, no second name for a tied embedding.
+    state = revert_weight_conversion(network, network.state_dict())
+    tied = set(network.all_tied_weights_keys)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items() if name not in tied},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def _train_tokenizer(model: TinyModel, texts: Iterable[str]) -> Any:
@@ -157,34 +203,48 @@ def _random_model(model: TinyModel, tokenizer: Any) -> Any:
     """The model with random weights, also where transformers would put zeros or ones.
 
     Only whole words can win the output layer, so an answer sent back as text (a conversation's next
-    turn) has the very tokens that were generated, and prefixes of conversations are shared.
+    turn) has the very tokens that were generated, and prefixes of conversations are shared. Not where the
+    embedding is the output layer: all other tokens would be alike.
     """
-    prefix = FAMILIES[model.family]
-    config = getattr(transformers, f"{prefix}Config")(
+    family = FAMILIES[model.family]
+    config = getattr(transformers, f"{family.prefix}Config")(
         vocab_size=model.vocab,
         hidden_size=model.hidden,
-        intermediate_size=2 * model.hidden,
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.hidden // model.heads,
         max_position_embeddings=model.max_position,
         initializer_range=model.initializer_range,
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        **({"sliding_window": None} if model.family == "mistral" else {}),
+        pad_token_id=tokenizer.pad_token_id,
+        **_sizes(model, family),
+        **{"tie_word_embeddings": False, **family.more},
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(model.seed)
-        network = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in network.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
-        words = _words(tokenizer)
-        output = torch.zeros_like(network.lm_head.weight)
-        output[words] = network.lm_head.weight[words]
-        network.lm_head.weight.copy_(output)
+        if not config.tie_word_embeddings:
+            words = _words(tokenizer)
+            output = network.get_output_embeddings().weight
+            kept = torch.zeros_like(output)
+            kept[words] = output[words]
+            output.copy_(kept)
     return network.to(DTYPES[model.dtype])
+
+
+def _sizes(model: TinyModel, family: Family) -> dict[str, int]:
+    """Sizes that not all configurations have."""
+    sizes = {family.ffn: 2 * model.hidden}
+    if family.prefix == "OPT":
+        sizes["word_embed_proj_dim"] = model.hidden
+    if "num_experts_per_tok" in family.more:
+        sizes["moe_intermediate_size"] = model.hidden
+        sizes["shared_expert_intermediate_size"] = 0  # SGLang 0.5.17 runs shared experts on GPUs only
+    if family.prefix not in ("OPT", "GPT2"):
+        sizes |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.hidden // model.heads}
+    return sizes

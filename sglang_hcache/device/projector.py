@@ -1,19 +1,19 @@
 """Hidden states to K and V, with the model's own modules.
 
-A layer's K and V are ``qkv_proj``'s last two blocks of rows applied to the hidden state, then the model's own
-``k_norm`` where it has one, then its own rotary embedding for K [HCache §3.1]. Only the query's share of the
-work is left out; no weight and no arithmetic is copied.
+A layer's K and V are ``qkv_proj``'s last two blocks of rows applied to the hidden state, then what the model itself
+does to K before attention [HCache §3.1]. Only the query's share of the work is left out; no weight and no arithmetic
+is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.device.attention import AttentionForm, kv_rows
 
 _PLAIN_ROTATION = "RotaryEmbedding.forward_native"
 """SGLang's implementation of the rotation that ``KVRows`` knows; variants with one of their own are left to it."""
@@ -29,9 +29,14 @@ class Projector(Protocol):
 
         Args:
             layer: index of the layer.
-            hidden: (n, hidden_size), the input of the layer's ``qkv_proj``, in the model's dtype.
+            hidden: (n, hidden_size), the input of the layer's attention, in the model's dtype.
             positions: (n,) int64, position of each row in its sequence.
         """
+
+
+@runtime_checkable
+class UnrotatedProjector(Projector, Protocol):
+    """One that can leave the rotation of K to somebody else."""
 
     def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K before its rotation and V, each (n, kv_heads * head_dim)."""
@@ -43,77 +48,50 @@ class Projector(Protocol):
         """
 
 
-class AttentionModule(Protocol):
-    """What a Llama-like attention module offers (SGLang's Llama, Mistral, Qwen2 and Qwen3)."""
-
-    qkv_proj: nn.Module
-    rotary_emb: nn.Module
-    q_size: int
-    kv_size: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class LlamaFamilyProjector:
-    """Projector for attention of the form ``qkv_proj -> [k_norm] -> rotary_emb``.
+class DescribedProjector:
+    """Projector for attention that :class:`AttentionForm` describes.
 
     Args:
-        attention: the attention module of every layer, in order.
-
-    Raises:
-        ConfigError: a layer's ``qkv_proj`` is not a plain matrix of the expected shape (quantised, packed).
+        forms: of every layer's attention, in order.
     """
 
-    def __init__(self, attention: Sequence[AttentionModule]) -> None:
-        self._layers = list(attention)
-        for index, layer in enumerate(self._layers):
-            weight = getattr(layer.qkv_proj, "weight", None)
-            rows = layer.q_size + 2 * layer.kv_size
-            if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.shape[0] != rows:
-                shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
-                raise ConfigError(
-                    f"--hierarchical-cache hcache: qkv_proj of layer {index} is {shape}, expected a plain "
-                    f"matrix of {rows} rows; quantised or packed weights are not supported"
-                )
+    def __init__(self, forms: Sequence[AttentionForm]) -> None:
+        self.forms = tuple(forms)
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        module = self._layers[layer]
+        form = self.forms[layer]
         key, value = self.project_unrotated(layer, hidden)
-        # The rotary module wants a query as well; one head of it is the least it takes.
-        query = key.new_zeros(key.shape[0], module.head_dim)
-        _, key = module.rotary_emb(positions, query, key.contiguous())
-        shape = (-1, module.num_kv_heads, module.head_dim)
+        if form.rotary is not None:
+            # The rotary module wants a query as well; one head of it is the least it takes.
+            query = key.new_zeros(key.shape[0], form.head_dim)
+            _, key = form.rotary(positions, query, key.contiguous())
+        shape = (-1, form.kv_heads, form.head_dim)
         return key.reshape(shape), value.reshape(shape)
 
     def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        module = self._layers[layer]
-        weight, bias = self._kv_rows(module)
-        key, value = nn.functional.linear(hidden, weight, bias).chunk(2, dim=-1)
-        key_norm = getattr(module, "k_norm", None)
-        if key_norm is not None:
-            key = key_norm(key.reshape(-1, module.head_dim)).view(-1, module.kv_size)
+        form = self.forms[layer]
+        weight, bias = kv_rows(form.projection, form.q_size)
+        both = nn.functional.linear(hidden, weight, bias if form.has_bias else None)
+        if form.clip is not None:
+            both.clamp_(min=-form.clip, max=form.clip)
+        key, value = both.chunk(2, dim=-1)
+        if form.key_norm is not None:
+            key = form.key_norm(key.reshape(-1, form.norm_size)).view(-1, form.kv_size)
         return key, value
 
     def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
-        module = self._layers[layer]
-        rotary, table = module.rotary_emb, getattr(module.rotary_emb, "cos_sin_cache", None)
+        form = self.forms[layer]
+        rotary, table = form.rotary, getattr(form.rotary, "cos_sin_cache", None)
         native = getattr(type(rotary), "forward_native", None)
         is_plain = getattr(native, "__qualname__", "") == _PLAIN_ROTATION
-        covers_head = getattr(rotary, "rotary_dim", 0) == module.head_dim and module.head_dim % 2 == 0
+        covers_head = getattr(rotary, "rotary_dim", 0) == form.head_dim and form.head_dim % 2 == 0
         if not (is_plain and covers_head and getattr(rotary, "is_neox_style", False)):
             return None
         if not isinstance(table, torch.Tensor) or hasattr(rotary, "sin_cos_cache"):
             return None
         return table.to(dtype).contiguous()
-
-    @staticmethod
-    def _kv_rows(module: AttentionModule) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Looked up at each use: updating the model's weights at run time replaces the tensors.
-        weight, bias = module.qkv_proj.weight, getattr(module.qkv_proj, "bias", None)
-        assert isinstance(weight, torch.Tensor)
-        return weight[module.q_size :], None if bias is None else bias[module.q_size :]
 
 
 class KVPool(Protocol):

@@ -32,6 +32,14 @@ FFN_KINDS = {
     "qwen2": FFNKind.GATED,
     "qwen3": FFNKind.GATED,
     "gemma": FFNKind.GATED,
+    "gemma2": FFNKind.GATED,
+    "phi": FFNKind.PLAIN,
+    "phi3": FFNKind.GATED,
+    "olmo": FFNKind.GATED,
+    "olmo2": FFNKind.GATED,
+    "stablelm": FFNKind.GATED,
+    "mixtral": FFNKind.GATED,
+    "qwen2_moe": FFNKind.GATED,
 }
 """``model_type`` of a configuration that we can read -> its feed forward network."""
 
@@ -54,7 +62,7 @@ class ModelShape:
     head_size: int
     ffn: FFNKind
     ffn_size: int
-    """Width of the feed forward network, values."""
+    """Width of the feed forward network, values; with experts: of those together that one token goes through."""
     hidden_dtype_bytes: int = 2
     """Bytes of one value of a stored hidden state."""
     kv_dtype_bytes: int = 2
@@ -109,7 +117,7 @@ class ModelShape:
             dtype: element type of hidden states, K and V; None: the one the file names.
 
         Raises:
-            ValueError: an architecture whose costs we do not know (mixture of experts, MLA, sliding windows, an
+            ValueError: an architecture whose costs we do not know (MLA, sliding windows, an
                 unknown ``model_type``), or a key that is missing or wrong.
         """
         model_type = _refuse_unknown(config)
@@ -129,7 +137,7 @@ class ModelShape:
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_size=_size(config, "head_dim", hidden_size // num_heads),
             ffn=FFN_KINDS[model_type],
-            ffn_size=_size(config, "ffn_dim" if model_type == "opt" else "intermediate_size"),
+            ffn_size=_ffn_size(config, model_type),
             hidden_dtype_bytes=size,
             kv_dtype_bytes=size,
         )
@@ -146,13 +154,24 @@ def _refuse_unknown(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if model_type not in FFN_KINDS:
         raise ValueError(f"model_type {model_type!r} is not known; known: {', '.join(sorted(FFN_KINDS))}")
-    # Qwen names a window that it does not use.
-    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+    # Qwen names a window that it does not use, of no tokens for instance.
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise ValueError(f"sliding_window {config['sliding_window']}: windows are not planned for")
     odd_layers = set(config.get("layer_types") or ()) - {"full_attention"}
     if odd_layers:
         raise ValueError(f"layer_types {', '.join(sorted(odd_layers))}: all layers must be full_attention")
     return str(model_type)
+
+
+def _ffn_size(config: Mapping[str, Any], model_type: str) -> int:
+    """Width of the feed forward network; of all experts together that one token goes through."""
+    if model_type == "mixtral":
+        return _size(config, "num_experts_per_tok") * _size(config, "intermediate_size")
+    if model_type == "qwen2_moe":
+        routed = _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size")
+        shared = config.get("shared_expert_intermediate_size")
+        return routed + (_size(config, "shared_expert_intermediate_size") if shared else 0)
+    return _size(config, "ffn_dim" if model_type == "opt" else "intermediate_size")
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

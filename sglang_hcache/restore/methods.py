@@ -6,7 +6,7 @@ import torch
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_rows import KVRows
-from sglang_hcache.device.projector import KVPool, Projector
+from sglang_hcache.device.projector import KVPool, Projector, UnrotatedProjector
 
 _ROWS_AT_ONCE = 4096  # bounds the temporaries of one projection
 
@@ -18,7 +18,7 @@ class LayerRestorer:
         dtype: element type of the stored rows.
         pool: where K and V go.
         kv_heads: KV heads of a layer.
-        projector: makes K and V of hidden states.
+        projector: makes K and V of hidden states; None: there are none to restore.
         rows: writes rows to the pool quickly; None where there is no such thing: on a GPU, or without a compiler.
     """
 
@@ -27,14 +27,18 @@ class LayerRestorer:
         dtype: torch.dtype,
         pool: KVPool,
         kv_heads: int,
-        projector: Projector,
+        projector: Projector | None,
         rows: KVRows | None = None,
     ) -> None:
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
-        self._projector = projector
+        self.projector = projector
         self._rows = rows
+
+    def with_projector(self, projector: Projector | None) -> LayerRestorer:
+        """The same, but for its projector."""
+        return LayerRestorer(self.dtype, self._pool, self._kv_heads, projector, self._rows)
 
     def restore(
         self,
@@ -55,26 +59,22 @@ class LayerRestorer:
         if method is Method.KV:
             self._store(layer, rows, slots)
             return
-        table = None
-        if self._rows is not None and self._rows.can_rotate(self.dtype):
-            table = self._projector.rotation_table(layer, self.dtype)
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             block = slice(first, first + _ROWS_AT_ONCE)
-            self._project(layer, rows[block], positions[block], slots[block], table)
+            self._project(layer, rows[block], positions[block], slots[block])
 
     def _project(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        table: torch.Tensor | None,
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        if table is None or self._rows is None:
-            self._pool.write(layer, slots, *self._projector.project(layer, hidden, positions))
-            return
-        key, value = self._projector.project_unrotated(layer, hidden)
-        self._rows.rotate_and_store(key, value, table, positions, slots, self._pool.buffers(layer))
+        projector, rows = self.projector, self._rows
+        assert projector is not None, "hidden states are stored, and nothing projects them"
+        if rows is not None and rows.can_rotate(self.dtype) and isinstance(projector, UnrotatedProjector):
+            table = projector.rotation_table(layer, self.dtype)
+            if table is not None:
+                key, value = projector.project_unrotated(layer, hidden)
+                rows.rotate_and_store(key, value, table, positions, slots, self._pool.buffers(layer))
+                return
+        self._pool.write(layer, slots, *projector.project(layer, hidden, positions))
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
         if self._rows is not None:

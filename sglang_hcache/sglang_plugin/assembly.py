@@ -54,9 +54,13 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     """
     labels = device.scheduler.metric_labels()
     counters = Counters(MetricsObserver(labels) if labels is not None else None)
-    restorer = restorer_of(model, device)
-    tried = _TRIED[config.method]
-    check = selfcheck.run(model, restorer, device.pool, device.forward, tried) if tried else None
+    restorer, asked = restorer_of(model, device), config
+    check = _check(config, model, restorer, device)
+    if check is not None:
+        restorer = check.restorer
+        if config.method is PlanKind.AUTO and restorer.projector is None:
+            # The plan that remains: K and V, and recomputing.
+            config = config.model_copy(update={"method": PlanKind.HYBRID})
     with ExitStack() as undo:
         settings = store_config(config, model.shape.hidden_size)
         disk = None
@@ -70,11 +74,13 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         tiers = _tiers(config, layout, budget, disk, counters)
         gate = None
         if profile is not None and config.method in _PREDICTED:
-            gate = RestoreGate(profile, stored, CHUNK_TOKENS * budget.block_chunks)
+            may_recompute = check is not None and check.may_recompute
+            block_tokens = CHUNK_TOKENS * budget.block_chunks
+            gate = RestoreGate(profile, stored, block_tokens, may_recompute=may_recompute)
         gauges = TierGauges(labels, tiers) if labels is not None else None
         bridge = Bridge(config, model, tiers, budget, device, restorer, gate, counters, gauges)
         undo.pop_all()
-    _log_model(config, model, stored, check)
+    _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)
     if gate is not None:
         _log_prediction(gate)
@@ -82,9 +88,19 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
-    """What writes K and V of ``model`` into the pool of ``device``."""
+    """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
     rows = KVRows.load() if device.is_cpu else None
-    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, model.projector(), rows)
+    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows)
+
+
+def _check(
+    config: HCacheConfig, model: ServedModel, restorer: LayerRestorer, device: Device
+) -> selfcheck.SelfCheckResult | None:
+    methods = _TRIED[config.method]
+    if not methods:
+        return None
+    projectors = dict(model.projectors())
+    return selfcheck.run(model, restorer, projectors, device.pool, device.forward, methods)
 
 
 def _profile(
@@ -141,12 +157,17 @@ def _log_model(
             "stored or restored", model.architecture, shape.num_layers, *sizes,
         )  # fmt: skip
         return
+    if check.why_not_hidden is not None:
+        logger.warning("hcache: hidden states are not used: %s", check.why_not_hidden)
     logger.info(
         "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
-        "self-check error %.2g (tolerance %.2g)",
+        "self-check error %.2g (tolerance %.2g)%s%s",
         model.architecture, shape.num_layers, *sizes, describe(stored),
         "" if config.method in (PlanKind.HIDDEN, PlanKind.KV) else f" ({config.method})",
         check.error, check.tolerance,
+        "" if check.projector is None else f"; projector {check.projector}",
+        "" if check.may_recompute or config.method in (PlanKind.HIDDEN, PlanKind.KV)
+        else "; the first layers are not recomputed",
     )  # fmt: skip
     if config.method is PlanKind.HIDDEN and shape.hidden_row_bytes > shape.kv_row_bytes:
         logger.warning(

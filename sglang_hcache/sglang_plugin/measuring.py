@@ -81,7 +81,9 @@ class Bench:
             ):  # while a restore computes it also reads; where both share the cores, that counts
                 scratch.enter_context(reads[DISK][Method.HIDDEN].going_on())
             kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
-            hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
+            hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
+            if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
+                hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         profile = Profile(
             source=ProfileSource.MEASURED,
             model=self.model.shape,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,27 +16,35 @@ from torch import nn
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.device.attention import Attention, describe
 from sglang_hcache.device.fingerprint import weights_fingerprint
-from sglang_hcache.device.projector import AttentionModule, LlamaFamilyProjector
-from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.device.generic import HIDDEN_STATES, GenericProjector
+from sglang_hcache.device.projector import DescribedProjector, Projector
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
 
-SUPPORTED_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
+logger = logging.getLogger(__name__)
+
+_ATTENTION = "RadixAttention"
+"""SGLang's class that takes Q, K and V of a layer, writes K and V into the pool and attends."""
+_DECODER = "decoder"
+"""Its ``attn_type`` where a token sees those before it, and no others."""
 
 OnLayer = Callable[[int, torch.Tensor], None]
-"""Receives a layer's index and the input of its ``qkv_proj``, (rows, hidden_size)."""
+"""Receives a layer's index and the input of its attention, (rows, hidden_size)."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model of the Llama family."""
+    """A loaded decoder whose layers keep K and V in a plain pool."""
 
     module: nn.Module
-    attention: tuple[AttentionModule, ...]
+    attention: tuple[Attention, ...]
+    """Of every layer, in order; empty where a layer has none, or several."""
     architecture: str
     shape: ModelShape
     dtype: torch.dtype
+    context_length: int
+    """Most tokens of a sequence."""
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
 
@@ -43,21 +53,24 @@ class ServedModel:
         """Describe SGLang's ``module``.
 
         Raises:
-            ConfigError: not a model whose K and V we know how to project.
+            ConfigError: K and V of a token depend on more than the tokens before it.
         """
-        architecture = type(module).__name__
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            known = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
-            raise ConfigError(
-                f"--hierarchical-cache hcache does not support {architecture}; supported: {known}"
-            )
-        inner: Any = module.model
+        architecture, shape = type(module).__name__, shape_of(model_config)
+        cores = attention_cores(module)
+        for core in cores.values():
+            if core.attn_type.value != _DECODER or core.is_cross_attention:
+                raise ConfigError(
+                    f"--hierarchical-cache hcache does not support {architecture}: not all of its attention is that "
+                    "of a decoder, where K and V of a token depend on the tokens before it alone"
+                )
+        is_regular = [core.layer_id for core in cores.values()] == list(range(shape.num_layers))
         return cls(
             module=module,
-            attention=tuple(layer.self_attn for layer in inner.layers),
+            attention=tuple(_attention(module, *named) for named in cores.items()) if is_regular else (),
             architecture=architecture,
-            shape=shape_of(model_config),
+            shape=shape,
             dtype=model_config.dtype,
+            context_length=int(model_config.context_len),
             config=_canonical(model_config.hf_config),
         )
 
@@ -74,9 +87,17 @@ class ServedModel:
         """What is stored of a token, with a method for each layer."""
         return StateLayout.of(methods, self.shape.hidden_row_bytes, self.shape.kv_row_bytes)
 
-    def projector(self) -> LlamaFamilyProjector:
-        """Makes K and V of hidden states."""
-        return LlamaFamilyProjector(self.attention)
+    def projectors(self) -> Iterator[tuple[str, Projector]]:
+        """Names and projectors that may be right for this model, the quickest first. The self-check decides."""
+        forms = [form for each in self.attention if (form := describe(each)) is not None]
+        if forms and len(forms) == len(self.attention):
+            yield "described", DescribedProjector(forms)
+        for name, drop_query in (("generic", True), ("generic, whole", False)):
+            try:
+                if self.attention:
+                    yield name, GenericProjector(self.attention, drop_query=drop_query)
+            except ValueError as error:
+                logger.info("hcache: %s: %s", self.architecture, error)
 
     def weights(self) -> bytes:
         """Fingerprint of the weights that are loaded now. Reads all of them."""
@@ -88,11 +109,36 @@ class ServedModel:
         return Namespace(model=self.weights(), layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``on_layer`` with the input of the ``qkv_proj`` of each of ``layers`` from now on."""
+        """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on."""
         return [
-            self.attention[layer].qkv_proj.register_forward_pre_hook(_pre_hook(layer, on_layer))
+            module.register_forward_pre_hook(_pre_hook(module, layer, on_layer), with_kwargs=True)
             for layer in layers
+            for module in (self.attention[layer].module,)
         ]
+
+
+def attention_cores(module: nn.Module) -> dict[str, Any]:
+    """Path -> SGLang's attention modules inside ``module``, in the order of their layers."""
+    found = {name: child for name, child in module.named_modules() if type(child).__name__ == _ATTENTION}
+    return dict(sorted(found.items(), key=lambda named: int(named[1].layer_id)))
+
+
+def decoder_layer(module: nn.Module, path: str) -> nn.Module | None:
+    """The layer that the attention at ``path`` belongs to: the innermost numbered module around it."""
+    parts = path.split(".")
+    numbered = [index for index, part in enumerate(parts) if part.isdigit()]
+    return module.get_submodule(".".join(parts[: numbered[-1] + 1])) if numbered else None
+
+
+def _attention(module: nn.Module, path: str, core: Any) -> Attention:
+    parent, _, name = path.rpartition(".")
+    return Attention(
+        module=module.get_submodule(parent),
+        core=name,
+        heads=core.tp_q_head_num,
+        kv_heads=core.tp_k_head_num,
+        head_dim=core.head_dim,
+    )
 
 
 def shape_of(model_config: Any) -> ModelShape:
@@ -103,15 +149,37 @@ def shape_of(model_config: Any) -> ModelShape:
     """
     name = Path(model_config.model_path).name or "model"
     dtype = str(model_config.dtype).removeprefix("torch.")
+    config = model_config.hf_config.to_dict()
     try:
-        return ModelShape.from_config(model_config.hf_config.to_dict(), name, dtype)
+        return ModelShape.from_config(config, name, dtype)
+    except ValueError as error:
+        logger.debug("hcache: sizes of %s are SGLang's: %s", name, error)
+    heads, ffn_size = model_config.num_attention_heads, config.get("intermediate_size")
+    try:
+        return ModelShape(
+            name=name,
+            num_layers=model_config.num_hidden_layers,
+            hidden_size=model_config.hidden_size,
+            num_heads=heads,
+            num_kv_heads=model_config.get_num_kv_heads(1),
+            head_size=model_config.head_dim,
+            # For counted costs only; a server measures.
+            ffn=FFNKind.GATED if ffn_size else FFNKind.PLAIN,
+            ffn_size=ffn_size or 4 * model_config.hidden_size,
+            hidden_dtype_bytes=model_config.dtype.itemsize,
+            kv_dtype_bytes=model_config.dtype.itemsize,
+        )
     except ValueError as error:
         raise ConfigError(f"--hierarchical-cache hcache cannot use the model {name}: {error}") from None
 
 
-def _pre_hook(index: int, on_layer: OnLayer) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        on_layer(index, inputs[0])
+def _pre_hook(
+    module: nn.Module, index: int, on_layer: OnLayer
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    place = list(inspect.signature(module.forward).parameters).index(HIDDEN_STATES)
+
+    def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        on_layer(index, named[HIDDEN_STATES] if HIDDEN_STATES in named else inputs[place])
 
     return hook
 

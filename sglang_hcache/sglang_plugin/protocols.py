@@ -97,7 +97,7 @@ class ForwardModel(Protocol):
         """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
 
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
-        """Run the tokens from position ``start`` on through the first ``num_layers`` layers.
+        """Run the tokens from position ``start`` on until the first ``num_layers`` layers have written K and V.
 
         Args:
             tokens: the sequence from its beginning.

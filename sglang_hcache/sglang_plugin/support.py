@@ -9,7 +9,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
-from sglang_hcache.sglang_plugin.model import SUPPORTED_ARCHITECTURES, shape_of
+from sglang_hcache.sglang_plugin.model import shape_of
 
 _FLAG = "--hierarchical-cache hcache"
 
@@ -81,6 +81,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         problems.append(
             f"{_FLAG} runs with --device cpu in this version, not {server_args.device!r}: the CUDA path is not built"
         )
+    if server_args.disable_radix_cache:
+        problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
     if not server_args.disable_overlap_schedule:
         problems.append(
             f"{_FLAG} needs --disable-overlap-schedule in this version ('hcache serve' adds it on a CPU)"
@@ -114,25 +116,16 @@ def _parallelism(args: argparse.Namespace) -> list[str]:
 
 def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
-    if arch not in SUPPORTED_ARCHITECTURES:
-        known = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
-        return [f"{_FLAG} does not support {arch}; supported: {known}"]
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
-        (model.is_hybrid_swa, "sliding-window layers"),
-        (_sliding_window(model), "a sliding window"),
+        (model.is_hybrid_swa, "layers that keep a sliding window only"),
+        (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
         (model.quantization is not None, f"quantisation {model.quantization!r}"),
         (bool(getattr(model.hf_config, "dual_chunk_attention_config", None)), "dual chunk attention"),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
-
-
-def _sliding_window(model: Any) -> bool:
-    config = model.hf_text_config
-    window = getattr(config, "sliding_window", None)
-    return bool(window) and bool(getattr(config, "use_sliding_window", True))
 
 
 def _raise(problems: list[str]) -> None:

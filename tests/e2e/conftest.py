@@ -25,7 +25,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return build
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("all_families") and not config.getoption("--all-families"):
+            item.add_marker(pytest.mark.skip(reason="runs with --all-families"))
         if Path(str(item.path)).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.e2e)

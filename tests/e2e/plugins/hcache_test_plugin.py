@@ -8,7 +8,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
 * ``fail_read``: reading a layer from a tier fails.
-* ``projector_*``: mutants of the projector, active at start; the self-check must refuse to serve.
+* ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
 * ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
   whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.
   ``fail_reads``, ``fail_writes``: EIO. ``short_reads``: half of it comes. ``hang_reads``, ``hang_writes``: nothing
@@ -169,29 +169,15 @@ def _patch_engine(switches):
 
 
 def _patch_projector(switches):
-    from sglang_hcache.device.projector import LlamaFamilyProjector
+    from sglang_hcache.core.layout import Method
     from sglang_hcache.restore.methods import LayerRestorer
 
-    project = LlamaFamilyProjector.project_unrotated
     restore = LayerRestorer.restore
 
     def at_wrong_positions(self, layer, method, rows, positions, slots):
-        shift = 1 if (switches / "projector_positions").exists() else 0
-        restore(self, layer, method, rows, positions + shift, slots)
+        shift = method is Method.HIDDEN and (switches / "projector_positions").exists()
+        restore(self, layer, method, rows, positions + int(shift), slots)
 
-    def damaged(self, layer, hidden):
-        if (switches / "projector_bias").exists() and self._layers[layer].qkv_proj.bias is not None:
-            key, value = project(self, layer, hidden)
-            return key, value - self._layers[layer].qkv_proj.bias[-value.shape[1] :]
-        if (switches / "projector_norm").exists():
-            norm = self._layers[layer].__dict__["_modules"].pop("k_norm")
-            try:
-                return project(self, layer, hidden)
-            finally:
-                self._layers[layer].k_norm = norm
-        return project(self, layer, hidden)
-
-    LlamaFamilyProjector.project_unrotated = damaged
     LayerRestorer.restore = at_wrong_positions
 
 

@@ -27,20 +27,27 @@ def load(folder: Path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_loads_and_generates(tmp_path, family):
-    write_tiny_model(tmp_path / "m", TinyModel(family=family, kv_heads=2, **SMALL))
+    kv_heads = 2 if FAMILIES[family].shares_kv_heads else 4
+    write_tiny_model(tmp_path / "m", TinyModel(family=family, kv_heads=kv_heads, **SMALL))
     network = load(tmp_path / "m")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m", local_files_only=True)
-    assert type(network).__name__ == f"{FAMILIES[family]}ForCausalLM"
+    assert type(network).__name__.startswith(FAMILIES[family].prefix)
     assert network.dtype == torch.float32
-    assert network.config.num_key_value_heads == 2
-    assert getattr(network.config, "sliding_window", None) is None
+    assert getattr(network.config, "num_key_value_heads", 4) == kv_heads
+    assert not getattr(network.config, "sliding_window", None) or family == "gemma2"
     prompt = tokenizer("the state of every token", return_tensors="pt").input_ids
     answer = network.generate(prompt, max_new_tokens=8, do_sample=False)
     assert answer.shape[1] == prompt.shape[1] + 8
 
 
 def test_weights_that_transformers_leaves_constant_are_random(tmp_path):
-    for family, names in {"qwen2": ["q_proj.bias", "k_proj.bias"], "qwen3": ["q_norm.weight"]}.items():
+    expected = {
+        "qwen2": ["q_proj.bias", "k_proj.bias"],
+        "qwen3": ["q_norm.weight"],
+        "olmo2": ["k_norm.weight"],
+        "stablelm": ["v_proj.bias"],
+    }
+    for family, names in expected.items():
         write_tiny_model(tmp_path / family, TinyModel(family=family, **SMALL))
         weights = load(tmp_path / family).state_dict()
         for name in [f"model.layers.1.self_attn.{name}" for name in names]:
@@ -100,7 +107,8 @@ def test_answers_keep_their_tokens_as_text(tmp_path, vocab):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"family": "gpt2"}, "--family: 'gpt2' is not allowed; allowed: llama"),
+        ({"family": "gpt3"}, "--family: 'gpt3' is not allowed; allowed: llama"),
+        ({"family": "opt", "kv_heads": 2}, "--kv-heads: 2 is not allowed: opt has as many as --heads"),
         ({"dtype": "float16"}, "--dtype: 'float16'"),
         ({"hidden": 100, "heads": 3}, "--hidden: 100"),
         ({"heads": 4, "kv_heads": 3}, "--kv-heads: 3"),

@@ -89,6 +89,19 @@ def test_dtype_of_the_caller_wins():
     assert ModelShape.from_config(unnamed, "m", "float16").hidden_dtype_bytes == 2
 
 
+def test_of_experts_those_count_that_a_token_goes_through():
+    mixtral = LLAMA | {"model_type": "mixtral", "num_experts_per_tok": 2, "sliding_window": None}
+    assert ModelShape.from_config(mixtral, "m").ffn_size == 2 * 14336
+    qwen = LLAMA | {
+        "model_type": "qwen2_moe",
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 0,
+    }
+    assert ModelShape.from_config(qwen, "m").ffn_size == 4 * 1408 + 5632
+
+
 def test_a_window_that_is_not_used_is_none():
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
     assert ModelShape.from_config(qwen, "m").num_layers == 32
@@ -97,8 +110,8 @@ def test_a_window_that_is_not_used_is_none():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not known"),
-        ({"model_type": "deepseek_v2"}, "known: gemma, gpt_neox, llama"),
+        ({"model_type": "dbrx"}, "model_type 'dbrx' is not known"),
+        ({"model_type": "deepseek_v2"}, "known: gemma, gemma2, gpt_neox, llama"),
         ({"sliding_window": 4096}, "windows are not planned for"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive whole number"),

@@ -149,7 +149,7 @@ def test_the_next_layer_is_read_while_one_is_projected(bench: Bench) -> None:
                 assert time.monotonic() < deadline, "layer 1 was not read during the projection of layer 0"
         return project(self, layer, *args)
 
-    bench.engine._pipeline._restorer._projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
+    bench.engine._pipeline._restorer.projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
     assert bench.run().state is RestoreState.DONE
     assert blocked.is_set()
 

@@ -15,18 +15,19 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
-from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.model import ServedModel, shape_of
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, ForwardModel, SchedulerView
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ class HCacheRadixCache(RadixCache):
         super().__init__(context.params)
         self._runner = context.tp_worker.model_runner
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
-            raise ConfigError(
-                f"--hierarchical-cache hcache supports a plain MHATokenToKVPool only, got {type(pool).__name__}"
-            )
+        _check_pools(pool, self.req_to_token_pool, shape_of(context.model_config))
         self._pool = DevicePool(pool)
         self._server_args = context.server_args
         self._model_config = context.model_config
@@ -224,6 +222,32 @@ class HCacheRadixCache(RadixCache):
 
     def release_host_resources(self) -> None:
         self.bridge.close()
+
+
+def _check_pools(pool: Any, table: Any, shape: ModelShape) -> None:
+    """Refuse a model whose state is not K and V of each token, in slots of a pool that we know.
+
+    Where it is, a restored prefix is to SGLang what a prefix in its own radix cache is: slots with the same bytes.
+
+    Raises:
+        ConfigError: what is another.
+    """
+    found = None
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+        found = f"its KV pool is a {type(pool).__name__}, not a plain MHATokenToKVPool"
+    elif type(table) is not ReqToTokenPool:
+        found = f"its requests keep more than K and V ({type(table).__name__})"
+    elif (pool.start_layer, pool.layer_num) != (0, shape.num_layers):
+        found = f"{pool.layer_num} of its {shape.num_layers} layers keep K and V"
+    elif (pool.head_num, pool.head_dim, pool.v_head_dim) != (shape.num_kv_heads, *(shape.head_size,) * 2):
+        found = (
+            f"its pool has {pool.head_num} heads of {pool.head_dim} and {pool.v_head_dim} values for K and V, its "
+            f"configuration {shape.num_kv_heads} of {shape.head_size}"
+        )
+    if found is not None:
+        raise ConfigError(
+            f"--hierarchical-cache hcache does not support this model: {found}. Serve it without --hierarchical-cache"
+        )
 
 
 class HostTierView:

@@ -10,9 +10,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
+from sglang_hcache.sglang_plugin.model import attention_cores, decoder_layer
 
 _PADDING_ROW = 0
 """Of the request table: no request gets it, and what padded requests read there is thrown away."""
+
+
+class _FarEnough(Exception):  # noqa: N818 (no error)
+    """The last module that was asked for has run."""
 
 
 class ForwardOf:
@@ -21,30 +26,38 @@ class ForwardOf:
     def __init__(self, runner: Any, cache: HCacheRadixCache) -> None:
         self._runner = runner
         self._cache = cache
+        cores = attention_cores(runner.model)
+        self._cores = tuple(cores.values())
+        self._last_layer = decoder_layer(runner.model, list(cores)[-1]) if cores else None
 
     def forward(self, tokens: list[int]) -> torch.Tensor:
         slots = self.allocate(len(tokens))[: len(tokens)]
-        self._run(tokens, slots, 0)
+        self._run(tokens, slots, 0, self._last_layer)
         return slots
 
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
-        model = self._runner.model.model
-        end_layer = model.end_layer
-        # As on the first rank of a pipeline: the model runs its layers up to end_layer.
-        model.end_layer = num_layers
-        try:
-            self._run(tokens[start:].tolist(), slots, start)
-        finally:
-            model.end_layer = end_layer
+        is_whole = num_layers == len(self._cores)
+        last = self._last_layer if is_whole else self._cores[num_layers - 1]
+        self._run(tokens[start:].tolist(), slots, start, last)
 
     @torch.inference_mode()
-    def _run(self, new_tokens: list[int], slots: torch.Tensor, start: int) -> None:
+    def _run(
+        self, new_tokens: list[int], slots: torch.Tensor, start: int, last: torch.nn.Module | None
+    ) -> None:
+        """Run the model until ``last`` of its modules has run: all models have layers, few have a way to stop."""
         table = self._cache.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
         batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
-        with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            self._runner.attn_backend.init_forward_metadata(batch)
-            self._runner.model.model(batch.input_ids, batch.positions, batch)
+        stop = last.register_forward_hook(_stop) if last is not None else None
+        try:
+            with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
+                self._runner.attn_backend.init_forward_metadata(batch)
+                self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        except _FarEnough:
+            pass
+        finally:
+            if stop is not None:
+                stop.remove()
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))
@@ -53,6 +66,10 @@ class ForwardOf:
 
     def release(self, slots: torch.Tensor) -> None:
         self._cache.free(slots)
+
+
+def _stop(*_: object) -> None:
+    raise _FarEnough
 
 
 def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, start: int, device: Any) -> ForwardBatch:
