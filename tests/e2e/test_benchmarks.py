@@ -60,13 +60,13 @@ def check_row(row: dict[str, Any]) -> None:
 
 
 def test_zipf_replay(tmp_path: Path) -> None:
-    options = ("--alphas", "1", "--methods", "recompute,auto,lmcache", "--documents", "5", "--requests", "10")
+    options = ("--alphas", "1", "--methods", "recompute,hidden,lmcache", "--documents", "5", "--requests", "10")
     data = run("zipf_replay", tmp_path, *options)
-    recompute, auto, lmcache = data["rows"]
-    assert [row["method"] for row in data["rows"]] == ["recompute", "auto", "lmcache"]
+    recompute, hidden, lmcache = data["rows"]
+    assert [row["method"] for row in data["rows"]] == ["recompute", "hidden", "lmcache"]
     assert {row["alpha"] for row in data["rows"]} == {1.0}
     assert (lmcache["requests"], lmcache["note"]) == (0, LMCACHE)
-    for row in (recompute, auto):
+    for row in (recompute, hidden):
         check_row(row)
         assert 6 <= row["requests"] == recompute["requests"] <= 10
         assert row["prompt_tokens"] == recompute["prompt_tokens"] > 1000 * row["requests"]
@@ -74,7 +74,7 @@ def test_zipf_replay(tmp_path: Path) -> None:
     # Five documents, and room for two of them.
     assert data["sizes"]["pool_tokens"] < 3 * data["workload"]["mean_context_tokens"]
     assert recompute["restored_tokens"] == 0
-    assert auto["restored_tokens"] > 0
+    assert hidden["restored_tokens"] > 0  # what auto restores depends on the machine
 
 
 def test_multiturn(tmp_path: Path) -> None:
