@@ -125,7 +125,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         startup_timeout_s=400,
     )
     reference = ServerProcess(
-        [*common, "--hierarchical-cache", "off"],
+        [*common, "--hierarchical-cache", "off", "--hcache-cpu-fixes"],
         log=folder / "reference.log",
         extra_env=FAIR_ENVIRONMENT,
         startup_timeout_s=400,
