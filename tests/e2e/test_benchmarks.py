@@ -60,7 +60,10 @@ def check_row(row: dict[str, Any]) -> None:
 
 
 def test_zipf_replay(tmp_path: Path) -> None:
-    options = ("--alphas", "1", "--methods", "recompute,hidden,lmcache", "--documents", "5", "--requests", "10")
+    options = (
+        *("--alphas", "1", "--methods", "recompute,hidden,lmcache"),
+        *("--documents", "5", "--requests", "10"),
+    )
     data = run("zipf_replay", tmp_path, *options)
     recompute, hidden, lmcache = data["rows"]
     assert [row["method"] for row in data["rows"]] == ["recompute", "hidden", "lmcache"]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 from tests.e2e.test_serving import assert_same_pool
 from tests.patched_sglang import installed_sglang, write_patched_sglang
@@ -73,12 +71,12 @@ def test_pages_of_16_with_the_hooks(tiny_model: Callable[..., Path], tmp_path: P
         server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_the_patched_sglang(tiny_model: Callable[..., Path], tmp_path: Path, page_size: int) -> None:
+def test_the_patched_sglang(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Both patches are needed here: attention, and pages."""
     packages = tmp_path / "packages"
     packages.mkdir()
     write_patched_sglang(packages)
-    with server_for(tmp_path, tiny_model(), page_size, [packages]) as server:
+    with server_for(tmp_path, tiny_model(), 16, [packages]) as server:
         hooked = server.hooked_functions(packages / "sglang")
         assert "get_internal_state" in hooked
         assert not hooked & (ATTENTION | ALLOCATION), "nothing to fix there"
