@@ -323,8 +323,7 @@ class _Case:
         seconds = 0.0
         with torch.inference_mode():
             for layer in layers:
-                module: Any = self.rig.model.attention[layer]
-                weight = module.qkv_proj.weight[module.q_size :]
+                weight = self.rig.kv_weight(layer)
                 for count in blocks:
                     rows = self.rig.hidden[layer][:count]
                     began = time.monotonic()

@@ -341,8 +341,8 @@ def bare_products(rig: Rig, length: int) -> float:
 
     seconds = 0.0
     with torch.inference_mode():
-        for layer, module in enumerate(rig.model.attention):
-            weight = module.qkv_proj.weight[module.q_size :]  # type: ignore[index]
+        for layer in range(rig.num_layers):
+            weight = rig.kv_weight(layer)
             rows = rig.hidden[layer][:length]
             began = time.monotonic()
             torch.nn.functional.linear(rows, weight)
