@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX
 from tests.e2e.harness import TierServer, random_prompt, wait_for
 from tests.e2e.test_plans import write_profile
+
+_PATIENCE_S = 90.0
 
 Samples = dict[str, dict[tuple[str, ...], float]]
 
@@ -51,6 +54,10 @@ def read(server: TierServer) -> Samples:
                 at = found.setdefault(sample.name.removeprefix(PREFIX), {})
                 at[key] = at.get(key, 0.0) + sample.value
     return found
+
+
+def health(server: TierServer) -> set[float]:
+    return set(read(server)["directory_healthy"].values())
 
 
 def come_back(server: TierServer, prompt: list[int]) -> int:
@@ -98,17 +105,19 @@ def test_every_metric_moves(server: TierServer) -> None:
 
 
 def test_gauges_say_what_is_there(server: TierServer) -> None:
-    state = server.state()
+    def chunks() -> tuple[dict[tuple[str, ...], float], dict[tuple[str, ...], float]]:
+        """In both tiers: what the gauges say, and what is there."""
+        state = server.state()
+        there = {
+            ("host",): state["host"]["slots"] - state["host"]["free"],
+            ("disk",): state["disk"]["chunks"],
+        }
+        return read(server)["tier_chunks"], there
 
-    def settled() -> bool:
-        found = read(server)
-        return found["tier_chunks"][("disk",)] == state["disk"]["chunks"]
-
-    wait_for(settled, "the gauges")
-    found = read(server)
-    host = state["host"]
+    server.settle()
+    wait_for(lambda: (pair := chunks())[0] == pair[1], "gauges that say what is there", _PATIENCE_S)
+    found, host = read(server), server.state()["host"]
     assert set(found) >= {gauge.name for gauge in GAUGES}
-    assert found["tier_chunks"][("host",)] == host["slots"] - host["free"]
     assert found["tier_capacity_bytes"][("host",)] == host["slots"] * host["chunk_bytes"]
     assert 0 < found["tier_bytes"][("disk",)] <= found["tier_capacity_bytes"][("disk",)] == 64e6
     assert found["disk_written_24h_bytes"][()] > 0
@@ -117,12 +126,14 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
 
 
 def test_a_sick_directory_shows(server: TierServer) -> None:
+    seeds = itertools.count(30)
+
+    def shows() -> bool:
+        """After one more chunk that cannot be written: the directory is tried again every second."""
+        server.ask(random_prompt(next(seeds), 230), tokens=1)
+        server.flush_device()
+        return health(server) == {0.0}
+
     with server.switched_on("fail_writes"):
-        for seed in range(30, 36):
-            server.ask(random_prompt(seed, 230), tokens=1)
-            server.settle()
-            server.flush_device()
-        wait_for(lambda: set(read(server)["directory_healthy"].values()) == {0.0}, "a directory that is out")
-    wait_for(
-        lambda: set(read(server)["directory_healthy"].values()) == {1.0}, "the directory to be well again"
-    )
+        wait_for(shows, "a directory that is out", _PATIENCE_S)
+    wait_for(lambda: health(server) == {1.0}, "the directory to be well again", _PATIENCE_S)
