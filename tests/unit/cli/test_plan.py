@@ -223,8 +223,8 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         (["{dir}/text", *RATES], "MODEL: {dir}/text: Expecting value"),
         (["{dir}/list", *RATES], "MODEL: {dir}/list: it must hold a JSON object"),
         (
-            ["{dir}/moe.json", *RATES],
-            "MODEL: {dir}/moe.json: model_type 'mixtral' is not known; known: gemma",
+            ["{dir}/other.json", *RATES],
+            "MODEL: {dir}/other.json: model_type 'mamba' is not known; known: gemma",
         ),
         (
             ["{dir}/plain.json", *RATES],
@@ -260,7 +260,7 @@ def test_tier_of_a_profile(plan_json, tmp_path):
 def test_errors_are_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "list").write_text("[]")
-    (tmp_path / "moe.json").write_text(config(model_type="mixtral"))
+    (tmp_path / "other.json").write_text(config(model_type="mamba"))
     (tmp_path / "plain.json").write_text(config(dtype=None))
     write_profile(tmp_path / "profile.json")
     status, out, err = plan(*(text.replace("{dir}", str(tmp_path)) for text in arguments))
