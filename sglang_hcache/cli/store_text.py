@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.store.inspect.view import StoreView
+if TYPE_CHECKING:
+    from sglang_hcache.store.inspect.view import StoreView
 
 _PIPE_WIDTH = 160
 """Columns where nobody's window limits them."""

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.chat_client import ChatClient, ChatError
+from sglang_hcache.cli.store_text import new_table
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.units import format_bytes
 
@@ -127,7 +128,7 @@ def _title(url: str, state: Mapping[str, Any]) -> Text:
 
 
 def _sizes(state: Mapping[str, Any]) -> Table:
-    table = _new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
+    table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
     host = state["host"]
     used = host["slots"] - host["free"]
     _add_tier(
@@ -153,7 +154,7 @@ def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, no
 
 
 def _counts(sample: Sample, before: Sample | None) -> Table:
-    table = _new_table(("", "since start", "a second"), {"since start", "a second"})
+    table = new_table(("", "since start", "a second"), {"since start", "a second"})
     counters = sample.state["counters"]
     for what, name, kind in _RATES:
         total = counters.get(name, 0)
@@ -171,9 +172,3 @@ def _amount(value: float, kind: str) -> str:
     if kind == "bytes":
         return format_bytes(int(value))
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:,.1f}"
-
-
-def _new_table(columns: tuple[str, ...], right: set[str]) -> Table:
-    from sglang_hcache.cli.store_text import new_table  # here, to keep `hcache --help` quick
-
-    return new_table(columns, right)

@@ -42,6 +42,7 @@ class RestoreEngine:
         on_over: OnOver,
         block_chunks: int,
     ) -> None:
+        self._chunk_layer_bytes = tiers.layout.chunk_layer_bytes
         self._observer = observer
         self._may_warn = Throttle()
         self._on_over = on_over
@@ -110,12 +111,12 @@ class RestoreEngine:
         if outcome is not RestoreState.DONE:
             return
         self._observer.count("restore.tokens", job.num_tokens)
+        chunk_bytes = sum(self._chunk_layer_bytes[layer] for layer in job.layers)
         for tier, chunks in Counter(job.sources).items():
             self._observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
-        for tier, read in job.bytes_read.items():
-            self._observer.count(f"restore.bytes_{tier}", read)
+            self._observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)
         self._observer.observe("restore.queue_seconds", queued_s)
         self._observer.observe("restore.read_seconds", job.waited_s)
         self._observer.observe("restore.project_seconds", job.written_s)
         if job.seconds > 0:
-            self._observer.observe("restore.gb_per_s", sum(job.bytes_read.values()) / job.seconds / 1e9)
+            self._observer.observe("restore.gb_per_s", len(job.sources) * chunk_bytes / job.seconds / 1e9)

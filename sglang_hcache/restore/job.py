@@ -60,8 +60,6 @@ class RestoreJob:
     """Of these, waiting for reads."""
     written_s: float = 0.0
     """Of these, writing K and V."""
-    bytes_read: dict[str, int] = field(default_factory=dict)
-    """By tier; of one that ended well."""
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property

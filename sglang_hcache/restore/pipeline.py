@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -120,9 +120,6 @@ class LayerPipeline:
         method = self._tiers.layout.methods[step.layer]
         self._restorer.restore(step.layer, method, rows.view(self._restorer.dtype), positions, slots)
         job.written_s += time.monotonic() - began
-        for source, chunks in Counter(step.block.sources).items():
-            read = job.bytes_read.get(source, 0)
-            job.bytes_read[source] = read + chunks * self._tiers.layout.chunk_layer_bytes[step.layer]
 
 
 def _is_over(read: Future[None]) -> bool:

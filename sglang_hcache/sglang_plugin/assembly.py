@@ -68,7 +68,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
             disk = DiskStore.open(settings, counters)
             undo.callback(disk.close)
         profile = _profile(config, model, device, restorer, disk, machine)
-        stored = choose_stored(config, profile, model.shape, disk, model.weights())
+        weights = model.weights()
+        stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
         budget = _budget(config, layout, device.largest_pass)
         tiers = _tiers(config, layout, budget, disk, counters)
@@ -78,7 +79,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
             block_tokens = CHUNK_TOKENS * budget.block_chunks
             gate = RestoreGate(profile, stored, block_tokens, may_recompute=may_recompute)
         gauges = TierGauges(labels, tiers) if labels is not None else None
-        bridge = Bridge(config, model, tiers, budget, device, restorer, gate, counters, gauges)
+        namespace = model.namespace(layout, weights)
+        bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, gauges)
         undo.pop_all()
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)

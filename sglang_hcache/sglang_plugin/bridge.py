@@ -43,6 +43,7 @@ class Bridge:
         self,
         config: HCacheConfig,
         model: ServedModel,
+        namespace: Namespace,
         tiers: TieredStore,
         budget: HostBudget,
         device: Device,
@@ -57,7 +58,7 @@ class Bridge:
         self.gate = gate
         self._model = model
         self._pool = device.pool
-        self._namespace: Namespace | None = model.namespace(tiers.layout)
+        self._namespace: Namespace | None = namespace
         self._device_is_stale = False
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
@@ -247,7 +248,7 @@ class Bridge:
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         if self._namespace is None:
-            self._namespace = self._model.namespace(self.tiers.layout)
+            self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
         return replace(self._namespace, tenant=tenant)
 

@@ -76,9 +76,8 @@ class Bench:
         with ExitStack() as scratch:
             reads = self._scratch(scratch)
             tiers = {tier: self._tier_curves(of_tier) for tier, of_tier in reads.items()}
-            if (
-                DISK in reads
-            ):  # while a restore computes it also reads; where both share the cores, that counts
+            if DISK in reads:
+                # While a restore computes it also reads; where both share the cores, that counts.
                 scratch.enter_context(reads[DISK][Method.HIDDEN].going_on())
             kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
             hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)

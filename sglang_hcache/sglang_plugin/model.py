@@ -103,10 +103,10 @@ class ServedModel:
         """Fingerprint of the weights that are loaded now. Reads all of them."""
         return weights_fingerprint([*self.module.named_parameters(), *self.module.named_buffers()])
 
-    def namespace(self, layout: StateLayout) -> Namespace:
-        """Namespace of the weights that are loaded now, for requests without a tenant. Reads all weights."""
+    def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
+        """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
         text = f"{self.architecture}|{self.dtype}|{layout}|tp1|pp1|{self.config}"
-        return Namespace(model=self.weights(), layout=text)
+        return Namespace(model=weights, layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
         """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 
+from sglang_hcache.core.background import in_background
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
@@ -74,25 +74,17 @@ class ScratchReads:
                 read.result()
             return (time.monotonic() - began) / NUM_LAYERS
 
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self) -> AbstractContextManager[None]:
         """Read all the time in the background: what else is measured then is measured in company."""
-        stop = threading.Event()
 
-        def read() -> None:
+        def read(stop: threading.Event) -> None:
             while not stop.is_set():
                 try:
                     self.time(self.longest)
                 except StoreError:
                     return
 
-        thread = threading.Thread(target=read, name="hcache-company", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+        return in_background("hcache-company", read)
 
     def close(self) -> None:
         """Stop the reading threads."""

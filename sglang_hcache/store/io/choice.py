@@ -6,9 +6,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_hcache.core.background import in_background
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
@@ -88,24 +89,12 @@ def _compare(directory: Path, direct: bool, num_threads: int, size: int) -> list
         ]
         for engine in engines:
             stack.callback(engine.close, 0.0)
-        stack.enter_context(_busy_interpreter())
+        stack.enter_context(in_background("hcache-probe-busy", _keep_interpreter_busy))
         return read_rates(engines, directory, direct, size)
 
 
-@contextlib.contextmanager
-def _busy_interpreter() -> Iterator[None]:
-    stop = threading.Event()
-
-    def compute() -> None:
-        while not stop.wait(FREE_S):
-            begun = time.monotonic()
-            while time.monotonic() - begun < BUSY_S:
-                pass
-
-    thread = threading.Thread(target=compute, name="hcache-probe-busy", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def _keep_interpreter_busy(stop: threading.Event) -> None:
+    while not stop.wait(FREE_S):
+        begun = time.monotonic()
+        while time.monotonic() - begun < BUSY_S:
+            pass
