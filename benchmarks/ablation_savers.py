@@ -67,7 +67,7 @@ class TwoStageSaver:
         self.observer = Counters()
         self._disk, self._writes = open_disk(folder, IOKind.WRITE)
         slots = max(64, HOST_BYTES // self._layout.chunk_bytes)
-        arena = host_buffer(slots * self._layout.chunk_bytes).reshape(slots, -1)
+        arena = host_buffer(slots * self._layout.chunk_bytes)
         ring = [
             torch.from_numpy(host_buffer(group.count * 2 * largest_pass * group.row_bytes))
             .view(rig.model.dtype)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.benchmark.one_batch import load_model
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -308,8 +307,7 @@ def filled_tiers(
         for layer in rows
     ]
     slots = 1 if disk is not None else count
-    arena = host_buffer(slots * layout.chunk_bytes).reshape(slots, -1)
-    host = HostTier(arena, layout, Counters(), keep_dirty=False)
+    host = HostTier(host_buffer(slots * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
     tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=RUN_CHUNKS)
     for first in range(0, count, RUN_CHUNKS):
         part = slice(first, min(first + RUN_CHUNKS, count))
@@ -320,7 +318,8 @@ def filled_tiers(
         for index in range(part.start, part.stop):
             slot = tiers.reserve()
             assert slot is not None
-            arena[slot] = np.concatenate([layer[index] for layer in chunks])
+            for layer, rows_of_layer in enumerate(chunks):
+                host.layer_of(slot, layer)[:] = rows_of_layer[index]
             tiers.seal(slot, ChunkInfo(keys[index], bytes(32), index, bytes(16)))
     return tiers
 

@@ -18,9 +18,10 @@ import torch
 from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
 from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Assembler:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
-        self._chunks = _chunk_groups(torch.from_numpy(tiers.host.arena), tiers.layout, dtype)
+        self._chunks = _chunk_groups(tiers.host, dtype)
         self._open: dict[str, _OpenRequest] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._pending = 0
@@ -192,11 +193,10 @@ class Assembler:
             self._end(rid)
 
 
-def _chunk_groups(arena: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+def _chunk_groups(host: HostTier, dtype: torch.dtype) -> list[torch.Tensor]:
     """Views of the host tier's slots, one a group of layers: (slots, layers, 64, width) of ``dtype``."""
     views = []
-    for group in layout.groups:
-        first = layout.layer_offset(group.first)
-        rows = arena[:, first : first + group.count * CHUNK_TOKENS * group.row_bytes].view(dtype)
-        views.append(rows.view(len(rows), group.count, CHUNK_TOKENS, -1))
+    for group in host.layout.groups:
+        rows = torch.from_numpy(host.layers(group.first, group.count)).view(dtype)
+        views.append(rows.view(group.count, host.num_slots, CHUNK_TOKENS, -1).transpose(0, 1))
     return views

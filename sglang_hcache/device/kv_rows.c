@@ -3,52 +3,90 @@
  *
  * Rows of 64-bit slot numbers; strides count elements; [begin, end) are the rows that this call works on. */
 
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+/* Also in kv_rows.py. */
+enum { MOST_DIM = 1024 };
 
 typedef union { float value; uint32_t bits; } word;
 
 static inline float load_bf16(uint16_t x) { word w; w.bits = (uint32_t)x << 16; return w.value; }
 
-static inline uint16_t store_bf16(float x) { /* to nearest, ties to even; the pool never holds what is not a number */
-    word w;
-    w.value = x;
-    return (uint16_t)((w.bits + 0x7fffu + ((w.bits >> 16) & 1u)) >> 16);
-}
+/* To nearest, ties to even, the low half of the bits undefined; the pool never holds what is not a number. */
+static inline uint32_t nearest_bf16(float x) { word w; w.value = x; return w.bits + 0x7fffu + ((w.bits >> 16) & 1u); }
+static inline uint16_t store_bf16(float x) { return (uint16_t)(nearest_bf16(x) >> 16); }
+static inline float round_bf16(float x) { word w; w.bits = nearest_bf16(x) & 0xffff0000u; return w.value; }
 
 static inline float load_f32(float x) { return x; }
 static inline float store_f32(float x) { return x; }
+static inline float round_f32(float x) { return x; }
 
-/* table: (positions, dim), the cosines of dim / 2 angles, then their sines, of the rows' own type. */
-#define ROTATE_AND_STORE(NAME, TYPE, LOAD, STORE)                                                                      \
+/* Past the caches: nobody reads the pool before all layers are there, and a line that is written whole need not be
+ * read first. */
+static inline void write_past_caches(void *restrict to, const void *restrict from, int64_t size) {
+#ifdef __SSE2__
+    if ((((uintptr_t)to | (uintptr_t)size) & 15) == 0) {
+        for (int64_t i = 0; i < size; i += 16)
+            _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+        return;
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+/* Before the thread says that it is done. */
+static inline void finish_writes(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/* table: (positions, dim), the cosines of dim / 2 angles, then their sines, of the rows' own type; dim <= MOST_DIM. */
+#define ROTATE_AND_STORE(NAME, TYPE, LOAD, ROUND, STORE)                                                               \
     void NAME(const TYPE *restrict key, int64_t key_stride, const TYPE *restrict value, int64_t value_stride,         \
               const TYPE *restrict table, const int64_t *restrict positions, const int64_t *restrict slots,           \
               TYPE *restrict key_pool, TYPE *restrict value_pool, int64_t heads, int64_t dim, int64_t begin,          \
               int64_t end) {                                                                                          \
         const int64_t half = dim / 2, width = heads * dim;                                                            \
+        float cosines[MOST_DIM / 2], sines[MOST_DIM / 2];                                                             \
+        TYPE rotated[MOST_DIM];                                                                                       \
         for (int64_t row = begin; row < end; row++) {                                                                 \
-            const TYPE *restrict cosines = table + positions[row] * dim, *restrict sines = cosines + half;            \
+            const TYPE *restrict angles = table + positions[row] * dim;                                               \
+            for (int64_t i = 0; i < half; i++) {                                                                      \
+                cosines[i] = LOAD(angles[i]);                                                                         \
+                sines[i] = LOAD(angles[half + i]);                                                                    \
+            }                                                                                                         \
             for (int64_t head = 0; head < heads; head++) {                                                            \
                 const TYPE *restrict low = key + row * key_stride + head * dim, *restrict high = low + half;          \
-                TYPE *restrict low_out = key_pool + slots[row] * width + head * dim, *restrict high_out = low_out + half; \
                 for (int64_t i = 0; i < half; i++) {                                                                  \
-                    const float x = LOAD(low[i]), y = LOAD(high[i]), c = LOAD(cosines[i]), s = LOAD(sines[i]);        \
-                    low_out[i] = STORE(LOAD(STORE(x * c)) - LOAD(STORE(y * s)));                                      \
-                    high_out[i] = STORE(LOAD(STORE(y * c)) + LOAD(STORE(x * s)));                                     \
+                    const float x = LOAD(low[i]), y = LOAD(high[i]), c = cosines[i], s = sines[i];                    \
+                    rotated[i] = STORE(ROUND(x * c) - ROUND(y * s));                                                  \
+                    rotated[half + i] = STORE(ROUND(y * c) + ROUND(x * s));                                           \
                 }                                                                                                     \
+                write_past_caches(key_pool + slots[row] * width + head * dim, rotated, dim * sizeof(TYPE));           \
             }                                                                                                         \
-            memcpy(value_pool + slots[row] * width, value + row * value_stride, width * sizeof(TYPE));                \
+            write_past_caches(value_pool + slots[row] * width, value + row * value_stride, width * sizeof(TYPE));     \
         }                                                                                                             \
+        finish_writes();                                                                                              \
     }
 
-ROTATE_AND_STORE(rotate_and_store_bf16, uint16_t, load_bf16, store_bf16)
-ROTATE_AND_STORE(rotate_and_store_f32, float, load_f32, store_f32)
+ROTATE_AND_STORE(rotate_and_store_bf16, uint16_t, load_bf16, round_bf16, store_bf16)
+ROTATE_AND_STORE(rotate_and_store_f32, float, load_f32, round_f32, store_f32)
 
 /* rows: (n, 2 * row_bytes), K first; pools of rows of row_bytes. */
 void store_rows(const char *restrict rows, const int64_t *restrict slots, char *restrict key_pool,
                 char *restrict value_pool, int64_t row_bytes, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-        memcpy(key_pool + slots[row] * row_bytes, rows + 2 * row * row_bytes, row_bytes);
-        memcpy(value_pool + slots[row] * row_bytes, rows + (2 * row + 1) * row_bytes, row_bytes);
+        write_past_caches(key_pool + slots[row] * row_bytes, rows + 2 * row * row_bytes, row_bytes);
+        write_past_caches(value_pool + slots[row] * row_bytes, rows + (2 * row + 1) * row_bytes, row_bytes);
     }
+    finish_writes();
 }

@@ -20,6 +20,7 @@ _LIBRARY = "kv_rows.so"
 _OPTIONS = ("-shared", "-fPIC", "-O3", "-march=native", "-ffp-contract=off")
 _ROTATIONS = {torch.bfloat16: "rotate_and_store_bf16", torch.float32: "rotate_and_store_f32"}
 _ROWS_WORTH_A_THREAD = 256
+_MOST_HEAD_DIM = 1024  # MOST_DIM of kv_rows.c
 
 _Int = ctypes.c_int64
 
@@ -47,9 +48,9 @@ class KVRows:
             logger.warning("hcache: restores are slower than they could be: %s", error)
             return None
 
-    def can_rotate(self, dtype: torch.dtype) -> bool:
-        """Whether :meth:`rotate_and_store` takes rows of ``dtype``."""
-        return dtype in _ROTATIONS
+    def can_rotate(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether :meth:`rotate_and_store` takes rows of ``dtype`` with heads of ``head_dim``."""
+        return dtype in _ROTATIONS and head_dim <= _MOST_HEAD_DIM
 
     def rotate_and_store(
         self,
@@ -63,7 +64,7 @@ class KVRows:
         """Rotate ``key`` by its positions (RoPE, halves of a head as pairs), then write both rows to ``slots``.
 
         Args:
-            key, value: (n, kv_heads * head_dim) of one dtype that :meth:`can_rotate` allows; columns contiguous.
+            key, value: (n, kv_heads * head_dim) of a dtype and size that :meth:`can_rotate` allows; columns contiguous.
             table: (positions, head_dim) of the same dtype, contiguous: cosines, then sines.
             positions, slots: (n,) int64, contiguous.
             pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.

@@ -38,8 +38,14 @@ class Projector(Protocol):
 class UnrotatedProjector(Projector, Protocol):
     """One that can leave the rotation of K to somebody else."""
 
-    def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K before its rotation and V, each (n, kv_heads * head_dim)."""
+    def project_unrotated(
+        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K before its rotation and V, each (n, kv_heads * head_dim).
+
+        Args:
+            out: (n, 2 * kv_heads * head_dim) of the model's dtype, contiguous, overwritten; new memory if None.
+        """
 
     def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Cosines and sines by position, (positions, head_dim) of ``dtype``; None if K is rotated in another way.
@@ -70,10 +76,12 @@ class DescribedProjector:
         shape = (-1, form.kv_heads, form.head_dim)
         return key.reshape(shape), value.reshape(shape)
 
-    def project_unrotated(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project_unrotated(
+        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.forms[layer]
         weight, bias = kv_rows(form.projection, form.q_size)
-        both = nn.functional.linear(hidden, weight, bias if form.has_bias else None)
+        both = _linear(hidden, weight, bias if form.has_bias else None, out)
         if form.clip is not None:
             both.clamp_(min=-form.clip, max=form.clip)
         key, value = both.chunk(2, dim=-1)
@@ -92,6 +100,17 @@ class DescribedProjector:
         if not isinstance(table, torch.Tensor) or hasattr(rotary, "sin_cos_cache"):
             return None
         return table.to(dtype).contiguous()
+
+
+def _linear(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``nn.functional.linear``, which takes no ``out``, by the operations that it calls itself."""
+    if out is None:
+        return nn.functional.linear(hidden, weight, bias)
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 class KVPool(Protocol):

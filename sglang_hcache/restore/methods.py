@@ -35,6 +35,7 @@ class LayerRestorer:
         self._kv_heads = kv_heads
         self.projector = projector
         self._rows = rows
+        self._products = torch.empty(0, dtype=dtype)
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
@@ -68,13 +69,23 @@ class LayerRestorer:
     ) -> None:
         projector, rows = self.projector, self._rows
         assert projector is not None, "hidden states are stored, and nothing projects them"
-        if rows is not None and rows.can_rotate(self.dtype) and isinstance(projector, UnrotatedProjector):
+        if rows is not None and isinstance(projector, UnrotatedProjector):
+            pools = self._pool.buffers(layer)
+            _, heads, head_dim = pools[0].shape
             table = projector.rotation_table(layer, self.dtype)
-            if table is not None:
-                key, value = projector.project_unrotated(layer, hidden)
-                rows.rotate_and_store(key, value, table, positions, slots, self._pool.buffers(layer))
+            if table is not None and rows.can_rotate(self.dtype, head_dim):
+                out = self._scratch(len(hidden), 2 * heads * head_dim)
+                key, value = projector.project_unrotated(layer, hidden, out)
+                rows.rotate_and_store(key, value, table, positions, slots, pools)
                 return
         self._pool.write(layer, slots, *projector.project(layer, hidden, positions))
+
+    def _scratch(self, count: int, width: int) -> torch.Tensor:
+        """(count, width), the same memory each time: the first touch of new pages takes as long as the product."""
+        if self._products.numel() < count * width:
+            with torch.inference_mode(False):  # else nobody outside of that mode could write to it
+                self._products = torch.empty(_ROWS_AT_ONCE * width, dtype=self.dtype)
+        return self._products[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
         if self._rows is not None:

@@ -1,10 +1,13 @@
-"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is restored."""
+"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is restored.
+
+What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -34,6 +37,24 @@ class _Step:
     block: ChunkLease
     first_token: int
     layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A step that is being read into ``buffer``, or one that need not be read."""
+
+    step: _Step
+    buffer: npt.NDArray[np.uint8] | None = None
+    future: Future[None] | None = None
+
+    def is_over(self) -> bool:
+        """Whether nothing writes to the buffer any more. An error that nobody foresaw says nothing about the device."""
+        if self.future is None or self.future.cancel():
+            return True
+        if not self.future.done():
+            return False
+        error = self.future.exception()
+        return error is None or (isinstance(error, HCacheError) and not isinstance(error, StoreTimeoutError))
 
 
 class LayerPipeline:
@@ -66,23 +87,20 @@ class LayerPipeline:
             StoreError: a read failed or its bytes are wrong.
         """
         self._replace_buffers()
-        to_read = self._steps(job)
-        reads: deque[tuple[_Step, npt.NDArray[np.uint8], Future[None]]] = deque()
+        steps, reads = deque(self._steps(job)), deque[_Read]()
         try:
             while True:
-                while self._spare and (step := next(to_read, None)) is not None:
-                    buffer = self._spare.pop()
-                    reads.append((step, buffer, self._submit(step, buffer)))
+                while steps and (steps[0].block.is_in_place or self._spare):
+                    reads.append(self._begin(steps.popleft()))
                 if not reads:
                     return
-                step, buffer, read = reads[0]
-                self._await(job, read)
-                self._restore(job, step, buffer)
-                self._spare.append(buffer)
-                reads.popleft()
+                self._finish(job, reads[0])
+                self._give_back(reads.popleft())
         finally:
             # A read in flight owns its buffer until it ends: leave it to it. The next job takes a new one.
-            self._spare += [buffer for _, buffer, read in reads if read.cancel() or _is_over(read)]
+            for read in reads:
+                if read.is_over():
+                    self._give_back(read)
 
     def _replace_buffers(self) -> None:
         # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
@@ -96,35 +114,51 @@ class LayerPipeline:
                 yield _Step(block, first_token, layer)
             first_token += CHUNK_TOKENS * len(block.keys)
 
-    def _submit(self, step: _Step, buffer: npt.NDArray[np.uint8]) -> Future[None]:
-        size = len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[step.layer]
-        return self._readers.submit(self._tiers.read_layer, step.block, step.layer, buffer[:size])
+    def _size(self, step: _Step) -> int:
+        return len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[step.layer]
 
-    def _await(self, job: RestoreJob, read: Future[None]) -> None:
+    def _begin(self, step: _Step) -> _Read:
+        if step.block.is_in_place:
+            return _Read(step)
+        buffer = self._spare.pop()
+        into = buffer[: self._size(step)]
+        return _Read(step, buffer, self._readers.submit(self._tiers.read_layer, step.block, step.layer, into))
+
+    def _give_back(self, read: _Read) -> None:
+        if read.buffer is not None:
+            self._spare.append(read.buffer)
+
+    def _finish(self, job: RestoreJob, read: _Read) -> None:
+        self._await(job, read)
         began = time.monotonic()
+        step = read.step
+        if read.buffer is None:
+            pieces = self._tiers.rows_in_place(step.block, step.layer)
+        else:
+            pieces = [read.buffer[: self._size(step)]]
+        self._restore(job, step, pieces)
+        job.written_s += time.monotonic() - began
+
+    def _await(self, job: RestoreJob, read: _Read) -> None:
+        left_s, began = job.remaining_s(), time.monotonic()
+        if read.future is None:
+            return
         try:
-            read.result(timeout=job.remaining_s())
+            read.future.result(timeout=left_s)
         except FutureTimeout:
             raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
         finally:
             job.waited_s += time.monotonic() - began
 
-    def _restore(self, job: RestoreJob, step: _Step, buffer: npt.NDArray[np.uint8]) -> None:
-        began = time.monotonic()
-        count = CHUNK_TOKENS * len(step.block.keys)
-        row_bytes = self._tiers.layout.row_bytes[step.layer]
-        rows = torch.from_numpy(buffer[: count * row_bytes].reshape(count, row_bytes))
-        first = job.first_position + step.first_token
-        slots = job.slots[step.first_token : step.first_token + count]
-        positions = torch.arange(first, first + count)
-        method = self._tiers.layout.methods[step.layer]
-        self._restorer.restore(step.layer, method, rows.view(self._restorer.dtype), positions, slots)
-        job.written_s += time.monotonic() - began
-
-
-def _is_over(read: Future[None]) -> bool:
-    """Whether nothing writes to the buffer any more. An error that nobody foresaw says nothing about the device."""
-    if not read.done():
-        return False
-    error = read.exception()
-    return error is None or (isinstance(error, HCacheError) and not isinstance(error, StoreTimeoutError))
+    def _restore(self, job: RestoreJob, step: _Step, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Bring back the rows of ``step``, which are in ``pieces``, in order."""
+        layout, first = self._tiers.layout, step.first_token
+        for piece in pieces:
+            rows = torch.from_numpy(piece.reshape(-1, layout.row_bytes[step.layer])).view(
+                self._restorer.dtype
+            )
+            end = first + len(rows)
+            positions = torch.arange(job.first_position + first, job.first_position + end)
+            method = layout.methods[step.layer]
+            self._restorer.restore(step.layer, method, rows, positions, job.slots[first:end])
+            first = end

@@ -137,8 +137,8 @@ def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int) -> Hos
 def _tiers(
     config: HCacheConfig, layout: StateLayout, budget: HostBudget, disk: DiskStore | None, counters: Counters
 ) -> TieredStore:
-    arena = host_buffer(budget.num_slots * layout.chunk_bytes).reshape(budget.num_slots, layout.chunk_bytes)
-    host = HostTier(arena, layout, counters, keep_dirty=disk is not None)
+    memory = host_buffer(budget.num_slots * layout.chunk_bytes)
+    host = HostTier(memory, layout, counters, keep_dirty=disk is not None)
     return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=config.run_chunks)
 
 

@@ -91,10 +91,10 @@ class ScratchReads:
         self._readers.shutdown()
 
     def _fill_host(self) -> None:
+        self._tiers.host.memory[:] = 1  # touched, or the first read would bring the pages in
         for index, key in enumerate(self._keys):
             slot = self._tiers.reserve()
             assert slot is not None
-            self._tiers.host.arena[slot] = 1  # touched, or the first read would bring the pages in
             self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
 
     def _fill_disk(self, disk: DiskStore, run_chunks: int) -> None:
@@ -107,6 +107,5 @@ class ScratchReads:
 
 
 def _empty_tiers(layout: StateLayout, slots: int, disk: DiskStore | None) -> TieredStore:
-    arena = np.zeros((slots, layout.chunk_bytes), np.uint8)
-    host = HostTier(arena, layout, Counters(), keep_dirty=False)
+    host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=False)
     return TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)

@@ -9,10 +9,15 @@ Life of a slot::
 there is no disk tier.
 Only clean, unpinned chunks are evicted, least recently used first. Every method is short, takes the one lock
 and never does I/O, so the serving thread may call any of them.
+
+Memory is layer-major: a layer's rows of neighbouring slots are neighbours, so a prefix in slots that follow each other
+is restored from where it is. Therefore the lowest free slot is taken first, and several are freed at a time.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +30,10 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
+
+_MOST_EVICTED_AT_ONCE = 16
+_SHARE_EVICTED_AT_ONCE = 64
+"""No more than one so-many-th of all slots."""
 
 
 @dataclass(slots=True)
@@ -39,26 +48,29 @@ class HostTier:
     """Slots of host memory, addressed by chunk key.
 
     Args:
-        arena: uint8, shape (slots, ``layout.chunk_bytes``), C-contiguous; owned by the tier from now on.
+        memory: uint8, 1-D, ``layout.chunk_bytes`` for each slot; owned by the tier from now on.
         layout: what a slot holds.
         keep_dirty: True if a disk tier exists, so that a sealed chunk must be written before it may go.
     """
 
     def __init__(
-        self, arena: npt.NDArray[np.uint8], layout: StateLayout, observer: Observer, *, keep_dirty: bool
+        self, memory: npt.NDArray[np.uint8], layout: StateLayout, observer: Observer, *, keep_dirty: bool
     ) -> None:
-        if arena.ndim != 2 or arena.shape[1] != layout.chunk_bytes:
+        if memory.ndim != 1 or memory.size % layout.chunk_bytes:
             raise ValueError(
-                f"arena of shape {arena.shape} does not hold chunks of {layout.chunk_bytes} bytes"
+                f"memory of shape {memory.shape} does not hold chunks of {layout.chunk_bytes} bytes"
             )
-        self.arena = arena
+        self.memory = memory
         self.layout = layout
+        self.num_slots = memory.size // layout.chunk_bytes
         self._observer = observer
         self._keep_dirty = keep_dirty
-        starts = [layout.layer_offset(layer) for layer in range(layout.num_layers)]
-        self._columns = [slice(a, a + n) for a, n in zip(starts, layout.chunk_layer_bytes, strict=True)]
+        self._layers: list[npt.NDArray[np.uint8]] = [
+            self.layers(layer, 1)[0] for layer in range(layout.num_layers)
+        ]
+        self._evicted_at_once = max(1, min(_MOST_EVICTED_AT_ONCE, self.num_slots // _SHARE_EVICTED_AT_ONCE))
         self._lock = threading.Lock()
-        self._free = list(range(arena.shape[0] - 1, -1, -1))
+        self._free = list(range(self.num_slots))  # a heap
         self._entries: dict[ChunkKey, _Entry] = {}
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -69,26 +81,27 @@ class HostTier:
     def reserve(self) -> int | None:
         """A slot to fill, or None when all are open, dirty or pinned. The caller seals or releases it."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            for key in self._clean:
-                entry = self._entries[key]
-                if not entry.pins:
-                    del self._clean[key], self._entries[key]
-                    self._observer.count("host.chunks_evicted")
-                    return entry.slot
-            return None
+            if not self._free:
+                self._evict()
+            return heapq.heappop(self._free) if self._free else None
+
+    def _evict(self) -> None:
+        unpinned = (key for key in self._clean if not self._entries[key].pins)
+        for key in list(itertools.islice(unpinned, self._evicted_at_once)):
+            del self._clean[key]
+            heapq.heappush(self._free, self._entries.pop(key).slot)
+            self._observer.count("host.chunks_evicted")
 
     def release(self, slot: int) -> None:
         """Give an open slot back unused."""
         with self._lock:
-            self._free.append(slot)
+            heapq.heappush(self._free, slot)
 
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
         with self._lock:
             if info.key in self._entries:
-                self._free.append(slot)
+                heapq.heappush(self._free, slot)
                 self._touch(info.key)
                 self._entries[info.key].is_reused = True
                 return False
@@ -136,15 +149,22 @@ class HostTier:
                 entry = self._orphans[slot]
             entry.pins -= 1
             if not entry.pins and self._orphans.pop(slot, None) is not None:
-                self._free.append(slot)
+                heapq.heappush(self._free, slot)
 
     def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
-        np.take(self.arena[:, self._columns[layer]], slots, axis=0, out=out, mode="clip")
+        np.take(self._layers[layer], slots, axis=0, out=out, mode="clip")
 
-    def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
-        """One layer of one slot, a view: uint8, 1-D."""
-        return self.arena[slot, self._columns[layer]]
+    def layer_of(self, first: int, layer: int, count: int = 1) -> npt.NDArray[np.uint8]:
+        """One layer of ``count`` slots from ``first`` on, a view: uint8, 1-D."""
+        rows: npt.NDArray[np.uint8] = self._layers[layer][first : first + count].reshape(-1)
+        return rows
+
+    def layers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """``count`` layers of equal rows from ``first`` on, a view: uint8, (layers, slots, chunk bytes of a layer)."""
+        size = self.layout.chunk_layer_bytes[first]
+        begin = self.num_slots * self.layout.layer_offset(first)
+        return self.memory[begin : begin + self.num_slots * count * size].reshape(count, self.num_slots, size)
 
     # -- demotion --------------------------------------------------------------------------------
 
@@ -172,16 +192,12 @@ class HostTier:
                 if entry.pins:
                     self._orphans[entry.slot] = entry
                 else:
-                    self._free.append(entry.slot)
+                    heapq.heappush(self._free, entry.slot)
             self._entries.clear()
             self._clean.clear()
             self._dirty.clear()
 
     # -- numbers ---------------------------------------------------------------------------------
-
-    @property
-    def num_slots(self) -> int:
-        return int(self.arena.shape[0])
 
     def counts(self) -> tuple[int, int, int]:
         """(free slots, clean chunks, dirty chunks); the rest is open."""

@@ -28,6 +28,9 @@ from sglang_hcache.tier.host import HostTier
 
 HOST, DISK = "host", "disk"
 
+_PIECE_CHUNKS = 8
+"""A prefix whose pieces in host memory are shorter, on average, is copied together before it is restored."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -48,6 +51,13 @@ class ChunkLease:
     """``HOST`` or ``DISK`` for each key."""
     _parts: tuple[_Part, ...]
     _holds: ExitStack
+    _pieces: tuple[tuple[int, int], ...] = ()
+    """Host slots [first, first + count) that hold all chunks in order; empty if they are too scattered or on disk."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether nothing need be read: all chunks are in host memory, in pieces long enough to work with."""
+        return bool(self._pieces)
 
     def close(self) -> None:
         """Let the chunks go. Idempotent."""
@@ -160,7 +170,7 @@ class TieredStore:
                     held = holds.enter_context(self._visible_disk(keys[first]).lease(tuple(keys[first:stop])))
                 parts.append(_Part(first, stop - first, held))
             sources = tuple(DISK if slot is None else HOST for slot in slots)
-            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all())
+            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all(), _pieces(slots))
 
     def _pin(self, key: ChunkKey, holds: ExitStack) -> int | None:
         slot = self.host.pin(key)
@@ -192,6 +202,13 @@ class TieredStore:
                 assert self.disk is not None
                 self.disk.read_layer(part.held, layer, target)
 
+    def rows_in_place(self, lease: ChunkLease, layer: int) -> list[npt.NDArray[np.uint8]]:
+        """One layer of all chunks of a lease that :attr:`~ChunkLease.is_in_place`: views, uint8, 1-D, in order.
+
+        They are valid, and do not change, until the lease is closed.
+        """
+        return [self.host.layer_of(first, layer, count) for first, count in lease._pieces]
+
     # -- upkeep ----------------------------------------------------------------------------------
 
     @property
@@ -221,6 +238,19 @@ class TieredStore:
             self._demoter.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _pieces(slots: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+    """Slots that follow each other as (first, count); none if one is missing or they are too many."""
+    pieces: list[tuple[int, int]] = []
+    for slot in slots:
+        if slot is None:
+            return ()
+        if pieces and slot == sum(pieces[-1]):
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + 1)
+        else:
+            pieces.append((slot, 1))
+    return tuple(pieces) if len(pieces) <= max(1, len(slots) // _PIECE_CHUNKS) else ()
 
 
 def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:

@@ -34,8 +34,8 @@ class SavePath:
 
     def __init__(self, slots: int = 64, rows: int = 512) -> None:
         self.counters = Counters()
-        arena = np.zeros((slots, LAYOUT.chunk_bytes), np.uint8)
-        host = HostTier(arena, LAYOUT, self.counters, keep_dirty=False)
+        memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
+        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.ring = StagingRing(
             [torch.zeros(group.count, rows, group.row_bytes // 4) for group in LAYOUT.groups]

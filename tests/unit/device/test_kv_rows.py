@@ -24,33 +24,34 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> KVRows:
     return loaded
 
 
-def pools(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    empty = torch.full((SLOTS, HEADS, HEAD_DIM), -7.0, dtype=dtype)
+def pools(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = torch.full((SLOTS, HEADS, head_dim), -7.0, dtype=dtype)
     return empty, empty.clone()
 
 
 def rotated(key: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """As SGLang's ``apply_rotary_emb`` does it."""
     cosines, sines = table[positions].unsqueeze(1).chunk(2, dim=-1)
-    low, high = key.view(-1, HEADS, HEAD_DIM).chunk(2, dim=-1)
+    low, high = key.view(len(key), HEADS, -1).chunk(2, dim=-1)
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 63, 512, 1777])
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 80, 6])  # 6: rows that do not end at multiples of 16 bytes
 def test_rotated_rows_land_in_their_slots_with_the_same_bits(
-    rows: KVRows, dtype: torch.dtype, count: int
+    rows: KVRows, dtype: torch.dtype, count: int, head_dim: int
 ) -> None:
     generator = torch.Generator().manual_seed(count)
-    both = torch.randn(count, 2 * WIDTH, generator=generator).to(dtype)
-    table = torch.randn(POSITIONS, HEAD_DIM, generator=generator).to(dtype)
+    both = torch.randn(count, 2 * HEADS * head_dim, generator=generator).to(dtype)
+    table = torch.randn(POSITIONS, head_dim, generator=generator).to(dtype)
     positions = torch.randint(POSITIONS, (count,), generator=generator)
     slots = torch.randperm(SLOTS, generator=generator)[:count]
     key, value = both.chunk(2, dim=1)
-    mine, expected = pools(dtype), pools(dtype)
+    mine, expected = pools(dtype, head_dim), pools(dtype, head_dim)
     rows.rotate_and_store(key, value, table, positions, slots, mine)
     expected[0][slots] = rotated(key.contiguous(), table, positions)
-    expected[1][slots] = value.reshape(-1, HEADS, HEAD_DIM)
+    expected[1][slots] = value.reshape(count, HEADS, head_dim)
     assert torch.equal(mine[0], expected[0])
     assert torch.equal(mine[1], expected[1])
 
@@ -77,7 +78,8 @@ def test_a_position_outside_the_table_is_refused(rows: KVRows) -> None:
 
 
 def test_only_types_it_knows_are_rotated(rows: KVRows) -> None:
-    assert [rows.can_rotate(dtype) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
+    assert [rows.can_rotate(dtype, HEAD_DIM) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
+    assert [rows.can_rotate(DTYPES[0], dim) for dim in (1024, 1026)] == [True, False]
 
 
 def test_without_a_compiler_there_is_a_line_in_the_log(

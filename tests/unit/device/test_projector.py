@@ -123,6 +123,23 @@ def test_every_projector_makes_what_attention_gets(kind: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_there_already_gets_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    attention = layer(kind)
+    attention.module.to(dtype)
+    form = describe(attention)
+    assert form is not None
+    projector, hidden = DescribedProjector([form]), torch.randn(ROWS, HIDDEN, dtype=dtype)
+    out = torch.full((ROWS, 2 * KV_SIZE), torch.nan, dtype=dtype)
+    key, value = projector.project_unrotated(0, hidden, out)
+    expected_key, expected_value = projector.project_unrotated(0, hidden)
+    assert torch.equal(key, expected_key)
+    assert torch.equal(value, expected_value)
+    assert value.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
 def test_what_a_description_leaves_out_is_missing() -> None:
     attention = layer("norm of a row")
     hidden, positions = torch.randn(ROWS, HIDDEN), torch.arange(ROWS)

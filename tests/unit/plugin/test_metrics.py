@@ -68,7 +68,7 @@ def test_the_docs_list_every_metric() -> None:
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[TieredStore]:
     layout = StateLayout((Method.HIDDEN,), (64,))
-    host = HostTier(np.zeros((4, layout.chunk_bytes), np.uint8), layout, Counters(), keep_dirty=True)
+    host = HostTier(np.zeros(4 * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=True)
     disk = DiskStore.open(small_config(tmp_path), Counters())
     store = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
     with closing(store):

@@ -162,7 +162,7 @@ class Forward:
 class World:
     def __init__(self, gate: RestoreGate | None = None) -> None:
         self.counters = Counters()
-        host = HostTier(np.zeros((64, LAYOUT.chunk_bytes), np.uint8), LAYOUT, self.counters, keep_dirty=False)
+        host = HostTier(np.zeros(64 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
         self.forward = Forward()

@@ -57,16 +57,20 @@ class Pool:
 
 
 class Bench:
-    def __init__(self, chunks: int = 3) -> None:
+    """Chunks in every other slot, so that they are read; or in slots that follow each other."""
+
+    def __init__(self, chunks: int = 3, *, in_place: bool = False) -> None:
         self.counters = Counters()
-        arena = np.zeros((8, LAYOUT.chunk_bytes), np.uint8)
-        host = HostTier(arena, LAYOUT, self.counters, keep_dirty=False)
+        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
+        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
         self.tiers = ReadHook(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
         self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
-        for index, key in enumerate(self.keys):
-            slot = host.reserve()
-            assert slot is not None
+        taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]
+        used = taken[:chunks] if in_place else taken[: 2 * chunks : 2]
+        for slot in set(taken) - set(used):
+            host.release(slot)
+        for index, (slot, key) in enumerate(zip(used, self.keys, strict=True)):
             rows = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
             for layer in range(LAYERS):
                 host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
@@ -121,6 +125,20 @@ def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
             assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer, start:] * 2)
             positions = torch.arange(start, start + job.num_tokens).float()
             assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], positions)
+    bench.assert_nothing_is_pinned()
+
+
+def test_what_lies_together_in_host_memory_is_not_read() -> None:
+    bench, seen = Bench(in_place=True), []
+    bench.tiers.before_read = seen.append  # type: ignore[method-assign]
+    job = bench.run(first=0)
+    assert job.state is RestoreState.DONE
+    assert not seen
+    for layer in range(LAYERS):
+        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer] * 2)
+        assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], torch.arange(job.num_tokens).float())
+    cancelled = bench.run(cancel=True)
+    assert cancelled.state is RestoreState.CANCELLED
     bench.assert_nothing_is_pinned()
 
 

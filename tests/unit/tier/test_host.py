@@ -16,14 +16,15 @@ def info(name: int) -> ChunkInfo:
 
 
 def host(slots: int, *, keep_dirty: bool = False) -> HostTier:
-    arena = np.zeros((slots, LAYOUT.chunk_bytes), np.uint8)
-    return HostTier(arena, LAYOUT, Counters(), keep_dirty=keep_dirty)
+    memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
+    return HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty)
 
 
 def put(tier: HostTier, name: int) -> int:
     slot = tier.reserve()
     assert slot is not None
-    tier.arena[slot] = name
+    for layer in range(LAYOUT.num_layers):
+        tier.layer_of(slot, layer)[:] = name
     assert tier.seal(slot, info(name), on_disk=False)
     return slot
 
@@ -91,6 +92,26 @@ def test_reading_a_layer_gathers_slots() -> None:
     assert (out[1] == 1).all()
 
 
-def test_an_arena_of_the_wrong_shape_is_refused() -> None:
+def test_memory_of_the_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold chunks"):
-        HostTier(np.zeros((2, 3), np.uint8), LAYOUT, Counters(), keep_dirty=False)
+        HostTier(np.zeros(LAYOUT.chunk_bytes + 1, np.uint8), LAYOUT, Counters(), keep_dirty=False)
+
+
+def test_slots_that_follow_each_other_are_one_piece_of_each_layer() -> None:
+    tier = host(4)
+    for name in (1, 2, 3, 4):
+        put(tier, name)
+    for layer, size in enumerate(LAYOUT.chunk_layer_bytes):
+        assert tier.layer_of(1, layer, 3).tolist() == [2] * size + [3] * size + [4] * size
+
+
+def test_slots_are_freed_together_and_taken_in_order() -> None:
+    tier = host(128)
+    for name in range(128):
+        put(tier, name)
+    assert [put(tier, 128 + number) for number in range(4)] == [0, 1, 2, 3]
+    assert tier.counts() == (0, 128, 0)
+    tier.touch([info(name).key for name in range(10)])  # no more there: 0 to 3
+    put(tier, 140)
+    assert tier.counts() == (1, 127, 0)  # two go at a time, the oldest that nobody used again: 10 and 11
+    assert [info(name).key in tier for name in (4, 9, 10, 11, 12)] == [True, True, False, False, True]

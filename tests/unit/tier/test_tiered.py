@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST, TieredStore, _pieces
 
 LAYOUT = StateLayout.all_hidden(num_layers=3, hidden_size=32, dtype_bytes=2)
 
@@ -41,7 +42,7 @@ def open_tiers(
         write_budget_bytes=write_budget,
     )
     store = DiskStore.open(config, counters)
-    host = HostTier(np.zeros((slots, LAYOUT.chunk_bytes), np.uint8), LAYOUT, counters, keep_dirty=True)
+    host = HostTier(np.zeros(slots * LAYOUT.chunk_bytes, np.uint8), LAYOUT, counters, keep_dirty=True)
     return TieredStore(host, store, counters, write_policy=policy, run_chunks=4)
 
 
@@ -204,3 +205,21 @@ def wait_for(condition: object) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("slots", "pieces"),
+    [
+        ([3], [(3, 1)]),
+        ([3, 4, 5], [(3, 3)]),
+        ([3, 5], []),
+        ([5, 4], []),
+        ([*range(8, 16), *range(8)], [(8, 8), (0, 8)]),
+        ([*range(8, 16), *range(7), 20], []),
+        ([*range(8, 15), None], []),
+    ],
+)
+def test_long_pieces_of_host_memory_are_used_where_they_are(
+    slots: list[int | None], pieces: list[Any]
+) -> None:
+    assert list(_pieces(slots)) == pieces
