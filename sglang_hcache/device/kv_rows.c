@@ -1,7 +1,7 @@
 /* K and V rows into the paged pool, K rotated on the way: one pass over memory that the model's own operations need
  * eight for. Every product and difference is rounded as those operations round it, so the results are the same bits.
  *
- * Rows of 64-bit slot numbers; strides count elements; [begin, end) are the rows that this call works on. */
+ * Slot numbers have 64 bits; strides count elements; count is of rows. */
 
 #if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
@@ -53,12 +53,11 @@ static inline void finish_writes(void) {
 #define ROTATE_AND_STORE(NAME, TYPE, LOAD, ROUND, STORE)                                                               \
     void NAME(const TYPE *restrict key, int64_t key_stride, const TYPE *restrict value, int64_t value_stride,         \
               const TYPE *restrict table, const int64_t *restrict positions, const int64_t *restrict slots,           \
-              TYPE *restrict key_pool, TYPE *restrict value_pool, int64_t heads, int64_t dim, int64_t begin,          \
-              int64_t end) {                                                                                          \
+              TYPE *restrict key_pool, TYPE *restrict value_pool, int64_t heads, int64_t dim, int64_t count) {        \
         const int64_t half = dim / 2, width = heads * dim;                                                            \
         float cosines[MOST_DIM / 2], sines[MOST_DIM / 2];                                                             \
         TYPE rotated[MOST_DIM];                                                                                       \
-        for (int64_t row = begin; row < end; row++) {                                                                 \
+        for (int64_t row = 0; row < count; row++) {                                                                   \
             const TYPE *restrict angles = table + positions[row] * dim;                                               \
             for (int64_t i = 0; i < half; i++) {                                                                      \
                 cosines[i] = LOAD(angles[i]);                                                                         \
@@ -83,8 +82,8 @@ ROTATE_AND_STORE(rotate_and_store_f32, float, load_f32, round_f32, store_f32)
 
 /* rows: (n, 2 * row_bytes), K first; pools of rows of row_bytes. */
 void store_rows(const char *restrict rows, const int64_t *restrict slots, char *restrict key_pool,
-                char *restrict value_pool, int64_t row_bytes, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
+                char *restrict value_pool, int64_t row_bytes, int64_t count) {
+    for (int64_t row = 0; row < count; row++) {
         write_past_caches(key_pool + slots[row] * row_bytes, rows + 2 * row * row_bytes, row_bytes);
         write_past_caches(value_pool + slots[row] * row_bytes, rows + (2 * row + 1) * row_bytes, row_bytes);
     }

@@ -1,11 +1,12 @@
-"""K and V rows into the KV pool on a CPU, in one pass over memory. Built from ``kv_rows.c`` at start."""
+"""K and V rows into the KV pool on a CPU, in one pass over memory. Built from ``kv_rows.c`` at start.
+
+Works on the calling thread, which leaves the interpreter free meanwhile.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 
 import torch
@@ -19,7 +20,6 @@ _LIBRARY = "kv_rows.so"
 # No contraction: a product that is not rounded before it is added would give other bits than the model's operations.
 _OPTIONS = ("-shared", "-fPIC", "-O3", "-march=native", "-ffp-contract=off")
 _ROTATIONS = {torch.bfloat16: "rotate_and_store_bf16", torch.float32: "rotate_and_store_f32"}
-_ROWS_WORTH_A_THREAD = 256
 _MOST_HEAD_DIM = 1024  # MOST_DIM of kv_rows.c
 
 _Int = ctypes.c_int64
@@ -34,8 +34,6 @@ class KVRows:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._threads = max(1, torch.get_num_threads())
-        self._others = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hcache-rows")
 
     @classmethod
     def load(cls) -> KVRows | None:
@@ -79,7 +77,7 @@ class KVRows:
             *(_address(each) for each in (table, positions, slots, key_pool, value_pool)),
             *(_Int(heads), _Int(head_dim)),
         )
-        self._over_rows(lambda begin, end: function(*arguments, _Int(begin), _Int(end)), len(slots))
+        function(*arguments, _Int(len(slots)))
 
     def store(
         self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
@@ -94,16 +92,7 @@ class KVRows:
         row_bytes = rows.shape[1] // 2 * rows.element_size()
         arguments = (*(_address(each) for each in (rows, slots, *pools)), _Int(row_bytes))
         function = self._library["store_rows"]
-        self._over_rows(lambda begin, end: function(*arguments, _Int(begin), _Int(end)), len(slots))
-
-    def _over_rows(self, function: Callable[[int, int], object], count: int) -> None:
-        """Call ``function`` with parts of ``[0, count)`` on all threads; it leaves the interpreter free."""
-        parts = max(1, min(self._threads, count // _ROWS_WORTH_A_THREAD))
-        cuts = [count * part // parts for part in range(parts + 1)]
-        waiting = [self._others.submit(function, cuts[part], cuts[part + 1]) for part in range(1, parts)]
-        function(cuts[0], cuts[1])
-        for other in waiting:
-            other.result()
+        function(*arguments, _Int(len(slots)))
 
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -63,6 +63,7 @@ class DescribedProjector:
 
     def __init__(self, forms: Sequence[AttentionForm]) -> None:
         self.forms = tuple(forms)
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
@@ -99,7 +100,16 @@ class DescribedProjector:
             return None
         if not isinstance(table, torch.Tensor) or hasattr(rotary, "sin_cos_cache"):
             return None
-        return table.to(dtype).contiguous()
+        assert rotary is not None
+        return self._converted(rotary, table, dtype)
+
+    def _converted(self, rotary: nn.Module, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``table`` of the layers that share ``rotary``, until the model gets another one."""
+        source, converted = self._tables.get(id(rotary), (None, table))
+        if source is not table or converted.dtype != dtype:
+            converted = table.to(dtype).contiguous()
+            self._tables[id(rotary)] = (table, converted)
+        return converted
 
 
 def _linear(

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
 import torch
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_rows import KVRows
 from sglang_hcache.device.projector import KVPool, Projector, UnrotatedProjector
+from sglang_hcache.restore.lanes import Lanes
 
-_ROWS_AT_ONCE = 4096  # bounds the temporaries of one projection
+_ROWS_AT_ONCE = 2048  # bounds the temporaries of one projection
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of one layer as they were captured.
+
+    Args:
+        method: what the rows are: ``HIDDEN`` or ``KV``.
+        rows: (n, width), contiguous.
+    """
+
+    layer: int
+    method: Method
+    rows: torch.Tensor
 
 
 class LayerRestorer:
@@ -20,6 +40,7 @@ class LayerRestorer:
         kv_heads: KV heads of a layer.
         projector: makes K and V of hidden states; None: there are none to restore.
         rows: writes rows to the pool quickly; None where there is no such thing: on a GPU, or without a compiler.
+        lanes: who does it on a CPU; None: who asks for it.
     """
 
     def __init__(
@@ -29,34 +50,57 @@ class LayerRestorer:
         kv_heads: int,
         projector: Projector | None,
         rows: KVRows | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
         self.projector = projector
+        self._unrotated = projector if isinstance(projector, UnrotatedProjector) else None
         self._rows = rows
-        self._products = torch.empty(0, dtype=dtype)
+        self._lanes = lanes
+        self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
-        return LayerRestorer(self.dtype, self._pool, self._kv_heads, projector, self._rows)
+        return LayerRestorer(self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes)
 
-    def restore(
+    def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """:meth:`start` with one layer, and wait."""
+        for part in self.start([stored], positions, slots):
+            part.result()
+
+    def start(
         self,
-        layer: int,
-        method: Method,
-        rows: torch.Tensor,
+        stored: Sequence[StoredRows],
         positions: torch.Tensor,
         slots: torch.Tensor,
-    ) -> None:
-        """Write K and V of ``layer`` to ``slots``.
+        before_layer: Callable[[], object] = lambda: None,
+    ) -> list[Future[None]]:
+        """Begin to write K and V of some layers to ``slots``; what is not done yet.
 
         Args:
-            method: what the rows are: ``HIDDEN`` or ``KV``.
-            rows: (n, width) of ``dtype``, contiguous, as they were captured.
-            positions: (n,) int64, position of each row in its sequence.
+            stored: of the same n tokens, of ``dtype``; not changed before all is done.
+            positions: (n,) int64, position of each token in its sequence.
             slots: (n,) int64.
+            before_layer: called from time to time, on any thread; an error that it raises ends the work.
         """
+
+        def work(part: slice) -> None:
+            for of_layer in stored:
+                before_layer()
+                self._write(
+                    of_layer.layer, of_layer.method, of_layer.rows[part], positions[part], slots[part]
+                )
+
+        if self._lanes is not None:
+            return self._lanes.start(work, len(slots))
+        work(slice(None))
+        return []
+
+    def _write(
+        self, layer: int, method: Method, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         if method is Method.KV:
             self._store(layer, rows, slots)
             return
@@ -67,9 +111,8 @@ class LayerRestorer:
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        projector, rows = self.projector, self._rows
-        assert projector is not None, "hidden states are stored, and nothing projects them"
-        if rows is not None and isinstance(projector, UnrotatedProjector):
+        projector, rows = self._unrotated, self._rows
+        if rows is not None and projector is not None:
             pools = self._pool.buffers(layer)
             _, heads, head_dim = pools[0].shape
             table = projector.rotation_table(layer, self.dtype)
@@ -78,14 +121,16 @@ class LayerRestorer:
                 key, value = projector.project_unrotated(layer, hidden, out)
                 rows.rotate_and_store(key, value, table, positions, slots, pools)
                 return
-        self._pool.write(layer, slots, *projector.project(layer, hidden, positions))
+        assert self.projector is not None, "hidden states are stored, and nothing projects them"
+        self._pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
 
     def _scratch(self, count: int, width: int) -> torch.Tensor:
-        """(count, width), the same memory each time: the first touch of new pages takes as long as the product."""
-        if self._products.numel() < count * width:
+        """(count, width), for each thread the same memory every time: to touch new pages takes as long as a product."""
+        products = getattr(self._local, "products", None)
+        if products is None or products.numel() < count * width:
             with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-                self._products = torch.empty(_ROWS_AT_ONCE * width, dtype=self.dtype)
-        return self._products[: count * width].view(count, width)
+                products = self._local.products = torch.empty(_ROWS_AT_ONCE * width, dtype=self.dtype)
+        return products[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
         if self._rows is not None:

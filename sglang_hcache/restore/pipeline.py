@@ -1,16 +1,17 @@
 """Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is restored.
 
-What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is.
+What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is, several layers in
+a step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,15 @@ from sglang_hcache.core.errors import HCacheError, RestoreTimeoutError, StoreTim
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.job import RestoreJob
-from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
-NUM_BUFFERS = 3
-"""Steps in memory at once: one is restored, the others are read."""
+NUM_BUFFERS = 4
+"""Steps in memory at once: some are restored, the others are read."""
+_MOST_WRITES = 2
+"""Steps that are restored at once: who is done with its part of one begins with the next one."""
+_STEPS_IN_PLACE = 6
+"""Of a block that need not be read."""
 
 
 def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
@@ -36,15 +41,17 @@ def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
 class _Step:
     block: ChunkLease
     first_token: int
-    layer: int
+    layers: tuple[int, ...]
+    """One, if it must be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A step that is being read into ``buffer``, or one that need not be read."""
+    """A step that is being read ``into`` the beginning of ``buffer``, or one that need not be read."""
 
     step: _Step
     buffer: npt.NDArray[np.uint8] | None = None
+    into: npt.NDArray[np.uint8] | None = None
     future: Future[None] | None = None
 
     def is_over(self) -> bool:
@@ -55,6 +62,21 @@ class _Read:
             return False
         error = self.future.exception()
         return error is None or (isinstance(error, HCacheError) and not isinstance(error, StoreTimeoutError))
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A step that was read and is being restored."""
+
+    read: _Read
+    parts: list[Future[None]] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def stop(self) -> None:
+        """Begin with no more parts, and wait for those that go on."""
+        wait([part for part in self.parts if not part.cancel()])
 
 
 class LayerPipeline:
@@ -87,16 +109,22 @@ class LayerPipeline:
             StoreError: a read failed or its bytes are wrong.
         """
         self._replace_buffers()
-        steps, reads = deque(self._steps(job)), deque[_Read]()
+        steps, reads, writes = deque(self._steps(job)), deque[_Read](), deque[_Write]()
         try:
-            while True:
+            while steps or reads or writes:
                 while steps and (steps[0].block.is_in_place or self._spare):
                     reads.append(self._begin(steps.popleft()))
-                if not reads:
-                    return
-                self._finish(job, reads[0])
-                self._give_back(reads.popleft())
+                if writes and (len(writes) == _MOST_WRITES or not reads or writes[0].is_over()):
+                    self._finish(job, writes[0])
+                    self._give_back(writes.popleft().read)
+                else:
+                    self._await(job, reads[0])
+                    writes.append(_Write(reads.popleft()))
+                    self._start(job, writes[-1])
         finally:
+            for write in writes:  # whoever sees the job's end may use its slots
+                write.stop()
+                self._give_back(write.read)
             # A read in flight owns its buffer until it ends: leave it to it. The next job takes a new one.
             for read in reads:
                 if read.is_over():
@@ -110,33 +138,50 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layer in job.layers:
-                yield _Step(block, first_token, layer)
+            at_once = -(-len(job.layers) // _STEPS_IN_PLACE) if block.is_in_place else 1
+            for first in range(0, len(job.layers), at_once):
+                yield _Step(block, first_token, job.layers[first : first + at_once])
             first_token += CHUNK_TOKENS * len(block.keys)
-
-    def _size(self, step: _Step) -> int:
-        return len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[step.layer]
 
     def _begin(self, step: _Step) -> _Read:
         if step.block.is_in_place:
             return _Read(step)
-        buffer = self._spare.pop()
-        into = buffer[: self._size(step)]
-        return _Read(step, buffer, self._readers.submit(self._tiers.read_layer, step.block, step.layer, into))
+        (layer,), buffer = step.layers, self._spare.pop()
+        into = buffer[: len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[layer]]
+        return _Read(
+            step, buffer, into, self._readers.submit(self._tiers.read_layer, step.block, layer, into)
+        )
 
     def _give_back(self, read: _Read) -> None:
         if read.buffer is not None:
             self._spare.append(read.buffer)
 
-    def _finish(self, job: RestoreJob, read: _Read) -> None:
-        self._await(job, read)
+    def _start(self, job: RestoreJob, write: _Write) -> None:
+        """Begin to bring back the rows of a step that was read."""
+        began, step = time.monotonic(), write.read.step
+        first = step.first_token
+        for piece in zip(*(self._rows(write.read, layer) for layer in step.layers), strict=True):
+            end = first + len(piece[0].rows)
+            positions = torch.arange(job.first_position + first, job.first_position + end)
+            write.parts.extend(self._restorer.start(piece, positions, job.slots[first:end], job.remaining_s))
+            first = end
+        job.written_s += time.monotonic() - began
+
+    def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
+        """One layer of a step, in pieces of as many tokens as every other layer's."""
+        layout, step = self._tiers.layout, read.step
+        pieces = self._tiers.rows_in_place(step.block, layer) if read.into is None else [read.into]
+        found = []
+        for piece in pieces:
+            rows = torch.from_numpy(piece.reshape(-1, layout.row_bytes[layer])).view(self._restorer.dtype)
+            found.append(StoredRows(layer, layout.methods[layer], rows))
+        return found
+
+    def _finish(self, job: RestoreJob, write: _Write) -> None:
+        job.remaining_s()  # or an error
         began = time.monotonic()
-        step = read.step
-        if read.buffer is None:
-            pieces = self._tiers.rows_in_place(step.block, step.layer)
-        else:
-            pieces = [read.buffer[: self._size(step)]]
-        self._restore(job, step, pieces)
+        for part in write.parts:
+            part.result()
         job.written_s += time.monotonic() - began
 
     def _await(self, job: RestoreJob, read: _Read) -> None:
@@ -149,16 +194,3 @@ class LayerPipeline:
             raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
         finally:
             job.waited_s += time.monotonic() - began
-
-    def _restore(self, job: RestoreJob, step: _Step, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Bring back the rows of ``step``, which are in ``pieces``, in order."""
-        layout, first = self._tiers.layout, step.first_token
-        for piece in pieces:
-            rows = torch.from_numpy(piece.reshape(-1, layout.row_bytes[step.layer])).view(
-                self._restorer.dtype
-            )
-            end = first + len(rows)
-            positions = torch.arange(job.first_position + first, job.first_position + end)
-            method = layout.methods[step.layer]
-            self._restorer.restore(step.layer, method, rows, positions, job.slots[first:end])
-            first = end

@@ -15,6 +15,7 @@ from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.bridge import Bridge
@@ -91,8 +92,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
-    rows = KVRows.load() if device.is_cpu else None
-    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows)
+    rows, lanes = (KVRows.load(), Lanes()) if device.is_cpu else (None, None)
+    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes)
 
 
 def _check(

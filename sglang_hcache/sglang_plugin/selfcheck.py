@@ -15,7 +15,7 @@ import torch
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.projector import KVPool, Projector
-from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
 
@@ -223,7 +223,7 @@ class _Check:
     def _error(self, restorer: LayerRestorer, layer: int, method: Method, rows: torch.Tensor) -> float:
         self._blank([layer])
         positions = torch.arange(_TOKENS, device=rows.device)
-        restorer.restore(layer, method, rows, positions, self._others[:_TOKENS])
+        restorer.restore(StoredRows(layer, method, rows), positions, self._others[:_TOKENS])
         return _as_rank(self._difference(layer))
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.restore import pipeline
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -59,7 +60,7 @@ class Pool:
 class Bench:
     """Chunks in every other slot, so that they are read; or in slots that follow each other."""
 
-    def __init__(self, chunks: int = 3, *, in_place: bool = False) -> None:
+    def __init__(self, chunks: int = 3, *, in_place: bool = False, lanes: int | None = None) -> None:
         self.counters = Counters()
         memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
         host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
@@ -79,7 +80,7 @@ class Bench:
         self.over = threading.Event()
         self.engine = RestoreEngine(
             self.tiers,
-            LayerRestorer(torch.float32, self.pool, 1, DoubleAndPosition()),
+            LayerRestorer(torch.float32, self.pool, 1, DoubleAndPosition(), None, lanes and Lanes(lanes)),
             self.counters,
             lambda _job: self.over.set(),
             BLOCK_CHUNKS,
@@ -111,9 +112,9 @@ class Bench:
         assert None not in taken
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
+@pytest.fixture(params=[None, 2], ids=["alone", "lanes"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(lanes=request.param)
 
 
 def test_every_layer_lands_in_its_slots(bench: Bench) -> None:

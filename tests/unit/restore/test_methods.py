@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows
 
 KV_HEADS, HEAD_DIM, HIDDEN, SLOTS = 2, 3, 8, 40
 
@@ -39,9 +39,9 @@ def test_rows_come_back_by_their_method() -> None:
     slots, positions = torch.randperm(SLOTS)[:10], torch.arange(100, 110)
     hidden = torch.randn(10, HIDDEN)
     key, value = torch.randn(10, KV_HEADS, HEAD_DIM), torch.randn(10, KV_HEADS, HEAD_DIM)
-    restorer.restore(0, Method.HIDDEN, hidden, positions, slots)
+    restorer.restore(StoredRows(0, Method.HIDDEN, hidden), positions, slots)
     rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-    restorer.restore(1, Method.KV, rows, positions, slots)
+    restorer.restore(StoredRows(1, Method.KV, rows), positions, slots)
     assert torch.equal(pool.read(0, slots)[0][:, 0, 0], positions.float())
     assert torch.equal(pool.read(0, slots)[1][:, 1, 2], hidden[:, 0])
     assert torch.equal(pool.read(1, slots)[0], key)

@@ -1,0 +1,45 @@
+"""Threads that bring rows back on a CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+_ROWS_WORTH_A_LANE = 512
+
+
+class Lanes:
+    """Threads that work on parts of layers, each with one thread of torch.
+
+    A layer's work cut among torch's own threads ends when the slowest of them does, and a core that reads or decodes
+    meanwhile slows down all of them. Here nobody waits for anybody before the last layer.
+
+    Args:
+        count: threads; None: as many as torch has.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        own = torch.get_num_threads()
+        self._count = count = count or own
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="hcache-lane")
+        all_there = threading.Barrier(count + 1)
+        for _ in range(count):
+            self._threads.submit(_be_single_threaded, all_there)
+        all_there.wait()
+        torch.set_num_threads(own)  # what threads to come take over is set by whoever set it last
+
+    def start(self, work: Callable[[slice], None], count: int) -> list[Future[None]]:
+        """Call ``work`` with parts of rows ``[0, count)``, in inference mode; futures of all parts."""
+        parts = max(1, min(self._count, count // _ROWS_WORTH_A_LANE))
+        cuts = [count * part // parts for part in range(parts + 1)]
+        inference = torch.inference_mode()(work)
+        return [self._threads.submit(inference, slice(cuts[part], cuts[part + 1])) for part in range(parts)]
+
+
+def _be_single_threaded(all_there: threading.Barrier) -> None:
+    torch.get_num_threads()  # a thread that has not asked yet would take over everybody's number later
+    torch.set_num_threads(1)
+    all_there.wait()

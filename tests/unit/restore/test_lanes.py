@@ -1,0 +1,60 @@
+"""Threads that restore parts of layers, and pipelines that use them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sglang_hcache.restore.lanes import Lanes
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Lanes:
+    return Lanes(3)
+
+
+def test_parts_cover_all_rows_once(lanes: Lanes) -> None:
+    for count in (1, 511, 512, 1024, 1600, 5000):
+        seen = torch.zeros(count, dtype=torch.int64)
+        lock = threading.Lock()
+
+        def work(part: slice, seen: torch.Tensor = seen, lock: threading.Lock = lock) -> None:
+            assert torch.is_inference_mode_enabled()
+            with lock:
+                seen[part] += 1
+
+        parts = lanes.start(work, count)
+        for part in parts:
+            part.result()
+        assert len(parts) == max(1, min(3, count // 512))
+        assert (seen == 1).all()
+
+
+def test_lanes_have_one_thread_each_and_leave_the_others_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found: list[int] = []
+        lanes = Lanes(2)
+        for part in lanes.start(lambda _: found.append(torch.get_num_threads()), 2000):
+            part.result()
+        assert found == [1, 1]
+        assert torch.get_num_threads() == 4
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_comes_out_of_its_part(lanes: Lanes) -> None:
+    def work(part: slice) -> None:
+        if part.start:
+            raise RuntimeError("the second half")
+
+    first, second = lanes.start(work, 1024)
+    first.result()
+    with pytest.raises(RuntimeError, match="the second half"):
+        second.result()
