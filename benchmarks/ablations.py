@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from restore_speed import PIECE, Settings, Sweep, _with_cpu_runtime, numbers, tiers_of
 from rich.console import Console
 from rich.progress import Progress
 
+from restore_speed import PIECE, Settings, Sweep, _with_cpu_runtime, numbers, tiers_of
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 if TYPE_CHECKING:  # those take seconds: wrong options are told at once
-    from restore_rig import Rig
-
+    from restoring.rig import Rig
     from sglang_hcache.cli.tiny_model import TinyModel
     from sglang_hcache.plan.profile import Profile
     from sglang_hcache.store import DiskStore
@@ -142,7 +141,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix="ablations-") as scratch:
         console = Console(stderr=True)
         data = Run(section, model, sizes, kv_layers, Path(scratch)).measure(console)
-    from ablation_report import print_tables, write_all
+    from ablation.report import print_tables, write_all
 
     if as_json:
         print(json.dumps(data, indent=2))
@@ -165,8 +164,8 @@ class Run:
 
     def measure(self, console: Console) -> dict[str, Any]:
         """Header and rows of what was asked for."""
-        from ablation_report import flat
-        from restore_report import data_of
+        from ablation.report import flat
+        from restoring.report import data_of
 
         sizes = self.sizes
         settings = Settings(self.model, sizes.lengths, sizes.tiers, sizes.rounds, self.folder, Sweep())
@@ -192,8 +191,7 @@ class Run:
             yield "schedules", self._schedules(rig, progress)
 
     def _load(self) -> Rig:
-        from restore_rig import Rig
-
+        from restoring.rig import Rig
         from sglang_hcache.cli.tiny_model import write_tiny_model
 
         folder = self.folder / "model"
@@ -215,7 +213,7 @@ class Run:
         return bench.measure()
 
     def _partition(self, rig: Rig, progress: Progress) -> Any:
-        from ablation_partition import PartitionSettings, measure_partition
+        from ablation.partition import PartitionSettings, measure_partition
 
         sizes = self.sizes
         settings = PartitionSettings(sizes.tiers, sizes.lengths, self.kv_layers, sizes.rounds, self.folder)
@@ -223,7 +221,7 @@ class Run:
         return measure_partition(settings, rig, partial(self._profile, rig), partial(progress.advance, task))
 
     def _saving(self, rig: Rig, progress: Progress) -> Any:
-        from ablation_saving import SavingSettings, measure_saving
+        from ablation.saving import SavingSettings, measure_saving
 
         sizes = self.sizes
         settings = SavingSettings(
@@ -233,9 +231,8 @@ class Run:
         return measure_saving(settings, rig, partial(progress.advance, task))
 
     def _schedules(self, rig: Rig, progress: Progress) -> Any:
-        from ablation_schedules import measured_row, paper_rows
-        from counted_disk import open_disk
-
+        from ablation.schedules import measured_row, paper_rows
+        from restoring.counted_disk import open_disk
         from sglang_hcache.store.io.engine import IOKind
 
         task = progress.add_task("schedules: measuring this machine", total=None)

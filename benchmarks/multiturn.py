@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_header import make_header
-from bench_model import BenchModel, prepare_model
-from bench_options import (
+from rich.progress import Progress
+
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import (
     AsJson,
     Capacity,
     DeviceContexts,
@@ -40,9 +42,16 @@ from bench_options import (
     parse_numbers,
     prepare_out,
 )
-from comparison import Measured, count_unequal, rows_of
-from comparison_report import new_console, write_csv, write_json
-from conversations import (
+from serving.comparison import Measured, count_unequal, rows_of
+from serving.multiturn_report import draw, show
+from serving.report import new_console, write_csv, write_json
+from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from serving.token_client import TokenAnswer, TokenClient
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError, HCacheError
+from workloads.conversations import (
     Conversation,
     Workload,
     detect_format,
@@ -53,15 +62,6 @@ from conversations import (
     schedule,
     tokenise,
 )
-from method_servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
-from multiturn_report import draw, show
-from rich.progress import Progress
-from token_client import TokenAnswer, TokenClient
-
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.tiny_model import TinyModel
-from sglang_hcache.core.errors import ConfigError, HCacheError
 
 QUICK_S = 100.0
 """A quick run begins no other rate that would end after that."""

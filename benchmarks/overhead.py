@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import overhead_report
 import psutil
 import typer
 import yaml
-from bench_header import make_header
-from bench_model import BenchModel, prepare_model
-from bench_options import AsJson, Folder, ModelPath, Out, Quick, Seed, prepare_out
 from rich.console import Console
 from rich.progress import Progress
-from token_client import TokenAnswer, TokenClient
 
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import AsJson, Folder, ModelPath, Out, Quick, Seed, prepare_out
+from serving import overhead_report
+from serving.token_client import TokenAnswer, TokenClient
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.tiny_model import TinyModel

@@ -39,8 +39,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.units import parse_size
 
 if TYPE_CHECKING:  # those take seconds: wrong options are told at once
-    from restore_rig import Rig, Variant
-
+    from restoring.rig import Rig, Variant
     from sglang_hcache.cli.tiny_model import TinyModel
     from sglang_hcache.plan.profile import Profile
 
@@ -215,7 +214,7 @@ def main(
     _with_cpu_runtime()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix="restore-speed-") as scratch:
         rows, costs = measure(replace(settings, folder=Path(scratch)), Console(stderr=True))
-    from restore_report import data_of, print_tables, write_all
+    from restoring.report import data_of, print_tables, write_all
 
     data = data_of(settings, rows, costs)
     if as_json:
@@ -237,8 +236,7 @@ def _with_cpu_runtime() -> None:
 
 def measure(settings: Settings, console: Console) -> tuple[list[Row], dict[str, Any]]:
     """Medians of every variant at every length and tier, and the profile that ``auto`` used."""
-    from restore_rig import Rig
-
+    from restoring.rig import Rig
     from sglang_hcache.cli.tiny_model import write_tiny_model
 
     model = settings.folder / "model"
@@ -258,8 +256,7 @@ def measure(settings: Settings, console: Console) -> tuple[list[Row], dict[str, 
 
 
 def _measure_tier(settings: Settings, rig: Rig, tier: str, step: Any, costs: dict[str, Any]) -> list[Row]:
-    from restore_rig import Variant, gate_of
-
+    from restoring.rig import Variant, gate_of
     from sglang_hcache.core.observer import Counters
     from sglang_hcache.sglang_plugin.measuring import Bench
     from sglang_hcache.sglang_plugin.planning import describe

@@ -19,8 +19,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_header import commit, utc_now
-from io_load import (
+from rich.console import Console
+from rich.progress import Progress
+
+import sglang_hcache
+from common.header import commit, utc_now
+from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.units import format_bytes, parse_size
+from sglang_hcache.store.io.engine import IOEngine
+from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.reader import PIECE_BYTES
+from storage.io_load import (
     BenchmarkError,
     Fio,
     Load,
@@ -31,18 +41,8 @@ from io_load import (
     open_direct,
     run_engine,
 )
-from io_report import FLOORS, Report, Row, table_of, write_csv, write_json, write_png
-from rich.console import Console
-from rich.progress import Progress
-from store_load import IO_THREADS, READERS, StoreLoad, measure_read, measure_write, opened, write_runs
-
-import sglang_hcache
-from sglang_hcache.core.errors import HCacheError
-from sglang_hcache.core.units import format_bytes, parse_size
-from sglang_hcache.store.io.engine import IOEngine
-from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
-from sglang_hcache.store.io.posix import PosixEngine
-from sglang_hcache.store.reader import PIECE_BYTES
+from storage.report import FLOORS, Report, Row, table_of, write_csv, write_json, write_png
+from storage.store_load import IO_THREADS, READERS, StoreLoad, measure_read, measure_write, opened, write_runs
 
 KIB = 2**10
 NO_FIO = "fio: not installed (apt install fio)"

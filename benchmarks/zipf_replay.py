@@ -22,9 +22,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from bench_header import make_header
-from bench_model import BenchModel, prepare_model
-from bench_options import (
+from rich.progress import Progress
+
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import (
     AsJson,
     Capacity,
     DeviceContexts,
@@ -42,19 +44,17 @@ from bench_options import (
     parse_numbers,
     prepare_out,
 )
-from comparison import Measured, count_unequal, rows_of
-from comparison_report import new_console, write_csv, write_json
-from documents import Document, choose, generate, load_leval, tokenise
-from method_servers import parse_methods, running_servers, sizes_for, why_unavailable
-from rich.progress import Progress
-from token_client import TokenAnswer, TokenClient
-from zipf_report import draw, show
-
+from serving.comparison import Measured, count_unequal, rows_of
+from serving.report import new_console, write_csv, write_json
+from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
+from serving.token_client import TokenAnswer, TokenClient
+from serving.zipf_report import draw, show
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import zipf_order
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.errors import ConfigError, HCacheError
+from workloads.documents import Document, choose, generate, load_leval, tokenise
 
 QUICK_S = 105.0
 """A quick run asks nothing more after that."""

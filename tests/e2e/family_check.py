@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from restore_rig import Rig
 from sglang.srt.models.registry import ModelRegistry
 
+from restoring.rig import Rig
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.attention import AttentionForm

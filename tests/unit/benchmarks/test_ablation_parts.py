@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,36 +18,19 @@ from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-MODULES = (
-    "ablations",
-    "ablation_splits",
-    "ablation_schedules",
-    "ablation_report",
-    "row_places",
-    "restore_speed",
-)
 SHAPE = NAMED_SHAPES["llama2-7b"]
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import ablation_report
-    import ablation_schedules
-    import ablation_splits
-    import ablations
-    import row_places
-
-    yield SimpleNamespace(
-        splits=ablation_splits,
-        schedules=ablation_schedules,
-        report=ablation_report,
-        app=ablations,
-        rows=row_places,
-    )
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def parts(bench: Callable[[str], Any]) -> SimpleNamespace:
+    names = {
+        "splits": "ablation.splits",
+        "schedules": "ablation.schedules",
+        "report": "ablation.report",
+        "rows": "ablation.row_places",
+        "app": "ablations",
+    }
+    return SimpleNamespace(**{short: bench(name) for short, name in names.items()})
 
 
 # -- shares --------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from comparison_report import (
+from rich.console import Console
+
+from serving.report import (
     draw_hits,
     draw_speedups,
     draw_times,
@@ -14,7 +16,6 @@ from comparison_report import (
     print_table,
     save_figure,
 )
-from rich.console import Console
 
 
 def show(data: dict[str, Any], console: Console) -> None:

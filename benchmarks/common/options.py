@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from method_servers import METHODS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from serving.servers import METHODS
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
 

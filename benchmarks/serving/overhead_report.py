@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from comparison_report import write_csv, write_json
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from serving.report import write_csv, write_json
 from sglang_hcache.core.units import format_bytes
 
 _FIELDS = ("what", "unit", "off", "tier", "ratio", "lowest_ratio", "highest_ratio", "restored_tokens")

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_header import make_header
-from restore_figures import draw
 from rich.console import Console
 from rich.table import Table
+
+from common.header import make_header
+from restoring.figures import draw
 
 if TYPE_CHECKING:
     from restore_speed import Row, Settings

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from io_load import Sample
 from rich.table import Table
+
+from storage.io_load import Sample
 
 FLOORS = {"read": 0.9, "randread": 0.9, "write": 0.8}
 """Share of fio's rate to reach at the same block size and depth; set before anything was measured."""

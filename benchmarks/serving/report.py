@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comparison import SOURCES, count_unequal
 from rich.console import Console
 from rich.table import Table
 
+from serving.comparison import SOURCES, count_unequal
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 
 if TYPE_CHECKING:
