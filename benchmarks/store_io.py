@@ -30,7 +30,8 @@ from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.reader import PIECE_BYTES
-from storage.io_load import (
+from storage.disk_store import IO_THREADS, READERS, StoreLoad, measure_read, measure_write, opened, write_runs
+from storage.loads import (
     BenchmarkError,
     Fio,
     Load,
@@ -42,7 +43,6 @@ from storage.io_load import (
     run_engine,
 )
 from storage.report import FLOORS, Report, Row, table_of, write_csv, write_json, write_png
-from storage.store_load import IO_THREADS, READERS, StoreLoad, measure_read, measure_write, opened, write_runs
 
 KIB = 2**10
 NO_FIO = "fio: not installed (apt install fio)"

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving.servers import METHODS
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
 
-_CAPACITY_HELP = "A number of contexts (counted as K and V), such as 4, or a size, such as 2GB."
-
-Methods = Annotated[str, typer.Option("--methods", help=f"Of {', '.join(METHODS)}.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the results: JSON, CSV and a picture (PNG).")
 ]
@@ -30,65 +22,17 @@ Quick = Annotated[
 ModelPath = Annotated[
     Path | None, typer.Option("--model-path", help="Folder of a model. Default: a random one is written.")
 ]
-DeviceContexts = Annotated[
-    float, typer.Option("--device-contexts", help="Contexts of mean length that the KV pool holds.")
-]
-HostSize = Annotated[
-    str,
-    typer.Option(
-        "--host-size",
-        help=f"Chunks in host memory. {_CAPACITY_HELP} At least 2,176 tokens are made room for.",
-    ),
-]
-DiskSize = Annotated[
-    str | None, typer.Option("--disk-size", help=f"Disk tier. {_CAPACITY_HELP} Default: twice all contexts.")
-]
 Folder = Annotated[
     Path | None,
     typer.Option(
-        "--dir", help="Where model and disk tiers are made, and removed. Default: a new folder here."
+        "--dir",
+        exists=True,
+        file_okay=False,
+        help="Where model and disk tiers are made, and removed. Default: a new folder here.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal requests.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, no table.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much a tier may hold: so many contexts, or so many bytes."""
-
-    contexts: float | None
-    size_bytes: int | None
-
-    def bytes_for(self, context_bytes: float) -> int:
-        """In bytes, for contexts of so many bytes each."""
-        if self.size_bytes is not None:
-            return self.size_bytes
-        assert self.contexts is not None
-        return int(self.contexts * context_bytes)
-
-    def __str__(self) -> str:
-        return f"{self.contexts:g} contexts" if self.size_bytes is None else format_bytes(self.size_bytes)
-
-
-def parse_capacity(flag: str, text: str) -> Capacity:
-    """``text`` is a bare number of contexts, or a size with its unit.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
-    try:
-        contexts = float(text)
-    except ValueError:
-        try:
-            return Capacity(None, parse_size(text))
-        except ValueError:
-            raise ConfigError(
-                f"{flag}: {text!r} is not allowed; write a number of contexts, or a size: {SIZE_HELP}"
-            ) from None
-    if not 0 < contexts < math.inf:
-        raise ConfigError(f"{flag}: {text!r} is not allowed; contexts must be more than 0")
-    return Capacity(contexts, None)
 
 
 def parse_numbers(flag: str, text: str, *, low: float, high: float) -> tuple[float, ...]:
@@ -110,6 +54,23 @@ def parse_numbers(flag: str, text: str, *, low: float, high: float) -> tuple[flo
             )
         numbers.append(number)
     return tuple(dict.fromkeys(numbers))
+
+
+def parse_whole_numbers(flag: str, text: str, *, low: int, multiple: int = 1) -> tuple[int, ...]:
+    """Whole numbers with commas between them, such as ``1024,4096``.
+
+    Raises:
+        ConfigError: one is no whole number, below ``low`` or not a multiple.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not a list of whole numbers such as 1024,4096") from None
+    for number in found:
+        if number < low or number % multiple:
+            of = f", a multiple of {multiple}" if multiple > 1 else ""
+            raise ConfigError(f"{flag}: {number} is not allowed; at least {low}{of}")
+    return found
 
 
 def check_positive(**values: float | None) -> None:
@@ -138,12 +99,3 @@ def prepare_out(folder: Path | None) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from None
-
-
-def new_progress() -> Progress:
-    """Bars on standard error, drawn rarely: what is measured shares the cores with them. Nothing in a file or pipe."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
-    )

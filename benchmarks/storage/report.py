@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from storage.io_load import Sample
+from storage.loads import Sample
 
 FLOORS = {"read": 0.9, "randread": 0.9, "write": 0.8}
 """Share of fio's rate to reach at the same block size and depth; set before anything was measured."""

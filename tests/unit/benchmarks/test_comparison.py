@@ -83,10 +83,10 @@ def test_percentiles(bench: Import) -> None:
 
 
 def test_options_are_read(bench: Import) -> None:
-    options = bench("common.options")
-    assert options.parse_numbers("--alphas", "0, 1,0.5,1", low=0, high=2) == (0.0, 1.0, 0.5)
-    assert options.parse_capacity("--host-size", "2.5").bytes_for(100) == 250
-    assert options.parse_capacity("--host-size", "2MiB").bytes_for(100) == 2 * 2**20
+    assert bench("common.options").parse_numbers("--alphas", "0, 1,0.5,1", low=0, high=2) == (0.0, 1.0, 0.5)
+    parse_capacity = bench("serving.options").parse_capacity
+    assert parse_capacity("--host-size", "2.5").bytes_for(100) == 250
+    assert parse_capacity("--host-size", "2MiB").bytes_for(100) == 2 * 2**20
     assert bench("serving.servers").parse_methods("kv, auto,kv") == ("kv", "auto")
     why = bench("serving.servers").why_unavailable
     assert [why(method, gpu=False) for method in bench("serving.servers").OWN_METHODS] == [None] * 5
@@ -131,6 +131,11 @@ def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
         ("multiturn", ["--methods", ""], "--methods: '' is not allowed"),
         ("multiturn", ["--scale", "-1"], "--scale: -1 is not allowed"),
         ("multiturn", ["--dataset", "/nonexistent"], "--dataset: /nonexistent is not a file"),
+        ("overhead", ["--histories", "1024,x"], "--histories: '1024,x' is not a list of whole numbers"),
+        ("overhead", ["--histories", "8"], "--histories: 8 is not allowed; at least 64"),
+        ("overhead", ["--host-size", "2 apples"], "--host-size: '2 apples' is not a size"),
+        ("overhead", ["--dtype", "int4"], "--dtype: 'int4' is not allowed"),
+        ("overhead", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
     ],
 )
 def test_a_wrong_option_is_named(
@@ -179,16 +184,15 @@ def test_results_are_shown_and_written(bench: Import, tmp_path: Path, report: st
     text = console.export_text()
     assert "hicache: not available here: why" in text
     assert "All 12 answers are equal" in text
-    bench("serving.report").write_json(tmp_path / "x.json", data)
-    assert json.loads((tmp_path / "x.json").read_text()) == data
-    bench("serving.report").write_csv(tmp_path / "x.csv", data["rows"])
-    with (tmp_path / "x.csv").open(newline="") as file:
+    name = "zipf_replay" if key == "alpha" else "multiturn"
+    bench(report).write(tmp_path, data)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == data
+    with (tmp_path / f"{name}.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(float(line[key]), line["method"]) for line in lines] == [
         (row[key], row["method"]) for row in data["rows"]
     ]
-    bench(report).draw(data, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_header_says_what_one_must_know(bench: Import) -> None:

@@ -16,7 +16,7 @@ from sglang_hcache.store.format.geometry import RunShape
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray
 from sglang_hcache.testing.stored_chunks import make_keys, make_run
-from storage.io_load import Sample, SharedMemory, Stopwatch
+from storage.loads import Sample, SharedMemory, Stopwatch
 
 READERS = 4
 IO_THREADS = 8
