@@ -18,15 +18,24 @@ from rich.progress import Progress
 from common.command import carry_out, errors_told, new_app
 from common.header import make_header
 from common.model import BenchModel, prepare_model
-from common.options import AsJson, Folder, ModelPath, Out, Quick, Seed, parse_whole_numbers, prepare_out
+from common.options import (
+    AsJson,
+    Folder,
+    ModelPath,
+    Out,
+    Quick,
+    Seed,
+    parse_bytes,
+    parse_whole_numbers,
+    prepare_out,
+)
 from common.terminal import new_progress, while_doing
 from serving import overhead_report
 from serving.overhead_requests import PairedRequests, Settings, paired_row
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, open_clients
 from sglang_hcache.cli.tiny_model import TinyModel
-from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import SIZE_HELP, parse_size
+from sglang_hcache.core.units import SIZE_HELP
 
 
 async def measure(
@@ -146,7 +155,7 @@ def main(
         rounds=rounds or (3 if quick else 7),
         short_rounds=rounds or (9 if quick else 7),
         starts=starts if starts is not None else (0 if quick else 3),
-        host_bytes=_host_bytes(host_size or ("256MB" if quick else "2GB")),
+        host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
         seed=seed,
     )
     layers, hidden = layers or (6 if quick else 24), hidden or (256 if quick else 512)
@@ -161,13 +170,6 @@ def main(
         out=out,
         as_json=as_json,
     )
-
-
-def _host_bytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--host-size: {error}") from None
 
 
 if __name__ == "__main__":

@@ -320,13 +320,4 @@ class _Case:
             layers = range(self.split.kv, self.rig.num_layers)
         else:
             blocks, layers = [split.hidden for split in self._splits(name)], range(self.rig.num_layers)
-        seconds = 0.0
-        with torch.inference_mode():
-            for layer in layers:
-                weight = self.rig.kv_weight(layer)
-                for count in blocks:
-                    rows = self.rig.hidden[layer][:count]
-                    began = time.monotonic()
-                    torch.nn.functional.linear(rows, weight)
-                    seconds += time.monotonic() - began
-        return seconds
+        return self.rig.bare_products(layers, blocks)

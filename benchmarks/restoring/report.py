@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from common.header import make_header
+from common.results import write_csv, write_json
 from restoring.figures import draw
 
 if TYPE_CHECKING:
-    from restore_speed import Row, Settings
+    from sglang_hcache.cli.tiny_model import TinyModel
 
 FIELDS = (
     "tier",
@@ -30,35 +28,28 @@ FIELDS = (
 )
 
 
-def data_of(settings: Settings, rows: Sequence[Row], costs: dict[str, Any]) -> dict[str, Any]:
-    """Everything, for programs."""
-    model = settings.model
+def header_of(name: str, model: TinyModel, rounds: int) -> dict[str, Any]:
+    """What results begin with."""
     return {
-        **make_header("restore_speed"),
+        **make_header(name),
         "model": {
             "layers": model.layers,
             "hidden": model.hidden,
             "heads": model.heads,
             "kv_heads": model.num_kv_heads,
         },
-        "rounds": settings.rounds,
-        "rows": [
-            {
-                **{name: getattr(row, name) for name in FIELDS},
-                "times": row.times,
-                "efficiency": row.efficiency,
-            }
-            for row in rows
-        ],
-        "profiles": costs,
+        "rounds": rounds,
     }
 
 
-def print_tables(rows: Sequence[Row], costs: dict[str, Any], console: Console) -> None:
+def show(data: dict[str, Any], console: Console) -> None:
     """One table a tier and length."""
-    for tier in dict.fromkeys(row.tier for row in rows):
-        for length in dict.fromkeys(row.length for row in rows):
-            of_length = {row.variant: row for row in rows if (row.tier, row.length) == (tier, length)}
+    rows = data["rows"]
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        for length in dict.fromkeys(row["length"] for row in rows):
+            of_length = {
+                row["variant"]: row for row in rows if (row["tier"], row["length"]) == (tier, length)
+            }
             if not of_length:
                 continue
             table = Table(
@@ -69,33 +60,29 @@ def print_tables(rows: Sequence[Row], costs: dict[str, Any], console: Console) -
                 table.add_column(name, justify="left" if name in ("", "stores") else "right")
             for row in of_length.values():
                 table.add_row(
-                    row.variant, f"{1e3 * row.seconds:.1f}", f"{length / row.seconds:,.0f}",
-                    f"{of_length['kv'].seconds / row.seconds:.2f}",
-                    f"{of_length['recompute'].seconds / row.seconds:.2f}",
-                    *(_ms(value) for value in (row.predicted_s, row.io_s, row.compute_s)),
-                    "" if row.efficiency is None else f"{row.efficiency:.2f}",
-                    _recomputed(row), row.stored,
+                    row["variant"], f"{1e3 * row['seconds']:.1f}", f"{length / row['seconds']:,.0f}",
+                    f"{of_length['kv']['seconds'] / row['seconds']:.2f}",
+                    f"{of_length['recompute']['seconds'] / row['seconds']:.2f}",
+                    *(_ms(value) for value in (row["predicted_s"], row["io_s"], row["compute_s"])),
+                    "" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
+                    _recomputed(row), row["stored"],
                 )  # fmt: skip
             console.print(table)
             console.print()
-    del costs
 
 
-def write_all(folder: Path, data: dict[str, Any], rows: Sequence[Row]) -> None:
-    """JSON, CSV and, with matplotlib, a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "restore_speed.json").write_text(json.dumps(data, indent=2) + "\n")
-    with (folder / "restore_speed.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
-        writer.writerows([getattr(row, name) for name in FIELDS] for row in rows)
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """JSON, CSV and a picture."""
+    write_json(folder / "restore_speed.json", data)
+    rows = data["rows"]
+    write_csv(folder / "restore_speed.csv", [{name: row[name] for name in FIELDS} for row in rows])
     model = data["model"]
     heads = f"{model['heads']} heads, {model['kv_heads']} KV heads"
     draw(folder / "restore_speed.png", rows, f"{model['layers']} layers, {model['hidden']} wide, {heads}")
 
 
-def _recomputed(row: Row) -> str:
-    return {"recompute": "all", "ideal": ""}.get(row.variant, str(row.num_recompute))
+def _recomputed(row: dict[str, Any]) -> str:
+    return {"recompute": "all", "ideal": ""}.get(row["variant"], str(row["num_recompute"]))
 
 
 def _ms(value: float | None) -> str:

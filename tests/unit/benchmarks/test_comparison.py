@@ -1,4 +1,4 @@
-"""Comparisons of methods: answers compared, rows, options, and what is written."""
+"""Comparisons of methods: answers compared, rows, servers, and what is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from sglang_hcache.cli.chat_client import TokenSources
 
@@ -82,12 +81,7 @@ def test_percentiles(bench: Import) -> None:
     assert set(bench("serving.latency").Latency.of([]).fields("x").values()) == {None}
 
 
-def test_options_are_read(bench: Import) -> None:
-    assert bench("common.options").parse_numbers("--alphas", "0, 1,0.5,1", low=0, high=2) == (0.0, 1.0, 0.5)
-    parse_capacity = bench("serving.options").parse_capacity
-    assert parse_capacity("--host-size", "2.5").bytes_for(100) == 250
-    assert parse_capacity("--host-size", "2MiB").bytes_for(100) == 2 * 2**20
-    assert bench("serving.servers").parse_methods("kv, auto,kv") == ("kv", "auto")
+def test_methods_that_cannot_run_here_say_why(bench: Import) -> None:
     why = bench("serving.servers").why_unavailable
     assert [why(method, gpu=False) for method in bench("serving.servers").OWN_METHODS] == [None] * 5
     for method in ("hicache", "lmcache"):
@@ -105,48 +99,6 @@ def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
     assert large.pool_tokens == 4000
     assert large.host_bytes > 10**9
     assert all(2 * size.staging_bytes <= size.host_bytes for size in (small, large))
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments", "complaint"),
-    [
-        ("zipf_replay", ["--alphas", "0,x"], "--alphas: 'x' is not allowed"),
-        ("zipf_replay", ["--alphas", "-1"], "--alphas: '-1' is not allowed"),
-        (
-            "zipf_replay",
-            ["--methods", "kv,magic"],
-            "--methods: 'magic' is not allowed; allowed: recompute, kv",
-        ),
-        ("zipf_replay", ["--dataset", "/nonexistent"], "--dataset: /nonexistent does not exist"),
-        ("zipf_replay", ["--device-contexts", "0"], "--device-contexts: 0 is not allowed"),
-        ("zipf_replay", ["--host-size", "2 apples"], "--host-size: '2 apples' is not allowed"),
-        ("zipf_replay", ["--disk-size", "-3"], "--disk-size: '-3' is not allowed"),
-        (
-            "zipf_replay",
-            ["--model-path", "/nonexistent"],
-            "--model-path: cannot read /nonexistent/config.json",
-        ),
-        ("zipf_replay", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
-        ("multiturn", ["--rates", "0"], "--rates: '0' is not allowed"),
-        ("multiturn", ["--methods", ""], "--methods: '' is not allowed"),
-        ("multiturn", ["--scale", "-1"], "--scale: -1 is not allowed"),
-        ("multiturn", ["--dataset", "/nonexistent"], "--dataset: /nonexistent is not a file"),
-        ("overhead", ["--histories", "1024,x"], "--histories: '1024,x' is not a list of whole numbers"),
-        ("overhead", ["--histories", "8"], "--histories: 8 is not allowed; at least 64"),
-        ("overhead", ["--host-size", "2 apples"], "--host-size: '2 apples' is not a size"),
-        ("overhead", ["--dtype", "int4"], "--dtype: 'int4' is not allowed"),
-        ("overhead", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    bench: Import, tmp_path: Path, program: str, arguments: list[str], complaint: str
-) -> None:
-    app = bench(program).app
-    result = CliRunner().invoke(app, [*arguments, "--dir", str(tmp_path)])
-    assert result.exit_code == 2
-    assert f"{program}: error: {complaint}" in result.stderr
-    assert not result.stdout
-    assert not list(tmp_path.iterdir())
 
 
 def results(bench: Import, key: str) -> dict[str, Any]:
@@ -175,16 +127,18 @@ def results(bench: Import, key: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("report", "key"), [("serving.zipf_report", "alpha"), ("serving.multiturn_report", "rate")]
+    ("report", "name", "key"),
+    [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],
 )
-def test_results_are_shown_and_written(bench: Import, tmp_path: Path, report: str, key: str) -> None:
+def test_results_are_shown_and_written(
+    bench: Import, tmp_path: Path, report: str, name: str, key: str
+) -> None:
     data = results(bench, key)
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "shown").open("w"))
     bench(report).show(data, console)
     text = console.export_text()
     assert "hicache: not available here: why" in text
     assert "All 12 answers are equal" in text
-    name = "zipf_replay" if key == "alpha" else "multiturn"
     bench(report).write(tmp_path, data)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == data
     with (tmp_path / f"{name}.csv").open(newline="") as file:

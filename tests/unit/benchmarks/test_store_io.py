@@ -87,9 +87,3 @@ def test_the_store_is_measured(store_io: Any, tmp_path: Path, monkeypatch: pytes
         for variant in ("fio", *(f"DiskStore, {name}" for name in ENGINES))
     ]
     assert all(row["mb_per_s"] > 0 for row in rows if row["samples"])
-
-
-def test_a_folder_that_does_not_exist_is_told(store_io: Any, tmp_path: Path) -> None:
-    result = CliRunner().invoke(store_io.app, ["--dir", str(tmp_path / "missing")])
-    assert result.exit_code == 2
-    assert "does not" in result.output
