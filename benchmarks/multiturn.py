@@ -9,40 +9,39 @@ first one answered.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-import tempfile
 import time
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_header import make_header
-from bench_model import BenchModel, prepare_model
-from bench_options import (
+from rich.progress import Progress
+
+from common.command import carry_out, errors_told, new_app
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import (
     AsJson,
-    Capacity,
-    DeviceContexts,
-    DiskSize,
     Folder,
-    HostSize,
-    Methods,
     ModelPath,
     Out,
     Quick,
     Seed,
     check_positive,
-    new_progress,
-    parse_capacity,
     parse_numbers,
     prepare_out,
 )
-from comparison import Measured, count_unequal, rows_of
-from comparison_report import new_console, write_csv, write_json
-from conversations import (
+from common.terminal import new_progress, while_doing
+from serving import multiturn_report
+from serving.comparison import Measured, count_unequal, rows_of
+from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
+from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from serving.token_client import TokenAnswer, TokenClient, open_clients
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError
+from workloads.conversations import (
     Conversation,
     Workload,
     detect_format,
@@ -53,15 +52,6 @@ from conversations import (
     schedule,
     tokenise,
 )
-from method_servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
-from multiturn_report import draw, show
-from rich.progress import Progress
-from token_client import TokenAnswer, TokenClient
-
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.tiny_model import TinyModel
-from sglang_hcache.core.errors import ConfigError, HCacheError
 
 QUICK_S = 100.0
 """A quick run begins no other rate that would end after that."""
@@ -228,20 +218,14 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     methods = settings.methods
     notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
     with new_progress() as progress:
-        status = progress.add_task("writing a model, reading conversations", total=None)
-        model, workload = load(settings, folder)
+        with while_doing(progress, "writing a model, reading conversations"):
+            model, workload = load(settings, folder)
         sizes = size_servers(settings, workload, model)
-        say = partial(_say, progress, status)
-        with running_servers(methods, folder, model.path, sizes, say) as servers:
-            progress.remove_task(status)
+        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+            ends_at = began + QUICK_S if settings.quick else None
 
             async def measure_all() -> dict[float, dict[str, Measured]]:
-                async with AsyncExitStack() as stack:
-                    clients = {
-                        method: await stack.enter_async_context(TokenClient(server.url))
-                        for method, server in servers.items()
-                    }
-                    ends_at = began + QUICK_S if settings.quick else None
+                async with open_clients(servers) as clients:
                     return await measure(settings, workload, clients, progress, ends_at)
 
             measured = asyncio.run(measure_all())
@@ -271,14 +255,11 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     }
 
 
-def _say(progress: Progress, task: Any, text: str) -> None:
-    progress.update(task, description=text)
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = new_app()
 
 
 @app.command(help=__doc__)
+@errors_told("multiturn")
 def main(
     dataset: Annotated[
         Path | None,
@@ -321,44 +302,34 @@ def main(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    try:
-        check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale)
-        count = conversations or (5 if quick else 24)
-        settings = Settings(
-            dataset=dataset,
-            rates=parse_numbers("--rates", rates or ("1,3" if quick else "0.25,0.5,1"), low=0.001, high=1000),
-            methods=parse_methods(methods),
-            model_path=model_path,
-            conversations=count,
-            mean_rounds=mean_rounds or (3 if quick else 5),
-            think_time_s=think_time or (0.5 if quick else 5.0),
-            scale=scale or (0.3 if quick else 1.0),
-            max_tokens=max_tokens or (1024 if quick else 4096),
-            device_contexts=device_contexts,
-            host_size=parse_capacity("--host-size", host_size),
-            disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
-            seed=seed,
-            quick=quick,
-        )
-        prepare_out(out)
-        with (
-            terminated_as_interrupted(),
-            tempfile.TemporaryDirectory(prefix="multiturn-", dir=folder or Path.cwd()) as scratch,
-        ):
-            data = run(settings, Path(scratch).absolute())
-    except (HCacheError, OSError) as error:
-        print(f"multiturn: error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    if out is not None:
-        write_json(out / "multiturn.json", data)
-        write_csv(out / "multiturn.csv", data["rows"])
-        draw(data, out / "multiturn.png")
-    if as_json:
-        print(json.dumps(data, indent=2))
-    else:
-        show(data, new_console())
-    if data["unequal"]:
-        raise typer.Exit(1)
+    check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale)
+    count = conversations or (5 if quick else 24)
+    settings = Settings(
+        dataset=dataset,
+        rates=parse_numbers("--rates", rates or ("1,3" if quick else "0.25,0.5,1"), low=0.001, high=1000),
+        methods=parse_methods(methods),
+        model_path=model_path,
+        conversations=count,
+        mean_rounds=mean_rounds or (3 if quick else 5),
+        think_time_s=think_time or (0.5 if quick else 5.0),
+        scale=scale or (0.3 if quick else 1.0),
+        max_tokens=max_tokens or (1024 if quick else 4096),
+        device_contexts=device_contexts,
+        host_size=parse_capacity("--host-size", host_size),
+        disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+        seed=seed,
+        quick=quick,
+    )
+    prepare_out(out)
+    carry_out(
+        "multiturn",
+        partial(run, settings),
+        show=multiturn_report.show,
+        write=multiturn_report.write,
+        folder=folder,
+        out=out,
+        as_json=as_json,
+    )
 
 
 if __name__ == "__main__":

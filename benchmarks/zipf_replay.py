@@ -10,51 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from bench_header import make_header
-from bench_model import BenchModel, prepare_model
-from bench_options import (
+from rich.progress import Progress
+
+from common.command import carry_out, errors_told, new_app
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import (
     AsJson,
-    Capacity,
-    DeviceContexts,
-    DiskSize,
     Folder,
-    HostSize,
-    Methods,
     ModelPath,
     Out,
     Quick,
     Seed,
     check_positive,
-    new_progress,
-    parse_capacity,
     parse_numbers,
     prepare_out,
 )
-from comparison import Measured, count_unequal, rows_of
-from comparison_report import new_console, write_csv, write_json
-from documents import Document, choose, generate, load_leval, tokenise
-from method_servers import parse_methods, running_servers, sizes_for, why_unavailable
-from rich.progress import Progress
-from token_client import TokenAnswer, TokenClient
-from zipf_report import draw, show
-
+from common.terminal import new_progress, while_doing
+from serving import zipf_report
+from serving.comparison import Measured, count_unequal, rows_of
+from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
+from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
+from serving.token_client import TokenAnswer, TokenClient, open_clients
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import zipf_order
-from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import TinyModel
-from sglang_hcache.core.errors import ConfigError, HCacheError
+from sglang_hcache.core.errors import ConfigError
+from workloads.documents import Document, choose, generate, load_leval, tokenise
 
 QUICK_S = 105.0
 """A quick run asks nothing more after that."""
@@ -229,6 +220,22 @@ class Replay:
         return list(await asyncio.gather(*map(ask, requests)))
 
 
+async def measure(
+    settings: Settings,
+    documents: Sequence[Document],
+    clients: dict[str, TokenClient],
+    progress: Progress,
+    ends_at: float | None,
+) -> dict[float, dict[str, Measured]]:
+    """All methods under each skew; nothing where there are none."""
+    if not clients:
+        return {}
+    replay = Replay(settings, documents, clients, progress, ends_at)
+    await replay.warm_up()
+    left = len(settings.alphas)
+    return {alpha: await replay.measure(alpha, left - number) for number, alpha in enumerate(settings.alphas)}
+
+
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Measure everything; the results as they are written.
 
@@ -236,9 +243,11 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
     began = time.monotonic()
+    methods = settings.methods
+    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
     with new_progress() as progress:
-        status = progress.add_task("writing a model, reading documents", total=None)
-        model, documents = load(settings, folder)
+        with while_doing(progress, "writing a model, reading documents"):
+            model, documents = load(settings, folder)
         longest = max(document.longest for document in documents)
         mean = float(np.mean([len(document.tokens) for document in documents]))
         context_bytes = mean * model.kv_token_bytes
@@ -251,29 +260,19 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
             kv_token_bytes=model.kv_token_bytes,
             measure_s=0.2 if settings.quick else 1.0,
         )
-        methods, rows = settings.methods, []
-        notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
-        say = lambda text: progress.update(status, description=text)  # noqa: E731
-        with running_servers(methods, folder, model.path, sizes, say) as servers:
-            progress.remove_task(status)
+        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+            ends_at = began + QUICK_S if settings.quick else None
 
-            async def measure_all() -> None:
-                async with AsyncExitStack() as stack:
-                    clients = {
-                        method: await stack.enter_async_context(TokenClient(server.url))
-                        for method, server in servers.items()
-                    }
-                    ends_at = began + QUICK_S if settings.quick else None
-                    replay = Replay(settings, documents, clients, progress, ends_at)
-                    if clients:
-                        await replay.warm_up()
-                    for number, alpha in enumerate(settings.alphas):
-                        measured = (
-                            await replay.measure(alpha, len(settings.alphas) - number) if clients else {}
-                        )
-                        rows.extend(rows_of({"alpha": alpha}, methods, measured, notes))
+            async def measure_all() -> dict[float, dict[str, Measured]]:
+                async with open_clients(servers) as clients:
+                    return await measure(settings, documents, clients, progress, ends_at)
 
-            asyncio.run(measure_all())
+            measured = asyncio.run(measure_all())
+    rows = [
+        row
+        for alpha in settings.alphas
+        for row in rows_of({"alpha": alpha}, methods, measured.get(alpha, {}), notes)
+    ]
     return {
         **make_header("zipf_replay"),
         "model": model.header,
@@ -293,10 +292,11 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     }
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = new_app()
 
 
 @app.command(help=__doc__)
+@errors_told("zipf_replay")
 def main(
     dataset: Annotated[
         Path | None,
@@ -333,44 +333,34 @@ def main(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    try:
-        check_positive(device_contexts=device_contexts)
-        count = documents or (6 if quick else 16)
-        settings = Settings(
-            dataset=dataset,
-            alphas=parse_numbers("--alphas", alphas, low=0, high=10),
-            methods=parse_methods(methods),
-            model_path=model_path,
-            documents=count,
-            context_limit=context_limit or (1024 if quick else 4096),
-            answer_limit=answer_limit or (4 if quick else 16),
-            requests=requests or (16 if quick else 64),
-            concurrency=concurrency,
-            device_contexts=device_contexts,
-            host_size=parse_capacity("--host-size", host_size),
-            disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
-            seed=seed,
-            quick=quick,
-        )
-        prepare_out(out)
-        with (
-            terminated_as_interrupted(),
-            tempfile.TemporaryDirectory(prefix="zipf-replay-", dir=folder or Path.cwd()) as scratch,
-        ):
-            data = run(settings, Path(scratch).absolute())
-    except (HCacheError, OSError) as error:
-        print(f"zipf_replay: error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    if out is not None:
-        write_json(out / "zipf_replay.json", data)
-        write_csv(out / "zipf_replay.csv", data["rows"])
-        draw(data, out / "zipf_replay.png")
-    if as_json:
-        print(json.dumps(data, indent=2))
-    else:
-        show(data, new_console())
-    if data["unequal"]:
-        raise typer.Exit(1)
+    check_positive(device_contexts=device_contexts)
+    count = documents or (6 if quick else 16)
+    settings = Settings(
+        dataset=dataset,
+        alphas=parse_numbers("--alphas", alphas, low=0, high=10),
+        methods=parse_methods(methods),
+        model_path=model_path,
+        documents=count,
+        context_limit=context_limit or (1024 if quick else 4096),
+        answer_limit=answer_limit or (4 if quick else 16),
+        requests=requests or (16 if quick else 64),
+        concurrency=concurrency,
+        device_contexts=device_contexts,
+        host_size=parse_capacity("--host-size", host_size),
+        disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+        seed=seed,
+        quick=quick,
+    )
+    prepare_out(out)
+    carry_out(
+        "zipf_replay",
+        partial(run, settings),
+        show=zipf_report.show,
+        write=zipf_report.write,
+        folder=folder,
+        out=out,
+        as_json=as_json,
+    )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from restore_rig import Rig
 from sglang.srt.models.registry import ModelRegistry
 
+from restoring.rig import Rig
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.attention import AttentionForm
@@ -123,7 +123,7 @@ def _is_taken(rig: Rig, mutant: Projector) -> bool:
 def _without_projector(rig: Rig) -> str | None:
     """Why hidden states are not used where no projector is right; K and V are."""
     _, projector = next(rig.model.projectors())
-    found = _self_check(rig, {"mutant": _Louder(projector)}, BOTH)
+    found = _self_check(rig, {"mutant": _Mutant(projector, scale=1.001)}, BOTH)
     assert found.restorer.projector is None
     assert set(found.errors) == {Method.KV}
     return found.why_not_hidden
@@ -135,9 +135,9 @@ def _mutants(rig: Rig) -> Iterator[tuple[str, Projector]]:
         if isinstance(projector, DescribedProjector):
             for damage, forms in _damaged(projector.forms):
                 yield damage, DescribedProjector(forms)
-        yield f"wrong position ({name})", _Shifted(projector)
-        yield f"K too large ({name})", _Louder(projector)
-        yield f"K of the pass ({name})", _PassDependent(projector)
+        yield f"wrong position ({name})", _Mutant(projector, shift=1)
+        yield f"K too large ({name})", _Mutant(projector, scale=1.001)
+        yield f"K of the pass ({name})", _Mutant(projector, scale=1.5, beyond=LENGTH)
 
 
 def _damaged(forms: tuple[AttentionForm, ...]) -> Iterator[tuple[str, list[AttentionForm]]]:
@@ -197,42 +197,28 @@ class _Swapped(torch.nn.Module):
         self.bias = getattr(form.projection, "bias", None)
 
 
-class _Shifted:
-    """Every token taken for the one after it. Right for a model whose K does not depend on positions."""
+class _Mutant:
+    """A projector that is wrong in one thing.
 
-    def __init__(self, projector: Projector) -> None:
+    Args:
+        shift: every token is taken for the one so many positions after it. Right for a model whose K does not depend
+            on positions.
+        scale: of K.
+        beyond: K is scaled where the pass has a token beyond this position, then that of all: right for prompts that
+            are short. So do some rotations.
+    """
+
+    def __init__(self, projector: Projector, *, shift: int = 0, scale: float = 1.0, beyond: int = -1) -> None:
         self._projector = projector
+        self._shift = shift
+        self._scale = scale
+        self._beyond = beyond
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._projector.project(layer, hidden, positions + 1)
-
-
-class _Louder:
-    """K by a thousandth too large."""
-
-    def __init__(self, projector: Projector) -> None:
-        self._projector = projector
-
-    def project(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self._projector.project(layer, hidden, positions)
-        return key * 1.001, value
-
-
-class _PassDependent:
-    """Right for prompts that are short: with a token far out, the K of all is another. So do some rotations."""
-
-    def __init__(self, projector: Projector) -> None:
-        self._projector = projector
-
-    def project(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self._projector.project(layer, hidden, positions)
-        return key * (1.5 if int(positions.max()) > LENGTH else 1.0), value
+        key, value = self._projector.project(layer, hidden, positions + self._shift)
+        return key * (self._scale if int(positions.max()) > self._beyond else 1.0), value
 
 
 # -- processes -----------------------------------------------------------------------------------

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
@@ -20,36 +16,18 @@ from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-MODULES = (
-    "ablations",
-    "ablation_splits",
-    "ablation_schedules",
-    "ablation_report",
-    "row_places",
-    "restore_speed",
-)
 SHAPE = NAMED_SHAPES["llama2-7b"]
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import ablation_report
-    import ablation_schedules
-    import ablation_splits
-    import ablations
-    import row_places
-
-    yield SimpleNamespace(
-        splits=ablation_splits,
-        schedules=ablation_schedules,
-        report=ablation_report,
-        app=ablations,
-        rows=row_places,
-    )
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def parts(bench: Callable[[str], Any]) -> SimpleNamespace:
+    names = {
+        "splits": "ablation.splits",
+        "schedules": "ablation.schedules",
+        "report": "ablation.report",
+        "rows": "ablation.row_places",
+    }
+    return SimpleNamespace(**{short: bench(name) for short, name in names.items()})
 
 
 # -- shares --------------------------------------------------------------------------------------
@@ -162,43 +140,24 @@ def test_a_profile_has_a_row_as_well(parts):
     assert 1 < row.ratio <= 2
 
 
-# -- report and options --------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------
 
 
 def test_a_report_is_written_for_what_was_measured_only(parts, tmp_path):
     rows = [parts.report.flat("schedules", row) for row in parts.schedules.paper_rows()]
-    parts.report.write_all(tmp_path, {"schedules": rows})
+    parts.report.write(tmp_path, {"schedules": rows})
     names = {"ablations.json", "ablations_schedules.csv", "ablations_schedules.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "ablations.json").read_text())["schedules"][2]["printed"]["recompute"] == 8
     assert "8 RE + 40 H" in (tmp_path / "ablations_schedules.csv").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "x", "100", "64,", "0"])
-def test_wrong_lengths_are_refused(parts, text):
-    with pytest.raises(typer.BadParameter):
-        parts.app.numbers(text, 128, CHUNK_TOKENS)
-
-
-@pytest.mark.parametrize("text", ["", "ram", "host:5MB", "disk:fast", "disk:0", "host,"])
-def test_wrong_tiers_are_refused(parts, text):
-    with pytest.raises(typer.BadParameter):
-        parts.app.tiers_of(text)
-
-
-def test_right_ones_are_taken(parts):
-    assert parts.app.numbers("128,1024", 128, CHUNK_TOKENS) == (128, 1024)
-    assert parts.app.tiers_of("host, disk:500MB") == ("host", "disk:500MB")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["storage"],
-        ["--kv-layers", "4", "--layers", "4"],
-        ["--hidden", "100", "--heads", "3"],
-        ["--rounds", "0"],
-    ],
-)
-def test_wrong_options_end_with_2_before_anything_runs(parts, arguments):
-    assert CliRunner().invoke(parts.app.app, arguments).exit_code != 0
+def test_a_picture_of_restores_is_drawn(bench, tmp_path):
+    rows = [
+        {"tier": tier, "length": length, "variant": variant, "seconds": 0.1}
+        for tier in ("host", "disk:250MB", "disk:1GB")
+        for length in (1024, 2048)
+        for variant in ("kv", "auto", "ideal")
+    ]
+    bench("restoring.figures").draw(tmp_path / "x.png", rows, "a model")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

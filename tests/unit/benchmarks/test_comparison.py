@@ -1,45 +1,28 @@
-"""Comparisons of methods: answers compared, rows, options, and what is written."""
+"""Comparisons of methods: answers compared, rows, servers, and what is written."""
 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from sglang_hcache.cli.chat_client import TokenSources
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-MODULES = (
-    "bench_header", "bench_model", "bench_options", "comparison", "comparison_report", "latency", "method_servers",
-    "multiturn", "multiturn_report", "token_client", "zipf_replay", "zipf_report",
-)  # fmt: skip
+Import = Callable[[str], Any]
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    """The benchmarks' modules, which import each other by name."""
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(BENCHMARKS)
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    for path in BENCHMARKS.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-    patch.undo()
-
-
-def answer(bench: SimpleNamespace, **changes: Any) -> Any:
+def answer(bench: Import, **changes: Any) -> Any:
     sources = TokenSources(device=10, host=20, disk=30, recomputed=40)
     fields = {"tokens": (1, 2, 3), "logprobs": (-1.0, -2.0, -3.0), "sources": sources, "ttft_s": 2.0}
-    return bench.token_client.TokenAnswer(**{**fields, "gaps_s": (0.1, 0.3), "total_s": 2.5, **changes})
+    return bench("serving.token_client").TokenAnswer(
+        **{**fields, "gaps_s": (0.1, 0.3), "total_s": 2.5, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,22 +39,26 @@ def answer(bench: SimpleNamespace, **changes: Any) -> Any:
     ],
 )
 def test_answers_are_compared_token_by_token(
-    bench: SimpleNamespace, tokens: Any, logprobs: Any, equal: bool, tie: bool
+    bench: Import, tokens: Any, logprobs: Any, equal: bool, tie: bool
 ) -> None:
-    found = bench.token_client.compare(answer(bench, tokens=tokens, logprobs=logprobs), answer(bench))
+    found = bench("serving.token_client").compare(
+        answer(bench, tokens=tokens, logprobs=logprobs), answer(bench)
+    )
     assert (found.is_equal, found.is_tie) == (equal, tie)
 
 
-def test_rows_have_ratios_times_and_speedups(bench: SimpleNamespace) -> None:
+def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:
     measured = {
-        "kv": bench.comparison.Measured([answer(bench), answer(bench, ttft_s=4.0)], 5.0),
-        "recompute": bench.comparison.Measured([answer(bench, ttft_s=6.0)] * 2, 10.0),
-        "auto": bench.comparison.Measured(
+        "kv": bench("serving.comparison").Measured([answer(bench), answer(bench, ttft_s=4.0)], 5.0),
+        "recompute": bench("serving.comparison").Measured([answer(bench, ttft_s=6.0)] * 2, 10.0),
+        "auto": bench("serving.comparison").Measured(
             [answer(bench), answer(bench, tokens=(7, 2, 3), logprobs=(0.0, 0, 0))]
         ),
     }
     methods = ("kv", "recompute", "auto", "lmcache")
-    rows = bench.comparison.rows_of({"alpha": 1.0}, methods, measured, {"lmcache": "not available here: why"})
+    rows = bench("serving.comparison").rows_of(
+        {"alpha": 1.0}, methods, measured, {"lmcache": "not available here: why"}
+    )
     kv, recompute, _, absent = rows
     assert [row["method"] for row in rows] == list(methods)
     assert len({tuple(row) for row in rows}) == 1  # the same fields
@@ -82,34 +69,29 @@ def test_rows_have_ratios_times_and_speedups(bench: SimpleNamespace) -> None:
     assert (kv["requests_per_s"], kv["tokens_per_s"]) == (0.4, 206 / 5)
     assert recompute["speedup_over_kv"] == 0.5
     assert [row["unequal"] for row in rows] == [0, 0, 1, None]
-    assert bench.comparison.count_unequal(rows) == 1
+    assert bench("serving.comparison").count_unequal(rows) == 1
     assert (absent["requests"], absent["note"], absent["ttft_mean_s"]) == (0, "not available here: why", None)
-    alone = bench.comparison.rows_of({"alpha": 0}, ("lmcache",), {}, {"lmcache": "why"})
+    alone = bench("serving.comparison").rows_of({"alpha": 0}, ("lmcache",), {}, {"lmcache": "why"})
     assert alone == [{"alpha": 0, "method": "lmcache", "requests": 0, "note": "why"}]
 
 
-def test_percentiles(bench: SimpleNamespace) -> None:
-    found = bench.latency.Latency.of([float(number) for number in range(101)])
+def test_percentiles(bench: Import) -> None:
+    found = bench("serving.latency").Latency.of([float(number) for number in range(101)])
     assert found.fields("x") == {"x_mean_s": 50.0, "x_p50_s": 50.0, "x_p95_s": 95.0, "x_p99_s": 99.0}
-    assert set(bench.latency.Latency.of([]).fields("x").values()) == {None}
+    assert set(bench("serving.latency").Latency.of([]).fields("x").values()) == {None}
 
 
-def test_options_are_read(bench: SimpleNamespace) -> None:
-    options = bench.bench_options
-    assert options.parse_numbers("--alphas", "0, 1,0.5,1", low=0, high=2) == (0.0, 1.0, 0.5)
-    assert options.parse_capacity("--host-size", "2.5").bytes_for(100) == 250
-    assert options.parse_capacity("--host-size", "2MiB").bytes_for(100) == 2 * 2**20
-    assert bench.method_servers.parse_methods("kv, auto,kv") == ("kv", "auto")
-    why = bench.method_servers.why_unavailable
-    assert [why(method, gpu=False) for method in bench.method_servers.OWN_METHODS] == [None] * 5
+def test_methods_that_cannot_run_here_say_why(bench: Import) -> None:
+    why = bench("serving.servers").why_unavailable
+    assert [why(method, gpu=False) for method in bench("serving.servers").OWN_METHODS] == [None] * 5
     for method in ("hicache", "lmcache"):
         assert why(method, gpu=False).startswith("not available here: ")
     assert why("auto", gpu=True).startswith("not available here: ")
 
 
-def test_servers_have_room_for_the_longest_context(bench: SimpleNamespace) -> None:
+def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
     common = {"longest_context": 1000, "disk_bytes": 10**9, "kv_token_bytes": 4096, "measure_s": 1.0}
-    make = bench.method_servers.sizes_for
+    make = bench("serving.servers").sizes_for
     small = make(device_contexts=0.5, mean_context=500.0, host_bytes=1, **common)
     assert small.pool_tokens > 1000
     assert small.host_bytes - small.staging_bytes >= 34 * 64 * 4096
@@ -119,53 +101,20 @@ def test_servers_have_room_for_the_longest_context(bench: SimpleNamespace) -> No
     assert all(2 * size.staging_bytes <= size.host_bytes for size in (small, large))
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments", "complaint"),
-    [
-        ("zipf_replay", ["--alphas", "0,x"], "--alphas: 'x' is not allowed"),
-        ("zipf_replay", ["--alphas", "-1"], "--alphas: '-1' is not allowed"),
-        (
-            "zipf_replay",
-            ["--methods", "kv,magic"],
-            "--methods: 'magic' is not allowed; allowed: recompute, kv",
-        ),
-        ("zipf_replay", ["--dataset", "/nonexistent"], "--dataset: /nonexistent does not exist"),
-        ("zipf_replay", ["--device-contexts", "0"], "--device-contexts: 0 is not allowed"),
-        ("zipf_replay", ["--host-size", "2 apples"], "--host-size: '2 apples' is not allowed"),
-        ("zipf_replay", ["--disk-size", "-3"], "--disk-size: '-3' is not allowed"),
-        (
-            "zipf_replay",
-            ["--model-path", "/nonexistent"],
-            "--model-path: cannot read /nonexistent/config.json",
-        ),
-        ("zipf_replay", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
-        ("multiturn", ["--rates", "0"], "--rates: '0' is not allowed"),
-        ("multiturn", ["--methods", ""], "--methods: '' is not allowed"),
-        ("multiturn", ["--scale", "-1"], "--scale: -1 is not allowed"),
-        ("multiturn", ["--dataset", "/nonexistent"], "--dataset: /nonexistent is not a file"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    bench: SimpleNamespace, tmp_path: Path, program: str, arguments: list[str], complaint: str
-) -> None:
-    app = getattr(bench, program).app
-    result = CliRunner().invoke(app, [*arguments, "--dir", str(tmp_path)])
-    assert result.exit_code == 2
-    assert f"{program}: error: {complaint}" in result.stderr
-    assert not result.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def results(bench: SimpleNamespace, key: str) -> dict[str, Any]:
-    measured = {name: bench.comparison.Measured([answer(bench)] * 3, 5.0) for name in ("recompute", "auto")}
+def results(bench: Import, key: str) -> dict[str, Any]:
+    measured = {
+        name: bench("serving.comparison").Measured([answer(bench)] * 3, 5.0) for name in ("recompute", "auto")
+    }
     notes = {"hicache": "not available here: why"}
     rows = [
         row
         for value in (0.0, 1.0)
-        for row in bench.comparison.rows_of({key: value}, ("recompute", "auto", "hicache"), measured, notes)
+        for row in bench("serving.comparison").rows_of(
+            {key: value}, ("recompute", "auto", "hicache"), measured, notes
+        )
     ]
     return {
-        **bench.bench_header.make_header("test"),
+        **bench("common.header").make_header("test"),
         "model": {"name": "random", "architecture": "Llama", "layers": 2, "hidden": 64, "dtype": "float32"},
         "workload": {
             "source": "test", "documents": 3, "tasks": ["a"], "mean_context_tokens": 100.0, "conversations": 3,
@@ -177,28 +126,31 @@ def results(bench: SimpleNamespace, key: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("report", "key"), [("zipf_report", "alpha"), ("multiturn_report", "rate")])
-def test_results_are_shown_and_written(bench: SimpleNamespace, tmp_path: Path, report: str, key: str) -> None:
+@pytest.mark.parametrize(
+    ("report", "name", "key"),
+    [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],
+)
+def test_results_are_shown_and_written(
+    bench: Import, tmp_path: Path, report: str, name: str, key: str
+) -> None:
     data = results(bench, key)
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "shown").open("w"))
-    getattr(bench, report).show(data, console)
+    bench(report).show(data, console)
     text = console.export_text()
     assert "hicache: not available here: why" in text
     assert "All 12 answers are equal" in text
-    bench.comparison_report.write_json(tmp_path / "x.json", data)
-    assert json.loads((tmp_path / "x.json").read_text()) == data
-    bench.comparison_report.write_csv(tmp_path / "x.csv", data["rows"])
-    with (tmp_path / "x.csv").open(newline="") as file:
+    bench(report).write(tmp_path, data)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == data
+    with (tmp_path / f"{name}.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(float(line[key]), line["method"]) for line in lines] == [
         (row[key], row["method"]) for row in data["rows"]
     ]
-    getattr(bench, report).draw(data, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_header_says_what_one_must_know(bench: SimpleNamespace) -> None:
-    header = bench.bench_header.make_header("name")
+def test_the_header_says_what_one_must_know(bench: Import) -> None:
+    header = bench("common.header").make_header("name")
     assert header["benchmark"] == "name"
     assert header["machine"]["cores"] >= 1
     assert header["machine"]["processor"]

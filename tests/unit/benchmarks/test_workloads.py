@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,20 +13,18 @@ import pytest
 
 from sglang_hcache.core.errors import ConfigError
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+Import = Callable[[str], Any]
 VOCABULARY = np.arange(10, 500)
-MODULES = ("documents", "conversations", "lengths", "zipf_replay")
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    """The benchmarks' modules, which import each other by name."""
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(BENCHMARKS)
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    for path in BENCHMARKS.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-    patch.undo()
+def documents(bench: Import) -> Any:
+    return bench("workloads.documents")
+
+
+@pytest.fixture(scope="module")
+def conversations(bench: Import) -> Any:
+    return bench("workloads.conversations")
 
 
 def encode(text: str) -> list[int]:
@@ -44,10 +39,10 @@ def write_lines(path: Path, *rows: Any) -> Path:
 # -- documents -----------------------------------------------------------------------------------------
 
 
-def test_generated_documents_have_the_means_of_table_1(bench: SimpleNamespace) -> None:
+def test_generated_documents_have_the_means_of_table_1(documents: Any) -> None:
     limits = {"context_limit": 10**6, "answer_limit": 10**6}
-    made = bench.documents.generate(180, VOCABULARY, seed=1, **limits)
-    for task in bench.documents.TABLE_1:
+    made = documents.generate(180, VOCABULARY, seed=1, **limits)
+    for task in documents.TABLE_1:
         of_task = [document for document in made if document.task == task.name]
         questions = [question for document in of_task for question in document.questions]
         assert len(of_task) == 60
@@ -62,9 +57,9 @@ def test_generated_documents_have_the_means_of_table_1(bench: SimpleNamespace) -
         )
 
 
-def test_generated_documents_repeat_and_keep_their_limits(bench: SimpleNamespace) -> None:
+def test_generated_documents_repeat_and_keep_their_limits(documents: Any) -> None:
     limits = {"context_limit": 300, "answer_limit": 5}
-    one, again, other = (bench.documents.generate(6, VOCABULARY, seed=seed, **limits) for seed in (1, 1, 2))
+    one, again, other = (documents.generate(6, VOCABULARY, seed=seed, **limits) for seed in (1, 1, 2))
     assert one == again != other
     assert {len(document.tokens) for document in one} == {300}
     assert all(1 <= question.answer_tokens <= 5 for document in one for question in document.questions)
@@ -74,7 +69,7 @@ def test_generated_documents_repeat_and_keep_their_limits(bench: SimpleNamespace
     assert first.longest == max(300 + len(item.tokens) + item.answer_tokens for item in first.questions)
 
 
-def test_leval_files_are_read(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_leval_files_are_read(documents: Any, tmp_path: Path) -> None:
     write_lines(
         tmp_path / "one.jsonl",
         {"input": "abc", "instructions": ["p", "q"], "outputs": ["1", "22"]},
@@ -83,14 +78,14 @@ def test_leval_files_are_read(bench: SimpleNamespace, tmp_path: Path) -> None:
         {"input": "x\u2028y", "instructions": ["s"], "outputs": [""]},
     )
     write_lines(tmp_path / "two.jsonl", {"input": "def", "instructions": ["t"], "outputs": ["4"]})
-    found = bench.documents.load_leval(tmp_path)
+    found = documents.load_leval(tmp_path)
     assert [(item.task, item.text, item.questions) for item in found] == [
         ("one", "abc", ("p", "q", "r")),
         ("one", "x\u2028y", ("s",)),
         ("two", "def", ("t",)),
     ]
-    assert bench.documents.load_leval(tmp_path / "two.jsonl") == found[2:]
-    first = bench.documents.tokenise(found, encode, context_limit=2, answer_limit=2)[0]
+    assert documents.load_leval(tmp_path / "two.jsonl") == found[2:]
+    first = documents.tokenise(found, encode, context_limit=2, answer_limit=2)[0]
     assert first.tokens == (97, 98)
     assert first.questions[0].tokens == tuple(encode("\n\np\n"))
     assert [item.answer_tokens for item in first.questions] == [1, 2, 2]
@@ -107,40 +102,38 @@ def test_leval_files_are_read(bench: SimpleNamespace, tmp_path: Path) -> None:
         ({"input": "a", "instructions": ["q"], "outputs": []}, '1 "instructions" and 0 "outputs"'),
     ],
 )
-def test_a_wrong_line_of_leval_is_named(
-    bench: SimpleNamespace, tmp_path: Path, line: Any, complaint: str
-) -> None:
+def test_a_wrong_line_of_leval_is_named(documents: Any, tmp_path: Path, line: Any, complaint: str) -> None:
     good = {"input": "abc", "instructions": ["q"], "outputs": ["a"]}
     path = write_lines(tmp_path / "task.jsonl", good, line)
     with pytest.raises(ConfigError, match=r"task\.jsonl, line 2: ") as error:
-        bench.documents.load_leval(tmp_path)
+        documents.load_leval(tmp_path)
     assert complaint in str(error.value)
     assert str(path) in str(error.value)
 
 
-def test_a_dataset_with_nothing_in_it_is_refused(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_dataset_with_nothing_in_it_is_refused(documents: Any, tmp_path: Path) -> None:
     for path, complaint in ((tmp_path / "none", "does not exist"), (tmp_path, r"no \.jsonl files")):
         with pytest.raises(ConfigError, match=f"--dataset: .*{complaint}"):
-            bench.documents.load_leval(path)
+            documents.load_leval(path)
     with pytest.raises(ConfigError, match="no documents"):
-        bench.documents.load_leval(write_lines(tmp_path / "empty.jsonl", ""))
+        documents.load_leval(write_lines(tmp_path / "empty.jsonl", ""))
 
 
-def test_documents_are_chosen_evenly(bench: SimpleNamespace) -> None:
+def test_documents_are_chosen_evenly(documents: Any) -> None:
     texts = [
-        bench.documents.TextDocument(task, f"{task}{number}", ("q",), ("a",))
+        documents.TextDocument(task, f"{task}{number}", ("q",), ("a",))
         for task, count in (("big", 20), ("small", 2), ("other", 20))
         for number in range(count)
     ]
-    chosen = bench.documents.choose(texts, 10, seed=3)
+    chosen = documents.choose(texts, 10, seed=3)
     assert Counter(item.task for item in chosen) == {"big": 4, "other": 4, "small": 2}
-    assert chosen == bench.documents.choose(texts, 10, seed=3)
-    assert len(bench.documents.choose(texts, 100, seed=3)) == len(texts)
+    assert chosen == documents.choose(texts, 10, seed=3)
+    assert len(documents.choose(texts, 100, seed=3)) == len(texts)
 
 
-def test_requests_follow_the_skew(bench: SimpleNamespace) -> None:
-    made = bench.documents.generate(8, VOCABULARY, context_limit=64, answer_limit=2, seed=0)
-    make = bench.zipf_replay.make_requests
+def test_requests_follow_the_skew(bench: Import, documents: Any) -> None:
+    made = documents.generate(8, VOCABULARY, context_limit=64, answer_limit=2, seed=0)
+    make = bench("zipf_replay").make_requests
 
     def shares(alpha: float) -> list[float]:
         found = Counter(request.prompt[:64] for request in make(made, 800, alpha=alpha, seed=4))
@@ -156,19 +149,19 @@ def test_requests_follow_the_skew(bench: SimpleNamespace) -> None:
 # -- conversations -------------------------------------------------------------------------------------
 
 
-def test_generated_conversations_have_the_means_of_figure_3(bench: SimpleNamespace) -> None:
-    made = bench.conversations.generate(600, 5.0, VOCABULARY, scale=1.0, seed=1)
+def test_generated_conversations_have_the_means_of_figure_3(conversations: Any) -> None:
+    made = conversations.generate(600, 5.0, VOCABULARY, scale=1.0, seed=1)
     rounds = [item for conversation in made for item in conversation]
     assert np.mean([len(item.tokens) for item in rounds]) == pytest.approx(66.8, rel=0.08)
     assert np.mean([item.answer_tokens for item in rounds]) == pytest.approx(358.8, rel=0.08)
     assert np.mean([len(conversation) for conversation in made]) == pytest.approx(5.0, rel=0.08)
     assert min(map(len, made)) == 2
-    assert made[:5] == bench.conversations.generate(5, 5.0, VOCABULARY, scale=1.0, seed=1)
+    assert made[:5] == conversations.generate(5, 5.0, VOCABULARY, scale=1.0, seed=1)
 
 
-def test_conversations_arrive_one_request_a_unit_of_time(bench: SimpleNamespace) -> None:
-    rounds = bench.conversations.generate(1500, 3.0, VOCABULARY, scale=0.05, seed=2)
-    placed = bench.conversations.schedule("x", rounds, most_tokens=10**6, think_time_s=2.0, seed=2)
+def test_conversations_arrive_one_request_a_unit_of_time(conversations: Any) -> None:
+    rounds = conversations.generate(1500, 3.0, VOCABULARY, scale=0.05, seed=2)
+    placed = conversations.schedule("x", rounds, most_tokens=10**6, think_time_s=2.0, seed=2)
     starts = [conversation.start for conversation in placed.conversations]
     assert starts[0] == 0.0
     assert starts == sorted(starts)
@@ -180,15 +173,18 @@ def test_conversations_arrive_one_request_a_unit_of_time(bench: SimpleNamespace)
     assert all(len(item.pauses_s) == len(item.rounds) - 1 for item in placed.conversations)
 
 
-def test_conversations_end_where_they_get_too_long(bench: SimpleNamespace) -> None:
-    short, long = bench.conversations.Round((1,) * 10, 10), bench.conversations.Round((1,) * 100, 10)
-    placed = bench.conversations.schedule(
+def test_conversations_end_where_they_get_too_long(conversations: Any) -> None:
+    short, long = (
+        conversations.Round((1,) * 10, 10),
+        conversations.Round((1,) * 100, 10),
+    )
+    placed = conversations.schedule(
         "x", [(short, short, long, short), (long,)], most_tokens=50, think_time_s=1.0, seed=0
     )
     assert [item.rounds for item in placed.conversations] == [(short, short)]
     assert placed.left_out == 1
     with pytest.raises(ConfigError, match="--max-tokens"):
-        bench.conversations.schedule("x", [(long,)], most_tokens=50, think_time_s=1.0, seed=0)
+        conversations.schedule("x", [(long,)], most_tokens=50, think_time_s=1.0, seed=0)
 
 
 def said(*messages: tuple[str, str]) -> dict[str, Any]:
@@ -196,7 +192,7 @@ def said(*messages: tuple[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("as_array", [True, False])
-def test_sharegpt_files_are_read(bench: SimpleNamespace, tmp_path: Path, as_array: bool) -> None:
+def test_sharegpt_files_are_read(conversations: Any, tmp_path: Path, as_array: bool) -> None:
     records = [
         said(("system", "be kind"), ("human", "ab"), ("gpt", "cdef"), ("human", "g"), ("gpt", "hi")),
         said(("gpt", "alone"), ("human", "unanswered")),
@@ -204,10 +200,10 @@ def test_sharegpt_files_are_read(bench: SimpleNamespace, tmp_path: Path, as_arra
     ]
     path = tmp_path / "talk.json"
     write_lines(path, *([records] if as_array else records))
-    assert bench.conversations.detect_format(path) == "sharegpt"
-    found = bench.conversations.load_sharegpt(path)
+    assert conversations.detect_format(path) == "sharegpt"
+    found = conversations.load_sharegpt(path)
     assert found == [[("ab", "cdef"), ("g", "hi")], [("x", "y")]]
-    rounds = bench.conversations.tokenise(found, encode, 0.5)
+    rounds = conversations.tokenise(found, encode, 0.5)
     assert [(len(item.tokens), item.answer_tokens) for item in rounds[0]] == [(2, 2), (1, 1)]
 
 
@@ -226,21 +222,21 @@ def test_sharegpt_files_are_read(bench: SimpleNamespace, tmp_path: Path, as_arra
     ],
 )
 def test_what_is_wrong_with_a_sharegpt_file_is_named(
-    bench: SimpleNamespace, tmp_path: Path, text: str, complaint: str
+    conversations: Any, tmp_path: Path, text: str, complaint: str
 ) -> None:
     path = tmp_path / "talk.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        bench.conversations.load_sharegpt(path)
+        conversations.load_sharegpt(path)
     assert str(error.value).startswith(f"--dataset: {path}")
     assert complaint in str(error.value)
 
 
-def test_a_file_of_neither_format_is_refused(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_file_of_neither_format_is_refused(conversations: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ShareGPT"):
-        bench.conversations.detect_format(write_lines(tmp_path / "x.jsonl", {"input": "abc"}))
+        conversations.detect_format(write_lines(tmp_path / "x.jsonl", {"input": "abc"}))
     with pytest.raises(ConfigError, match="is not a file"):
-        bench.conversations.detect_format(tmp_path)
+        conversations.detect_format(tmp_path)
 
 
 # -- the Mooncake trace ----------------------------------------------------------------------------------
@@ -250,12 +246,12 @@ def traced(timestamp: float, length: int, *ids: int, output: int = 40) -> dict[s
     return {"timestamp": timestamp, "input_length": length, "output_length": output, "hash_ids": ids}
 
 
-def placed_trace(bench: SimpleNamespace, path: Path, **changes: Any) -> Any:
+def placed_trace(conversations: Any, path: Path, **changes: Any) -> Any:
     limits = {"scale": 1 / 16, "most_tokens": 200, "seed": 5, **changes}
-    return bench.conversations.place_trace(bench.conversations.load_mooncake(path), 10, VOCABULARY, **limits)
+    return conversations.place_trace(conversations.load_mooncake(path), 10, VOCABULARY, **limits)
 
 
-def test_equal_ids_of_the_trace_are_equal_prefixes(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_equal_ids_of_the_trace_are_equal_prefixes(conversations: Any, tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "trace.jsonl",
         traced(0, 1100, 0, 1, 2),
@@ -264,8 +260,8 @@ def test_equal_ids_of_the_trace_are_equal_prefixes(bench: SimpleNamespace, tmp_p
         traced(90_000, 51_200, *range(100)),
         traced(9000, 1536, 0, 1, 2, output=0),
     )
-    assert bench.conversations.detect_format(path) == "mooncake"
-    workload = placed_trace(bench, path)
+    assert conversations.detect_format(path) == "mooncake"
+    workload = placed_trace(conversations, path)
     prompts = [item.rounds[0].tokens for item in workload.conversations]
     one, two, three, four = prompts
     assert [len(prompt) for prompt in prompts] == [69, 96, 38, 96]  # lengths / 16
@@ -276,10 +272,10 @@ def test_equal_ids_of_the_trace_are_equal_prefixes(bench: SimpleNamespace, tmp_p
     assert [item.rounds[0].answer_tokens for item in workload.conversations] == [2, 2, 2, 1]
     assert [item.start for item in workload.conversations] == [0, 1, 1, 3]  # 4 requests in 9 s
     assert workload.left_out == 1
-    assert placed_trace(bench, path) == workload
-    assert placed_trace(bench, path, seed=6) != workload
+    assert placed_trace(conversations, path) == workload
+    assert placed_trace(conversations, path, seed=6) != workload
     with pytest.raises(ConfigError, match="--max-tokens"):
-        placed_trace(bench, path, most_tokens=10)
+        placed_trace(conversations, path, most_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +291,9 @@ def test_equal_ids_of_the_trace_are_equal_prefixes(bench: SimpleNamespace, tmp_p
     ],
 )
 def test_a_wrong_line_of_the_trace_is_named(
-    bench: SimpleNamespace, tmp_path: Path, line: Any, complaint: str
+    conversations: Any, tmp_path: Path, line: Any, complaint: str
 ) -> None:
     path = write_lines(tmp_path / "trace.jsonl", traced(0, 5, 1), line)
     with pytest.raises(ConfigError, match=r"trace\.jsonl, line 2: ") as error:
-        placed_trace(bench, path)
+        placed_trace(conversations, path)
     assert complaint in str(error.value)

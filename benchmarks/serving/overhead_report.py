@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from comparison_report import write_csv, write_json
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from common.results import write_csv, write_json
 from sglang_hcache.core.units import format_bytes
 
 _FIELDS = ("what", "unit", "off", "tier", "ratio", "lowest_ratio", "highest_ratio", "restored_tokens")
 
 
-def show(console: Console, data: dict[str, Any]) -> None:
+def show(data: dict[str, Any], console: Console) -> None:
     """One row for each thing that was compared."""
     table = Table(title="A server with the tier beside one without (medians)", title_justify="left")
     for name in ("", "off", "tier", "tier / off", "spread", "restored"):

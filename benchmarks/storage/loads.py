@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult, OpenFile
 from sglang_hcache.store.io.memory import ByteArray
 
@@ -52,7 +53,7 @@ class Load:
         return max(self.total_bytes // self.block_bytes, 1)
 
 
-class BenchmarkError(Exception):
+class BenchmarkError(HCacheError):
     """The benchmark cannot run here; says why."""
 
 

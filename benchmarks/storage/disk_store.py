@@ -10,14 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from io_load import Sample, SharedMemory, Stopwatch
-
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import RunShape
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray
 from sglang_hcache.testing.stored_chunks import make_keys, make_run
+from storage.loads import Sample, SharedMemory, Stopwatch
 
 READERS = 4
 IO_THREADS = 8

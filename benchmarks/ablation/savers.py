@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from counted_disk import open_disk
-from restore_rig import RUN_CHUNKS, Rig
-from row_places import places
 
+from ablation.row_places import places
+from restoring.counted_disk import open_disk
+from restoring.rig import RUN_CHUNKS, Rig
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing

@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ import httpx
 
 from sglang_hcache.cli.chat_client import ChatError, TokenSources
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
+from sglang_hcache.cli.server_process import ServerProcess
 
 _TIMEOUT_S = 300.0
 _SETTLE_TIMEOUT_S = 60.0
@@ -155,6 +157,15 @@ class TokenClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+
+
+@asynccontextmanager
+async def open_clients(servers: Mapping[str, ServerProcess]) -> AsyncIterator[dict[str, TokenClient]]:
+    """A client for each server, under the server's name."""
+    async with AsyncExitStack() as stack:
+        yield {
+            name: await stack.enter_async_context(TokenClient(server.url)) for name, server in servers.items()
+        }
 
 
 class _Reader:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from ablation_savers import DirectSaver, Saver, TwoStageSaver
-from restore_rig import Rig
 from sglang.benchmark.one_batch import decode, extend, prepare_synthetic_inputs_for_latency_test
 
+from ablation.savers import DirectSaver, Saver, TwoStageSaver
+from restoring.rig import Rig
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
 

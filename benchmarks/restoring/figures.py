@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_hcache.core.units import parse_size
 
-if TYPE_CHECKING:
-    from restore_speed import Row
-
+Row = Mapping[str, Any]
+"""Of the results."""
 COLOURS = {
     "recompute": "tab:gray",
     "kv": "tab:orange",
@@ -31,8 +30,8 @@ def bandwidth_length(rows: Sequence[Row]) -> int | None:
     """The longest history that was read at two bandwidths at least; None if there is none."""
     limits: dict[int, set[int]] = {}
     for row in rows:
-        if (limit := limit_of(row.tier)) is not None:
-            limits.setdefault(row.length, set()).add(limit)
+        if (limit := limit_of(row["tier"])) is not None:
+            limits.setdefault(row["length"], set()).add(limit)
     return max((length for length, found in limits.items() if len(found) > 1), default=None)
 
 
@@ -42,22 +41,20 @@ def draw(path: Path, rows: Sequence[Row], model: str) -> None:
     Args:
         model: goes above the panels.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels: list[Callable[[Any], None]] = []
-    for tier in dict.fromkeys(row.tier for row in rows):
-        of_tier = [row for row in rows if row.tier == tier]
-        if len({row.length for row in of_tier}) > 1 or limit_of(tier) is None:
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        of_tier = [row for row in rows if row["tier"] == tier]
+        if len({row["length"] for row in of_tier}) > 1 or limit_of(tier) is None:
             panels.append(lambda axis, of_tier=of_tier: _over_length(axis, of_tier))  # type: ignore[misc]
     length = bandwidth_length(rows)
     if length is not None:
-        panels.append(lambda axis: _over_bandwidth(axis, [row for row in rows if row.length == length]))
+        panels.append(lambda axis: _over_bandwidth(axis, [row for row in rows if row["length"] == length]))
     if not panels:
         panels.append(lambda axis: _over_length(axis, rows))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
+    figure = Figure(figsize=(5 * len(panels), 4.2))
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
     for axis, panel in zip(axes[0], panels, strict=True):
         panel(axis)
         axis.set(xscale="log", yscale="log")
@@ -68,30 +65,31 @@ def draw(path: Path, rows: Sequence[Row], model: str) -> None:
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _over_length(axis: Any, rows: Sequence[Row]) -> None:
-    _lines(axis, rows, lambda row: row.length)
-    lengths = sorted({row.length for row in rows})
-    axis.set(title=rows[0].tier, xlabel="tokens of the history")
+    _lines(axis, rows, lambda row: row["length"])
+    lengths = sorted({row["length"] for row in rows})
+    axis.set(title=rows[0]["tier"], xlabel="tokens of the history")
     _ticks(axis, lengths, [f"{length:,}" for length in lengths])
 
 
 def _over_bandwidth(axis: Any, rows: Sequence[Row]) -> None:
-    limited = sorted((row for row in rows if limit_of(row.tier)), key=lambda row: limit_of(row.tier) or 0)
-    _lines(axis, limited, lambda row: (limit_of(row.tier) or 0) / 1e6)
-    limits = sorted({(limit_of(row.tier) or 0) / 1e6 for row in limited})
-    axis.set(title=f"{limited[0].length:,} tokens, disk throttled", xlabel="MB/s")
+    limited = sorted(
+        (row for row in rows if limit_of(row["tier"])), key=lambda row: limit_of(row["tier"]) or 0
+    )
+    _lines(axis, limited, lambda row: (limit_of(row["tier"]) or 0) / 1e6)
+    limits = sorted({(limit_of(row["tier"]) or 0) / 1e6 for row in limited})
+    axis.set(title=f"{limited[0]['length']:,} tokens, disk throttled", xlabel="MB/s")
     _ticks(axis, limits, [f"{limit:g}" for limit in limits])
 
 
 def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> None:
-    for variant in dict.fromkeys(row.variant for row in rows):
-        chosen = [row for row in rows if row.variant == variant]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        chosen = [row for row in rows if row["variant"] == variant]
         axis.plot(
             [where(row) for row in chosen],
-            [row.length / row.seconds for row in chosen],
+            [row["length"] / row["seconds"] for row in chosen],
             "--" if variant == "ideal" else "o-",
             label="ideal (no restore)" if variant == "ideal" else variant,
             color=COLOURS[variant],

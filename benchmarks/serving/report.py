@@ -1,17 +1,15 @@
-"""How a comparison of methods is shown: table, JSON, CSV, and the parts of pictures that comparisons share."""
+"""How a comparison of methods is shown: tables, and the parts of pictures."""
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comparison import SOURCES, count_unequal
 from rich.console import Console
 from rich.table import Table
 
+from serving.comparison import SOURCES, count_unequal
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 
 if TYPE_CHECKING:
@@ -32,12 +30,6 @@ _SHADES = {"device": 1.0, "host": 0.6, "disk": 0.3}
 def measured_methods(rows: Sequence[Row]) -> list[str]:
     """Those with measurements, in order."""
     return list(dict.fromkeys(row["method"] for row in rows if row["requests"]))
-
-
-def new_console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
 
 
 def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, with_tbt: bool) -> None:
@@ -90,19 +82,6 @@ def print_equality(console: Console, rows: Sequence[Row]) -> None:
     )
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n")
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line a row."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 # -- pictures ------------------------------------------------------------------------------------------
 
 
@@ -114,12 +93,20 @@ def new_figure(panels: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
 
 
-def save_figure(figure: Figure, path: Path, caption: str, rows: Sequence[Row]) -> None:
-    """As PNG, with a line above all panels and the methods' colours below them."""
+def save_figure(figure: Figure, path: Path, caption: str, data: Mapping[str, Any]) -> None:
+    """As PNG, with a line above all panels and the methods' colours below them.
+
+    Args:
+        caption: what was asked; servers, model and machine are put behind it.
+    """
     from matplotlib.patches import Patch
 
-    methods = measured_methods(rows)
-    figure.suptitle(caption, fontsize=10)
+    methods, model = measured_methods(data["rows"]), data["model"]
+    figure.suptitle(
+        f"{caption}, KV pool of {data['sizes']['pool_tokens']:,} tokens; {model['name']} {model['architecture']}, "
+        f"{model['layers']} layers x {model['hidden']}, {model['dtype']}; {data['machine']['cores']} cores",
+        fontsize=10,
+    )
     handles = [Patch(color=COLOURS[method], label=method) for method in methods]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), fontsize="small")
     figure.savefig(path, dpi=130)

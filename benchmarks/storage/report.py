@@ -1,18 +1,20 @@
-"""What store_io.py measured: a table, JSON, CSV and a drawing."""
+"""What ``store_io.py`` measured: tables, rows for files, and a picture."""
 
 from __future__ import annotations
 
-import csv
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from io_load import Sample
+from rich.console import Console
 from rich.table import Table
 
+from sglang_hcache.core.units import format_bytes
+from storage.loads import Sample
+
+NO_FIO = "fio: not installed (apt install fio)"
 FLOORS = {"read": 0.9, "randread": 0.9, "write": 0.8}
 """Share of fio's rate to reach at the same block size and depth; set before anything was measured."""
 
@@ -88,8 +90,36 @@ class Report:
             for row in self.rows
         ]
 
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with the sample of each round."""
+        rows = [
+            {**flat, "samples": [asdict(sample) for sample in row.samples]}
+            for flat, row in zip(self.flat(), self.rows, strict=True)
+        ]
+        return {**self.header, "floors": FLOORS, "rows": rows}
 
-def table_of(report: Report, what: str, title: str) -> Table:
+
+def show(report: Report, console: Console) -> None:
+    """The tables, and in one line whether the floors are reached."""
+    header = report.header
+    console.print(
+        f"{header['cpus']} CPUs, Linux {header['kernel']}, {header['file_system']}; fio: {header['fio'] or NO_FIO}; "
+        f"NIXL: {header['nixl']}; {header['plan']['rounds']} rounds, file of "
+        f"{format_bytes(header['plan']['file_bytes'])}; red: below the floor",
+        highlight=False,
+    )
+    for what, title in (("engine", "I/O engines"), ("store", "Disk store, digests verified")):
+        if any(row.what == what for row in report.rows):
+            console.print(_table_of(report, what, title))
+    compared = [row for row in report.rows if report.ratio(row) is not None]
+    missed = len(report.below_floor())
+    floors = ", ".join(f"{pattern} {100 * floor:.0f} %" for pattern, floor in FLOORS.items())
+    if disturbed := header["disturbed_rounds"]:
+        console.print(f"Other processes used the CPUs during {disturbed} rounds: do not trust the ratios.")
+    console.print(f"{len(compared) - missed} of {len(compared)} rows reach their floor ({floors} of fio).")
+
+
+def _table_of(report: Report, what: str, title: str) -> Table:
     """The rows of one kind, for a terminal."""
     table = Table(title=title, title_justify="left")
     for name in ("pattern", "block", "depth", "variant"):
@@ -128,53 +158,25 @@ def _kib(size: int) -> str:
     return f"{size // 2**20} MiB" if size % 2**20 == 0 else f"{size // 1024} KiB"
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Everything, with the sample of each round."""
-    rows = [
-        {**flat, "samples": [asdict(sample) for sample in row.samples]}
-        for flat, row in zip(report.flat(), report.rows, strict=True)
-    ]
-    text = json.dumps({**report.header, "floors": FLOORS, "rows": rows}, indent=1)
-    path.write_text(text + "\n")
-
-
-def write_csv(report: Report, path: Path) -> None:
-    """One line a row, medians."""
-    flat = report.flat()
-    names = list(dict.fromkeys(name for record in flat for name in record))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(flat)
-
-
-def write_png(report: Report, path: Path) -> None:
+def draw(report: Report, path: Path) -> None:
     """Share of fio's rate over the block size: a panel for each engine and pattern, a line for each depth."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.what == "engine" and row.variant != "fio" and row.samples]
     patterns = list(dict.fromkeys(row.pattern for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
-    figure, panels = pyplot.subplots(
-        max(len(variants), 1),
-        max(len(patterns), 1),
-        figsize=(4.2 * max(len(patterns), 1), 3.4 * max(len(variants), 1)),
-        squeeze=False,
-        sharex=True,
-    )
+    lines, columns = max(len(variants), 1), max(len(patterns), 1)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * lines))
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
     for line, variant in enumerate(variants):
         for column, pattern in enumerate(patterns):
             chosen = [row for row in rows if row.variant == variant and row.pattern == pattern]
-            _draw(report, panels[line][column], f"{variant}, {pattern}", chosen)
+            _draw_panel(report, panels[line][column], f"{variant}, {pattern}", chosen)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
-def _draw(report: Report, panel: Any, title: str, rows: Sequence[Row]) -> None:
+def _draw_panel(report: Report, panel: Any, title: str, rows: Sequence[Row]) -> None:
     with_ratio = any(report.ratio(row) is not None for row in rows)
     for depth in sorted({row.depth for row in rows}):
         line = [row for row in rows if row.depth == depth]

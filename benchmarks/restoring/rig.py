@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.launching import Launcher
+from sglang_hcache.sglang_plugin.measuring import Bench
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.tickets import Ticket
@@ -157,6 +158,37 @@ class Rig:
         attention = self.model.attention[layer]
         weight, _ = kv_rows(attention.module.get_submodule("qkv_proj"), attention.q_size)
         return weight
+
+    def bare_products(self, layers: Iterable[int], lengths: Sequence[int]) -> float:
+        """Seconds of the matrix products that make K and V, on contiguous inputs, and nothing else.
+
+        Args:
+            lengths: rows of each layer's products.
+        """
+        seconds = 0.0
+        with torch.inference_mode():
+            for layer in layers:
+                weight = self.kv_weight(layer)
+                for length in lengths:
+                    rows = self.hidden[layer][:length]
+                    began = time.monotonic()
+                    torch.nn.functional.linear(rows, weight)
+                    seconds += time.monotonic() - began
+        return seconds
+
+    def profile(self, disk: DiskStore | None, measure_s: float) -> Profile:
+        """This machine and ``disk``, as a server measures them at start; ``measure_s`` seconds for each thing."""
+        device = self.device
+        return Bench(
+            self.model,
+            self.restorer,
+            device.forward,
+            disk,
+            device.largest_pass,
+            measure_s,
+            RUN_CHUNKS,
+            "benchmark",
+        ).measure()
 
     def stored_rows(self, layer: int, method: Method) -> torch.Tensor:
         """What capture would store of the prompt: (length, width)."""

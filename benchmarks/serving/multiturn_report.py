@@ -1,11 +1,14 @@
-"""What ``multiturn.py`` prints and draws."""
+"""What ``multiturn.py`` prints and writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from comparison_report import (
+from rich.console import Console
+
+from common.results import write_csv, write_json
+from serving.report import (
     draw_hits,
     draw_speedups,
     draw_times,
@@ -14,7 +17,6 @@ from comparison_report import (
     print_table,
     save_figure,
 )
-from rich.console import Console
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -33,6 +35,13 @@ def show(data: dict[str, Any], console: Console) -> None:
     print_equality(console, data["rows"])
 
 
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """JSON, CSV and a picture."""
+    write_json(folder / "multiturn.json", data)
+    write_csv(folder / "multiturn.csv", data["rows"])
+    draw(data, folder / "multiturn.png")
+
+
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, its speed-up, TBT and hit ratios over the rate."""
     rows = data["rows"]
@@ -45,13 +54,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
     draw_hits(hits, rows, "rate")
     for axes in (ttft, speedups, tbt, hits):
         axes.set_xlabel("requests a second")
-    model, workload = data["model"], data["workload"]
+    workload = data["workload"]
     save_figure(
         figure,
         path,
         f"{workload['conversations']} conversations, {workload['requests']} requests ({workload['source']}), "
-        f"{workload['mean_context_tokens']:,.0f} tokens on average at their end, KV pool of "
-        f"{data['sizes']['pool_tokens']:,} tokens; {model['name']} {model['architecture']}, {model['layers']} layers "
-        f"x {model['hidden']}, {model['dtype']}; {data['machine']['cores']} cores",
-        rows,
+        f"{workload['mean_context_tokens']:,.0f} tokens on average at their end",
+        data,
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.progress import Progress
 
+from common.terminal import while_doing
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
@@ -137,13 +139,12 @@ def running_servers(
     folder: Path,
     model: Path,
     sizes: ServerSizes,
-    status: Callable[[str], None],
+    progress: Progress,
 ) -> Iterator[dict[str, ServerProcess]]:
     """A server for each method that is available, all of them up; none is left at the end.
 
     Args:
         folder: for the disk tiers, configuration files and logs.
-        status: told what is going on.
 
     Raises:
         ConfigError: this machine cannot run a server, or not with these sizes.
@@ -156,8 +157,8 @@ def running_servers(
     batches = [together, *([method] for method in chosen if method in _MEASURING)]
     try:
         for batch in filter(None, batches):
-            status(f"starting servers: {', '.join(batch)}")
-            launch_together([servers[method] for method in batch])
+            with while_doing(progress, f"starting servers: {', '.join(batch)}"):
+                launch_together([servers[method] for method in batch])
         yield servers
     finally:
         for server in servers.values():

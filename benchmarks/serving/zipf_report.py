@@ -1,11 +1,14 @@
-"""What ``zipf_replay.py`` prints and draws."""
+"""What ``zipf_replay.py`` prints and writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from comparison_report import (
+from rich.console import Console
+
+from common.results import write_csv, write_json
+from serving.report import (
     draw_hits,
     draw_speedups,
     draw_times,
@@ -14,7 +17,6 @@ from comparison_report import (
     print_table,
     save_figure,
 )
-from rich.console import Console
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -30,6 +32,13 @@ def show(data: dict[str, Any], console: Console) -> None:
     print_equality(console, data["rows"])
 
 
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """JSON, CSV and a picture."""
+    write_json(folder / "zipf_replay.json", data)
+    write_csv(folder / "zipf_replay.csv", data["rows"])
+    draw(data, folder / "zipf_replay.png")
+
+
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, speed-ups and hit ratios over the skew."""
     rows = data["rows"]
@@ -41,13 +50,10 @@ def draw(data: dict[str, Any], path: Path) -> None:
     draw_hits(hits, rows, "alpha")
     for axes in (times, speedups, hits):
         axes.set_xlabel("Zipf skew (alpha)")
-    model, workload = data["model"], data["workload"]
+    workload = data["workload"]
     save_figure(
         figure,
         path,
-        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens "
-        f"({workload['source']}), KV pool of {data['sizes']['pool_tokens']:,} tokens; {model['name']} "
-        f"{model['architecture']}, {model['layers']} layers x {model['hidden']}, {model['dtype']}; "
-        f"{data['machine']['cores']} cores",
-        rows,
+        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens ({workload['source']})",
+        data,
     )

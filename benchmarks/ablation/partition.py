@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablation_splits import (
+
+from ablation.splits import (
     BLOCK_CHUNKS,
     BLOCK_TOKENS,
     TokenSplit,
@@ -28,9 +29,8 @@ from ablation_splits import (
     predicted_by_tokens,
     token_splits,
 )
-from counted_disk import CountingEngine, open_disk
-from restore_rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
-
+from restoring.counted_disk import CountingEngine, open_disk
+from restoring.rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -320,13 +320,4 @@ class _Case:
             layers = range(self.split.kv, self.rig.num_layers)
         else:
             blocks, layers = [split.hidden for split in self._splits(name)], range(self.rig.num_layers)
-        seconds = 0.0
-        with torch.inference_mode():
-            for layer in layers:
-                weight = self.rig.kv_weight(layer)
-                for count in blocks:
-                    rows = self.rig.hidden[layer][:count]
-                    began = time.monotonic()
-                    torch.nn.functional.linear(rows, weight)
-                    seconds += time.monotonic() - began
-        return seconds
+        return self.rig.bare_products(layers, blocks)

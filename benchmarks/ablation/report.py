@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from common.results import write_csv, write_json
 
 COLUMNS = {
     "partition": (
@@ -64,7 +64,7 @@ def flat(section: str, row: Any) -> dict[str, Any]:
     return data
 
 
-def print_tables(data: dict[str, Any], console: Console) -> None:
+def show(data: dict[str, Any], console: Console) -> None:
     """The tables of the sections that were measured."""
     machine, model = data["machine"], data["model"]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
@@ -74,10 +74,10 @@ def print_tables(data: dict[str, Any], console: Console) -> None:
         "rounds, in brackets the least and the largest of a round",
         highlight=False,
     )
-    for section, show in (("partition", _partition), ("saving", _saving), ("schedules", _schedules)):
+    for section, tables in (("partition", _partition), ("saving", _saving), ("schedules", _schedules)):
         if section in data:
             console.print()
-            for table in show(data[section]):
+            for table in tables(data[section]):
                 console.print(table)
 
 
@@ -174,18 +174,14 @@ def _ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
 
 
-def write_all(folder: Path, data: dict[str, Any]) -> None:
-    """``ablations.json``, and for each section a CSV file and, where there is something to draw, a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ablations.json").write_text(json.dumps(data, indent=2) + "\n")
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """``ablations.json``, and for each section a CSV file and a picture."""
+    write_json(folder / "ablations.json", data)
     for section, columns in COLUMNS.items():
-        if section not in data:
-            continue
-        with (folder / f"ablations_{section}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([_cell(row[name]) for name in columns] for row in data[section])
-        _draw(section, folder / f"ablations_{section}.png", data[section])
+        if section in data:
+            rows = [{name: _cell(row[name]) for name in columns} for row in data[section]]
+            write_csv(folder / f"ablations_{section}.csv", rows)
+            _draw(section, folder / f"ablations_{section}.png", data[section])
 
 
 def _cell(value: Any) -> Any:
@@ -195,23 +191,18 @@ def _cell(value: Any) -> Any:
 
 
 def _draw(section: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = {"partition": _partition_panels, "saving": _saving_panels, "schedules": _schedule_panels}[
         section
     ](rows)
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(max(5, WIDTH[section]) * len(panels), 4), squeeze=False
-    )
+    figure = Figure(figsize=(max(5, WIDTH[section]) * len(panels), 4))
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (title, ylabel, groups, series) in zip(axes[0], panels, strict=True):
         _bars(axis, groups, series)
         axis.set(title=title, ylabel=ylabel)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 WIDTH = {"partition": 5, "saving": 5.5, "schedules": 9}

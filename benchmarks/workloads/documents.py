@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from json_files import json_lines
-from lengths import draw_lengths, draw_tokens
 
 from sglang_hcache.core.errors import ConfigError
+from workloads.json_files import json_lines
+from workloads.lengths import draw_lengths, draw_tokens
 
 QUESTIONS = 8
 """Of a generated document."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from latency import Latency
-from token_client import TokenAnswer, compare
+from serving.latency import Latency
+from serving.token_client import TokenAnswer, compare
 
 BASELINES = ("recompute", "kv")
 """Speed-ups are given over these, where they are among the methods."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from json_files import json_array, json_lines
-from lengths import draw_lengths, draw_tokens
 
 from sglang_hcache.core.errors import ConfigError
+from workloads.json_files import json_array, json_lines
+from workloads.lengths import draw_lengths, draw_tokens
 
 MEAN_INPUT, MEAN_OUTPUT = 66.8, 358.8
 """Tokens of a round in the HCache paper's Figure 3 (ShareGPT)."""

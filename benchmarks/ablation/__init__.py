@@ -1,0 +1,1 @@
+"""What ``ablations.py`` measures: partitions, ways of saving, schedules."""

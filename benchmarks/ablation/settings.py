@@ -1,0 +1,31 @@
+"""What ``ablations.py`` measures. Quick to import: wrong options are told at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Section(StrEnum):
+    PARTITION = "partition"
+    SAVING = "saving"
+    SCHEDULES = "schedules"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    tiers: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    steps: int
+    prompt: int
+    prefill: int
+    rounds: int
+    measure_s: float
+
+
+FULL = Sizes(("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)
+QUICK = Sizes(("host", "disk:500MB"), (1024, 2048), (1, 8), 32, 64, 1024, 5, 0.2)

@@ -1,0 +1,89 @@
+"""What ``restore_speed.py`` prints and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.header import make_header
+from common.results import write_csv, write_json
+from restoring.figures import draw
+
+if TYPE_CHECKING:
+    from sglang_hcache.cli.tiny_model import TinyModel
+
+FIELDS = (
+    "tier",
+    "length",
+    "variant",
+    "seconds",
+    "predicted_s",
+    "io_s",
+    "compute_s",
+    "num_recompute",
+    "stored",
+)
+
+
+def header_of(name: str, model: TinyModel, rounds: int) -> dict[str, Any]:
+    """What results begin with."""
+    return {
+        **make_header(name),
+        "model": {
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "kv_heads": model.num_kv_heads,
+        },
+        "rounds": rounds,
+    }
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """One table a tier and length."""
+    rows = data["rows"]
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        for length in dict.fromkeys(row["length"] for row in rows):
+            of_length = {
+                row["variant"]: row for row in rows if (row["tier"], row["length"]) == (tier, length)
+            }
+            if not of_length:
+                continue
+            table = Table(
+                title=f"{length:,} tokens from {tier}", title_justify="left", box=None, pad_edge=False
+            )
+            for name in ("", "ms", "tokens/s", "x kv", "x recompute", "predicted", "I/O alone", "compute alone",
+                         "efficiency", "recomputed", "stores"):  # fmt: skip
+                table.add_column(name, justify="left" if name in ("", "stores") else "right")
+            for row in of_length.values():
+                table.add_row(
+                    row["variant"], f"{1e3 * row['seconds']:.1f}", f"{length / row['seconds']:,.0f}",
+                    f"{of_length['kv']['seconds'] / row['seconds']:.2f}",
+                    f"{of_length['recompute']['seconds'] / row['seconds']:.2f}",
+                    *(_ms(value) for value in (row["predicted_s"], row["io_s"], row["compute_s"])),
+                    "" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
+                    _recomputed(row), row["stored"],
+                )  # fmt: skip
+            console.print(table)
+            console.print()
+
+
+def write(folder: Path, data: dict[str, Any]) -> None:
+    """JSON, CSV and a picture."""
+    write_json(folder / "restore_speed.json", data)
+    rows = data["rows"]
+    write_csv(folder / "restore_speed.csv", [{name: row[name] for name in FIELDS} for row in rows])
+    model = data["model"]
+    heads = f"{model['heads']} heads, {model['kv_heads']} KV heads"
+    draw(folder / "restore_speed.png", rows, f"{model['layers']} layers, {model['hidden']} wide, {heads}")
+
+
+def _recomputed(row: dict[str, Any]) -> str:
+    return {"recompute": "all", "ideal": ""}.get(row["variant"], str(row["num_recompute"]))
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:.1f}"

@@ -1,0 +1,17 @@
+"""What SGLang needs in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.serve import prepare_launch
+
+
+def restart_with_cpu_runtime() -> None:
+    """Start this program again with what SGLang needs on a machine without a GPU."""
+    if has_gpu() or os.environ.get("SGLANG_USE_CPU_ENGINE"):
+        return
+    _, environment = prepare_launch([])
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment)

@@ -1,0 +1,145 @@
+"""How fast a history comes back: every variant, length and tier in turns."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.terminal import new_progress, while_doing
+from restoring.rig import Rig, Variant, gate_of
+from restoring.settings import PIECE, Settings
+from sglang_hcache.cli.tiny_model import write_tiny_model
+from sglang_hcache.core.layout import Method, PlanKind
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import parse_size
+from sglang_hcache.plan.planner import plan_stored
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS
+from sglang_hcache.sglang_plugin.planning import describe
+from sglang_hcache.store import DiskStore, StoreConfig
+
+
+@dataclass
+class Row:
+    """One variant at one length: medians in seconds."""
+
+    tier: str
+    length: int
+    variant: str
+    seconds: float
+    predicted_s: float | None = None
+    io_s: float | None = None
+    compute_s: float | None = None
+    num_recompute: int = 0
+    stored: str = ""
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The slower resource alone over the whole."""
+        if self.io_s is None or self.compute_s is None:
+            return None
+        return max(self.io_s, self.compute_s) / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"efficiency": self.efficiency}
+
+
+def measure(settings: Settings, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Medians of every variant at every length and tier, and the profile that ``auto`` used.
+
+    Args:
+        folder: for the model and the disk tiers.
+    """
+    model = folder / "model"
+    write_tiny_model(model, settings.model)
+    rows: list[Row] = []
+    profiles: dict[str, Any] = {}
+    with new_progress() as progress:
+        with while_doing(progress, "loading the model, computing a prompt"):
+            rig = Rig.load(model, max(*settings.lengths, settings.sweep.length), PIECE)
+        for length in settings.lengths:  # warms up
+            rig.recompute(length)
+        for tier in settings.all_tiers:
+            task = progress.add_task(tier, total=settings.rounds * len(settings.lengths_of(tier)))
+            step = partial(progress.advance, task)
+            found, profile = _measure_tier(settings, rig, tier, folder / "disk", step)
+            rows += found
+            profiles[tier] = asdict(profile)
+    return rows, profiles
+
+
+def _measure_tier(
+    settings: Settings, rig: Rig, tier: str, store: Path, step: Callable[[], None]
+) -> tuple[list[Row], Profile]:
+    disk = None
+    name, _, limit = tier.partition(":")
+    if name == "disk":
+        config = StoreConfig(
+            dirs=(store,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
+            read_limit_bytes_per_s=parse_size(limit) if limit else None,
+        )  # fmt: skip
+        disk = DiskStore.open(config, Counters())
+    profile = rig.profile(disk, settings.measure_s)
+    variants = {}
+    for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
+        stored = _stored(profile, name, kind)
+        gate = gate_of(profile, stored, kind)
+        longest = max(settings.lengths_of(tier))
+        variants[kind.value] = Variant(
+            rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest
+        )
+    rows = []
+    for length in settings.lengths_of(tier):
+        rows += _measure_length(settings, rig, tier, length, variants, step)
+    for row in rows:
+        if row.variant in variants:
+            row.stored = describe(variants[row.variant].stored)
+    for variant in variants.values():
+        variant.close()
+    if disk is not None:
+        disk.close()
+        shutil.rmtree(store)
+    return rows, profile
+
+
+def _stored(profile: Profile, tier: str, kind: PlanKind) -> tuple[Method, ...]:
+    return plan_stored(profile.costs({tier: PLANNED_TOKENS}), profile.model.num_layers, kind)
+
+
+def _measure_length(
+    settings: Settings,
+    rig: Rig,
+    tier: str,
+    length: int,
+    variants: dict[str, Variant],
+    step: Callable[[], None],
+) -> list[Row]:
+    rows = {name: Row(tier, length, name, 0.0) for name in ("recompute", *variants, "ideal")}
+    floors: dict[str, list[float]] = {name: [] for name in variants}
+    computes: list[float] = []
+    for variant in variants.values():
+        variant.restore(length, check=True)
+    rig.question(length)
+    for _ in range(settings.rounds):
+        rows["recompute"].times.append(rig.recompute(length))
+        computes.append(rig.bare_products(range(rig.num_layers), [length]))
+        for name, variant in variants.items():
+            floors[name].append(variant.read_alone(length))
+            seconds, decision = variant.restore(length)
+            rows[name].times.append(seconds)
+            if decision is not None:
+                rows[name].predicted_s, rows[name].num_recompute = decision.restore_s, decision.num_recompute
+        rows["ideal"].times.append(rig.question(length))
+        step()
+    for name, row in rows.items():
+        row.seconds = statistics.median(row.times)
+        if name in variants and not row.num_recompute:
+            share = variants[name].stored.count(Method.HIDDEN) / rig.num_layers
+            row.io_s, row.compute_s = statistics.median(floors[name]), share * statistics.median(computes)
+    return list(rows.values())

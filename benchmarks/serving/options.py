@@ -1,0 +1,68 @@
+"""Options of the comparisons of methods: which ones, and how much their caches hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from serving.servers import METHODS
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
+
+_CAPACITY_HELP = "A number of contexts (counted as K and V), such as 4, or a size, such as 2GB."
+
+Methods = Annotated[str, typer.Option("--methods", help=f"Of {', '.join(METHODS)}.")]
+DeviceContexts = Annotated[
+    float, typer.Option("--device-contexts", help="Contexts of mean length that the KV pool holds.")
+]
+HostSize = Annotated[
+    str,
+    typer.Option(
+        "--host-size",
+        help=f"Chunks in host memory. {_CAPACITY_HELP} At least 2,176 tokens are made room for.",
+    ),
+]
+DiskSize = Annotated[
+    str | None, typer.Option("--disk-size", help=f"Disk tier. {_CAPACITY_HELP} Default: twice all contexts.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much a tier may hold: so many contexts, or so many bytes."""
+
+    contexts: float | None
+    size_bytes: int | None
+
+    def bytes_for(self, context_bytes: float) -> int:
+        """In bytes, for contexts of so many bytes each."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        assert self.contexts is not None
+        return int(self.contexts * context_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.contexts:g} contexts" if self.size_bytes is None else format_bytes(self.size_bytes)
+
+
+def parse_capacity(flag: str, text: str) -> Capacity:
+    """``text`` is a bare number of contexts, or a size with its unit.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    try:
+        contexts = float(text)
+    except ValueError:
+        try:
+            return Capacity(None, parse_size(text))
+        except ValueError:
+            raise ConfigError(
+                f"{flag}: {text!r} is not allowed; write a number of contexts, or a size: {SIZE_HELP}"
+            ) from None
+    if not 0 < contexts < math.inf:
+        raise ConfigError(f"{flag}: {text!r} is not allowed; contexts must be more than 0")
+    return Capacity(contexts, None)

@@ -1,0 +1,194 @@
+"""The requests of ``overhead.py``: to a server with the tier and to one without it, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.model import BenchModel
+from serving.pair import OFF, TIER
+from serving.token_client import TokenAnswer, TokenClient
+
+_COMPANY = 4
+"""Requests that decode while a restore runs."""
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured."""
+
+    prompt: int
+    """Tokens of prompts that nobody asked before."""
+    histories: tuple[int, ...]
+    """Tokens of prompts that come back."""
+    long_history: int
+    """Tokens of the one that comes back while others decode."""
+    batch: int
+    decoded: int
+    """Tokens of each answer in a batch whose TBT is compared."""
+    rounds: int
+    short_rounds: int
+    """Of prefill and of decoding."""
+    starts: int
+    """Of each server alone; 0: the starts for everything else are timed."""
+    host_bytes: int
+    seed: int
+
+    @property
+    def pool_tokens(self) -> int:
+        return 2 * max(*self.histories, self.long_history, self.prompt) + 2048
+
+
+class PairedRequests:
+    """Requests to both servers.
+
+    Args:
+        clients: ``TIER`` and ``OFF``.
+    """
+
+    def __init__(self, settings: Settings, model: BenchModel, clients: dict[str, TokenClient]) -> None:
+        self._settings = settings
+        self._clients = clients
+        self._tokens = model.ordinary_tokens()
+        self._random = np.random.default_rng(settings.seed)
+
+    def sections(self) -> Iterator[tuple[str, Callable[[], Awaitable[list[dict[str, Any]]]]]]:
+        """What is measured, in order."""
+        yield "prefill", self._prefill
+        yield "decoding", self._decode
+        for length in self._settings.histories:
+            yield f"{length} tokens return", lambda length=length: self._returning(length)
+        yield "decoding while others return", self._company
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choice(self._tokens, size=length).tolist()  # type: ignore[no-any-return]
+
+    async def _alternate(
+        self, rounds: int, once: Callable[[TokenClient, int], Awaitable[float]]
+    ) -> dict[str, list[float]]:
+        """``once(client, round)`` for both servers in each round; which one comes first alternates."""
+        times: dict[str, list[float]] = {OFF: [], TIER: []}
+        for number in range(-_WARM_UP, rounds):
+            for name in (OFF, TIER) if number % 2 else (TIER, OFF):
+                seconds = await once(self._clients[name], number)
+                await self._clients[TIER].settle()
+                if number >= 0:
+                    times[name].append(seconds)
+        return times
+
+    async def _prefill(self) -> list[dict[str, Any]]:
+        rounds = self._settings.short_rounds
+        prompts = {n: self._prompt(self._settings.prompt) for n in range(-_WARM_UP, rounds)}
+
+        async def once(client: TokenClient, number: int) -> float:
+            return (await client.ask(prompts[number], max_tokens=1)).ttft_s
+
+        return [paired_row(f"prefill of {self._settings.prompt} tokens", await self._alternate(rounds, once))]
+
+    async def _decode(self) -> list[dict[str, Any]]:
+        decoded = self._settings.decoded
+
+        async def once(client: TokenClient, _: int) -> float:
+            asks = [client.ask(self._prompt(128), max_tokens=decoded) for _ in range(self._settings.batch)]
+            answers = await asyncio.gather(*asks)
+            # The last half: all requests decode then, and none is prefilled.
+            return statistics.median(gap for answer in answers for gap in answer.gaps_s[decoded // 2 :])
+
+        times = await self._alternate(self._settings.short_rounds, once)
+        return [paired_row(f"decoding, {self._settings.batch} requests: TBT", times)]
+
+    async def _returning(self, length: int) -> list[dict[str, Any]]:
+        history = self._prompt(length)
+        restored = []
+
+        async def once(client: TokenClient, _: int) -> float:
+            await client.ask(history, max_tokens=1)
+            await client.empty(tiers=False)
+            answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
+            if client is self._clients[TIER]:
+                restored.append(answer.sources.restored)
+            return answer.ttft_s
+
+        times = await self._alternate(self._settings.rounds, once)
+        row = paired_row(f"{length} tokens return, 64 are new: TTFT", times)
+        return [row | {"restored_tokens": statistics.median(restored)}]
+
+    async def _company(self) -> list[dict[str, Any]]:
+        """TBT of others: alone, and between a returning request's arrival and its first token."""
+        history = self._prompt(self._settings.long_history)
+        gaps: dict[str, dict[str, list[float]]] = {
+            name: {"alone": [], "beside": []} for name in self._clients
+        }
+        for _ in range(self._settings.rounds):
+            for name, client in self._clients.items():
+                await client.ask(history, max_tokens=1)
+                await client.empty(tiers=False)
+                alone, beside = await self._decode_beside(client, history)
+                gaps[name]["alone"] += alone
+                gaps[name]["beside"] += beside
+                await self._clients[TIER].settle()
+        rows = []
+        for statistic, percent in (("p50", 50), ("p99", 99)):
+            found = {
+                name: {
+                    when: float(np.percentile(times, percent)) for when, times in of_server.items() if times
+                }
+                for name, of_server in gaps.items()
+            }
+            rows.append(
+                {
+                    "what": f"TBT {statistic} while {self._settings.long_history} tokens return, over TBT alone",
+                    "unit": "x",
+                    **{name: value["beside"] / value["alone"] for name, value in found.items()},
+                    "seconds": found,
+                }
+            )
+        return rows
+
+    async def _decode_beside(
+        self, client: TokenClient, history: list[int]
+    ) -> tuple[list[float], list[float]]:
+        """Gaps between tokens of a few requests: alone, and those that ``history`` came into."""
+        decoded = self._settings.decoded
+
+        async def batch() -> list[TokenAnswer]:
+            asks = [client.ask(self._prompt(128), max_tokens=4 * decoded) for _ in range(_COMPANY)]
+            return list(await asyncio.gather(*asks))
+
+        began = time.perf_counter()
+        alone = [gap for answer in await batch() for gap in answer.gaps_s[decoded:]]
+        took = time.perf_counter() - began
+        began = time.perf_counter()
+        stream = asyncio.create_task(batch())
+        await asyncio.sleep(0.3 * took)  # all of them decode by now
+        asked = time.perf_counter()
+        first_token = asked + (await client.ask(history, max_tokens=1)).ttft_s
+        beside = []
+        for answer in await stream:
+            at = began + answer.ttft_s
+            for gap in answer.gaps_s:
+                at += gap
+                if at > asked and at - gap < first_token:
+                    beside.append(gap)
+        return alone, beside
+
+
+def paired_row(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and the median of each round's ratio with its spread."""
+    ratios = [tier / off for off, tier in zip(times[OFF], times[TIER], strict=True)]
+    return {
+        "what": what,
+        "unit": "s",
+        **{name: statistics.median(seconds) for name, seconds in times.items()},
+        "ratio": statistics.median(ratios),
+        "lowest_ratio": min(ratios),
+        "highest_ratio": max(ratios),
+        "times": times,
+    }

@@ -1,0 +1,100 @@
+"""A server with the tier and one without it, otherwise alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import yaml
+from rich.progress import Progress
+
+from common.terminal import while_doing
+from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server_process import ServerProcess
+
+OFF, TIER = "off", "tier"
+Pair = Mapping[str, ServerProcess]
+"""The two servers as ``OFF`` and ``TIER``."""
+_STARTUP_TIMEOUT_S = 400.0
+
+
+def make_pair(folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_bytes: int) -> Pair:
+    """Two servers that are not started yet; configuration, logs and the disk tier are in ``folder``."""
+    config = folder / "hcache.yaml"
+    settings = {
+        "dirs": [str(folder / "disk")],
+        "disk_size": "16GB",
+        "disk_free_floor": "256MiB",
+        "host_size": host_bytes,
+    }
+    config.write_text(yaml.safe_dump(settings))
+    common = [
+        *("--model-path", str(model), "--dtype", dtype, "--incremental-streaming-output"),
+        *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle"),
+    ]
+    own = {
+        OFF: ["--hierarchical-cache", "off", "--hcache-cpu-fixes"],
+        TIER: ["--hcache-config", str(config)],
+    }
+    return {
+        name: ServerProcess(
+            [*common, *args],
+            log=folder / f"{name}.log",
+            extra_env=FAIR_ENVIRONMENT,
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
+        )
+        for name, args in own.items()
+    }
+
+
+@contextmanager
+def running(pair: Pair, progress: Progress) -> Iterator[dict[str, float]]:
+    """Both are up, and neither is left at the end.
+
+    Yields:
+        Seconds that each took to start: the second one beside the first, which is idle.
+
+    Raises:
+        ConfigError, ServerProcessError: one did not start.
+    """
+    try:
+        # One after the other: the tier measures this machine when it starts.
+        with while_doing(progress, "starting servers"):
+            seconds = {name: _start(server) for name, server in pair.items()}
+        yield seconds
+    finally:
+        for server in pair.values():
+            server.kill()
+
+
+def start_alone(pair: Pair) -> dict[str, float]:
+    """Seconds from launching to serving, each server with nothing else running.
+
+    Raises:
+        ConfigError, ServerProcessError: one did not start.
+    """
+    seconds = {}
+    for name, server in pair.items():
+        try:
+            seconds[name] = _start(server)
+        finally:
+            server.kill()
+    return seconds
+
+
+def unique_bytes(pair: Pair) -> dict[str, int]:
+    """Memory that belongs to each server's processes alone."""
+    return {name: _unique_bytes(psutil.Process(server.pid)) for name, server in pair.items()}
+
+
+def _start(server: ServerProcess) -> float:
+    began = time.monotonic()
+    launch_together([server])
+    return time.monotonic() - began
+
+
+def _unique_bytes(main: psutil.Process) -> int:
+    return sum(process.memory_full_info().uss for process in (main, *main.children(recursive=True)))

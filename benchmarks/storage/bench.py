@@ -1,0 +1,211 @@
+"""The loads of ``store_io.py``, every variant in turns, and repeated while others disturb them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.progress import Progress
+
+from sglang_hcache.store.io.engine import IOEngine
+from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.reader import PIECE_BYTES
+from storage.disk_store import (
+    IO_THREADS,
+    READERS,
+    StoreLoad,
+    measure_read,
+    measure_write,
+    opened,
+    write_runs,
+)
+from storage.loads import Fio, Load, Neighbours, Sample, SharedMemory, make_file, open_direct, run_engine
+from storage.report import NO_FIO, Report, Row
+
+KIB = 2**10
+MAKERS: dict[str, Callable[[int, int], IOEngine]] = {"posix": PosixEngine, "nixl": NixlEngine}
+PATTERNS = ("read", "randread", "write")
+MAX_OTHERS_PERCENT = 20.0
+"""Of one core: a round during which other processes used more is measured again."""
+QUIET_S = 0.2
+"""Without them before a round."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and for how long."""
+
+    blocks: tuple[int, ...]
+    depths: tuple[int, ...]
+    rounds: int
+    seconds: float
+    """About how long one measurement of an engine takes."""
+    file_bytes: int
+    store: StoreLoad | None
+    """What the store writes and reads."""
+    quiet_s: float
+    """Spent at most, all together, on waiting for others and on rounds that they disturbed."""
+
+    @property
+    def num_loads(self) -> int:
+        return len(PATTERNS) * len(self.blocks) * len(self.depths) + (2 if self.store else 0)
+
+
+@dataclass
+class Variant:
+    """One way to do a load. Each of its samples goes to all ``rows``."""
+
+    rows: list[Row]
+    measure: Callable[[], Sample]
+
+
+def _watched(variant: Variant) -> Sample:
+    neighbours = Neighbours()
+    sample = variant.measure()
+    return replace(sample, others_percent=neighbours.percent())
+
+
+class Bench:
+    """Measures in ``folder`` and collects in ``report``."""
+
+    def __init__(self, folder: Path, plan: Plan, report: Report) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._report = report
+        self._fio: Fio | None = None
+        self._quiet_s = plan.quiet_s
+        self._makers = {
+            name: make for name, make in MAKERS.items() if name != "nixl" or nixl_problem() is None
+        }
+
+    def run(self, progress: Progress) -> None:
+        """
+        Raises:
+            HCacheError, OSError: it cannot be measured here.
+        """
+        task = progress.add_task("writing the file", total=self._plan.num_loads)
+        data = self._folder / "data"
+        make_file(data, self._plan.file_bytes)
+        self._fio = Fio.find(data)
+        self._report.header["fio"] = self._fio and f"{self._fio.version} {self._fio.io_engine}"
+        loads = [self._engine_loads(data)]
+        if self._plan.store is not None:
+            loads += [self._store_writes(self._plan.store), self._store_reads(self._plan.store)]
+        for group in loads:
+            for title, variants in group:
+                progress.update(task, description=title)
+                self._take_turns(variants)
+                progress.advance(task)
+
+    def _take_turns(self, variants: Sequence[Variant]) -> None:
+        for number in range(self._plan.rounds):
+            first = number % len(variants)
+            in_turn = [*variants[first:], *variants[:first]]
+            samples = self._undisturbed(in_turn)
+            for variant, sample in zip(in_turn, samples, strict=True):
+                for row in variant.rows:
+                    row.samples.append(sample)
+
+    def _undisturbed(self, variants: Sequence[Variant]) -> list[Sample]:
+        """One round, again and again while others use the CPUs and there is time to wait for them."""
+        while True:
+            self._wait_for_quiet()
+            begun = time.monotonic()
+            samples = [_watched(variant) for variant in variants]
+            if max(sample.others_percent for sample in samples) <= MAX_OTHERS_PERCENT:
+                return samples
+            self._quiet_s -= time.monotonic() - begun
+            if self._quiet_s <= 0:
+                self._report.header["disturbed_rounds"] += 1
+                return samples
+
+    def _wait_for_quiet(self) -> None:
+        while self._quiet_s > 0:
+            neighbours = Neighbours()
+            time.sleep(QUIET_S)
+            if neighbours.percent() <= MAX_OTHERS_PERCENT:
+                return
+            self._quiet_s -= QUIET_S
+
+    def _rows(self, what: str, pattern: str, variant: str, loads: Sequence[tuple[int, int]]) -> list[Row]:
+        rows = [Row(what, pattern, variant, block, depth) for block, depth in loads]
+        self._report.rows += rows
+        return rows
+
+    def _fio_variant(
+        self, what: str, load: Load, files: Sequence[Path], memory: SharedMemory, options: Sequence[str]
+    ) -> list[Variant]:
+        """None, and a row that says why, if there is no fio."""
+        rows = self._rows(what, load.pattern, "fio", [(load.block_bytes, load.depth)])
+        if self._fio is None:
+            rows[0].note = NO_FIO
+            return []
+        return [Variant(rows, partial(self._fio.run, load, files, memory, options))]
+
+    def _engine_loads(self, data: Path) -> Iterator[tuple[str, list[Variant]]]:
+        file = open_direct(data)
+        memory = SharedMemory(8 * 2**20)
+        engine: IOEngine = PosixEngine(1, 8)
+        rate = run_engine(engine, Load("read", 2**20, 8, self._plan.file_bytes // 2), file, memory).mb_per_s
+        engine.close(1.0)
+        memory.close()
+        for pattern in PATTERNS:
+            for block in self._plan.blocks:
+                for depth in self._plan.depths:
+                    total = max(int(rate * 1e6 * self._plan.seconds), 8 * block * depth)
+                    load = Load(pattern, block, depth, min(total, self._plan.file_bytes))
+                    memory = SharedMemory(block * depth)
+                    # The file is there in full: no allocation while fio writes.
+                    options = ["--overwrite=1", "--fallocate=none"]
+                    variants = self._fio_variant("engine", load, [data], memory, options)
+                    engines = [make(1, depth) for make in self._makers.values()]
+                    for engine in engines:
+                        rows = self._rows("engine", pattern, engine.name, [(block, depth)])
+                        variants.append(Variant(rows, partial(run_engine, engine, load, file, memory)))
+                    yield f"{pattern} {block // KIB} KiB, depth {depth}", variants
+                    for engine in engines:
+                        engine.close(1.0)
+                    memory.close()
+        data.unlink()
+
+    def _store_writes(self, store: StoreLoad) -> Iterator[tuple[str, list[Variant]]]:
+        memory = SharedMemory(IO_THREADS * store.layer_bytes)
+        at = (store.layer_bytes, IO_THREADS)
+        load = Load("write", *at, store.num_runs * store.run_bytes)
+        # As the store does it: into a new file whose room is allocated, synced after every run.
+        options = [
+            *(f"--size={load.total_bytes}", "--fallocate=posix", "--unlink=1"),
+            f"--fdatasync={store.num_layers}",
+        ]
+        variants = self._fio_variant("store", load, [self._folder / "fio"], memory, options)
+        for name, make in self._makers.items():
+            rows = self._rows("store", "write", f"DiskStore, {name}", [at])
+            measure = partial(measure_write, store, self._folder / "new", make, memory)
+            variants.append(Variant(rows, measure))
+        yield f"the store writes {store.num_runs} runs", variants
+        memory.close()
+
+    def _store_reads(self, store: StoreLoad) -> Iterator[tuple[str, list[Variant]]]:
+        directory = self._folder / "store"
+        memory = SharedMemory(READERS * store.layer_bytes)
+        with opened(store, directory, PosixEngine(1, 1)) as disk_store:
+            write_runs(store, store.num_runs, disk_store, memory)
+        files = store.full_segments(directory)
+        variants = []
+        # Layers travel in pieces; a small one as a whole.
+        pieces = [(min(PIECE_BYTES, store.layer_bytes), -(-store.layer_bytes // PIECE_BYTES) * READERS)]
+        loads = list(dict.fromkeys([*pieces, (store.layer_bytes, READERS)]))
+        for block, depth in loads:
+            used = store.segment_bytes // block * block
+            load = Load("read", block, depth, len(files) * used)
+            options = [f"--filesize={used}", f"--size={load.total_bytes}"]
+            variants += self._fio_variant("store", load, files, memory, options)
+        for name, make in self._makers.items():
+            rows = self._rows("store", "read", f"DiskStore, {name}", loads)
+            variants.append(Variant(rows, partial(measure_read, store, directory, make, memory)))
+        yield f"the store reads {store.num_runs} runs", variants
+        memory.close()

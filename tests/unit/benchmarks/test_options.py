@@ -1,0 +1,126 @@
+"""Options of the benchmarks: wrong ones are named in one line, with exit status 2, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+Import = Callable[[str], Any]
+
+
+def test_options_are_read(bench: Import) -> None:
+    assert bench("common.options").parse_numbers("--alphas", "0, 1,0.5,1", low=0, high=2) == (0.0, 1.0, 0.5)
+    parse_capacity = bench("serving.options").parse_capacity
+    assert parse_capacity("--host-size", "2.5").bytes_for(100) == 250
+    assert parse_capacity("--host-size", "2MiB").bytes_for(100) == 2 * 2**20
+    assert bench("serving.servers").parse_methods("kv, auto,kv") == ("kv", "auto")
+
+
+@pytest.mark.parametrize("text", ["", "x", "100", "64,", "0"])
+def test_wrong_lengths_are_refused(bench: Import, text: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths"):
+        bench("common.options").parse_whole_numbers("--lengths", text, low=128, multiple=CHUNK_TOKENS)
+
+
+@pytest.mark.parametrize("text", ["", "ram", "host:5MB", "disk:fast", "disk:0", "host,"])
+def test_wrong_tiers_are_refused(bench: Import, text: str) -> None:
+    with pytest.raises(ConfigError, match="--tiers"):
+        bench("restoring.settings").parse_tiers("--tiers", text)
+
+
+def test_right_ones_are_taken(bench: Import) -> None:
+    numbers = bench("common.options").parse_whole_numbers
+    assert numbers("--lengths", "128,1024", low=128, multiple=CHUNK_TOKENS) == (128, 1024)
+    tiers = bench("restoring.settings").parse_tiers("--tiers", "host, disk:500MB")
+    assert tiers == ("host", "disk:500MB")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "complaint"),
+    [
+        ("zipf_replay", ["--alphas", "0,x"], "--alphas: 'x' is not allowed"),
+        ("zipf_replay", ["--alphas", "-1"], "--alphas: '-1' is not allowed"),
+        (
+            "zipf_replay",
+            ["--methods", "kv,magic"],
+            "--methods: 'magic' is not allowed; allowed: recompute, kv",
+        ),
+        ("zipf_replay", ["--dataset", "/nonexistent"], "--dataset: /nonexistent does not exist"),
+        ("zipf_replay", ["--device-contexts", "0"], "--device-contexts: 0 is not allowed"),
+        ("zipf_replay", ["--host-size", "2 apples"], "--host-size: '2 apples' is not allowed"),
+        ("zipf_replay", ["--disk-size", "-3"], "--disk-size: '-3' is not allowed"),
+        (
+            "zipf_replay",
+            ["--model-path", "/nonexistent"],
+            "--model-path: cannot read /nonexistent/config.json",
+        ),
+        ("zipf_replay", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
+        ("multiturn", ["--rates", "0"], "--rates: '0' is not allowed"),
+        ("multiturn", ["--methods", ""], "--methods: '' is not allowed"),
+        ("multiturn", ["--scale", "-1"], "--scale: -1 is not allowed"),
+        ("multiturn", ["--dataset", "/nonexistent"], "--dataset: /nonexistent is not a file"),
+        ("overhead", ["--histories", "1024,x"], "--histories: '1024,x' is not a list of whole numbers"),
+        ("overhead", ["--histories", "8"], "--histories: 8 is not allowed; at least 64"),
+        ("overhead", ["--host-size", "2 apples"], "--host-size: '2 apples' is not a size"),
+        ("overhead", ["--dtype", "int4"], "--dtype: 'int4' is not allowed"),
+        ("overhead", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
+        ("ablations", ["--kv-layers", "4", "--layers", "4"], "--kv-layers: 4 leaves none"),
+        (
+            "ablations",
+            ["--hidden", "100", "--heads", "3"],
+            "--hidden: 100 is not a multiple",
+        ),
+        ("ablations", ["--lengths", "100"], "--lengths: 100 is not allowed"),
+        ("ablations", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
+        ("restore_speed", ["--tiers", "ram"], "--tiers: 'ram' is no tier"),
+        (
+            "restore_speed",
+            ["--bandwidths", "fast"],
+            "--bandwidths: 'disk:fast' is no tier",
+        ),
+        (
+            "restore_speed",
+            ["--bandwidth-length", "100"],
+            "--bandwidth-length: 100 is not",
+        ),
+        (
+            "restore_speed",
+            ["--out", "/dev/null/x"],
+            "--out: cannot write into /dev/null/x",
+        ),
+        ("store_io", ["--size", "much"], "--size: 'much' is not a size"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    bench: Import, tmp_path: Path, program: str, arguments: list[str], complaint: str
+) -> None:
+    result = CliRunner().invoke(bench(program).app, [*arguments, "--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"{program}: error: {complaint}" in result.stderr
+    assert not result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("ablations", ["storage"]),
+        ("ablations", ["--rounds", "0"]),
+        *(
+            (name, ["--dir", "/nonexistent"])
+            for name in ("zipf_replay", "overhead", "restore_speed", "store_io")
+        ),
+    ],
+)
+def test_a_wrong_use_is_refused(bench: Import, program: str, arguments: list[str]) -> None:
+    result = CliRunner().invoke(bench(program).app, arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+    assert not result.stdout
