@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ablation.splits import (
     BLOCK_CHUNKS,
     BLOCK_TOKENS,
@@ -40,7 +38,8 @@ from sglang_hcache.plan.planner import Split, make_plan
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Step
+from sglang_hcache.restore.methods import StoredRows
+from sglang_hcache.restore.pipeline import _STEPS_IN_PLACE, NUM_BUFFERS, LayerPipeline, _Read, _Step
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.tiered import ChunkLease
@@ -73,6 +72,9 @@ class _BothForms:
     def read_layer(self, lease: ChunkLease, step: int, out: Any) -> None:
         self.tiers[step % 2].read_layer(lease, step // 2, out)
 
+    def rows_in_place(self, lease: ChunkLease, step: int) -> list[Any]:
+        return self.tiers[step % 2].rows_in_place(lease, step // 2)
+
 
 class _TokenPipeline(LayerPipeline):
     """The server's pipeline, with two steps a layer: its hidden states, then its K and V."""
@@ -85,29 +87,31 @@ class _TokenPipeline(LayerPipeline):
             self._spare.append(host_buffer(self._buffer_bytes))
 
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
-        first = 0
+        block_start = 0
         for number, split in enumerate(self.splits):
-            for step in job.layers:
-                part = step % 2
-                if not job.blocks[2 * number + part].keys:
-                    continue
-                chunk = split.first_kv_chunk if part else 0
-                yield _Step(job.blocks[2 * number + part], first + chunk * CHUNK_TOKENS, step)
-            first += split.total
+            blocks = job.blocks[2 * number : 2 * number + 2]
+            in_place = all(block.is_in_place for block in blocks if block.keys)
+            at_once = -(-self._num_layers // _STEPS_IN_PLACE) if in_place else 1
+            for first in range(0, self._num_layers, at_once):
+                layers = range(first, min(first + at_once, self._num_layers))
+                for part, begin in enumerate((0, split.hidden)):
+                    if blocks[part].keys:
+                        steps = tuple(2 * layer + part for layer in layers)
+                        yield _Step(blocks[part], block_start + begin, steps)
+            block_start += split.total
 
-    def _restore(self, job: RestoreJob, step: _Step, buffer: Any) -> None:
-        split = self.splits[step.first_token // BLOCK_TOKENS]
-        block_start = step.first_token // BLOCK_TOKENS * BLOCK_TOKENS
-        is_kv = step.layer % 2
-        begin = block_start + split.hidden if is_kv else block_start
-        end = block_start + (split.total if is_kv else split.hidden)
-        row_bytes = self._tiers.layout.row_bytes[step.layer]
-        stored = torch.from_numpy(
-            buffer[: len(step.block.keys) * CHUNK_TOKENS * row_bytes].reshape(-1, row_bytes)
-        )
-        rows = stored[begin - step.first_token : end - step.first_token].view(self._restorer.dtype)
-        method = Method.KV if is_kv else Method.HIDDEN
-        self._restorer.restore(step.layer // 2, method, rows, torch.arange(begin, end), job.slots[begin:end])
+    @property
+    def _num_layers(self) -> int:
+        return self._tiers.layout.num_layers // 2
+
+    def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
+        """Of the chunk that both forms have, each form's rows."""
+        (chunks,) = super()._rows(read, layer)
+        split = self.splits[read.step.first_token // BLOCK_TOKENS]
+        first, begin, end = 0, 0, split.hidden
+        if layer % 2:
+            first, begin, end = split.first_kv_chunk * CHUNK_TOKENS, split.hidden, split.total
+        return [StoredRows(layer // 2, chunks.method, chunks.rows[begin - first : end - first])]
 
 
 class TokenWise:
@@ -172,7 +176,7 @@ class PartitionRow:
     """Rows of the products, each number once."""
     gemms: int = 0
     reads: int = 0
-    """Read operations of the disk, or copies of one layer's chunks out of host memory."""
+    """Read operations of the disk, or times that one layer's chunks are taken from host memory."""
     read_bytes: int = 0
     error: float = 0.0
     """Largest difference of a restored value from what the model computed, relative to the largest value."""

@@ -26,6 +26,7 @@ from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.attention import AttentionForm
 from sglang_hcache.device.projector import DescribedProjector, Projector
+from sglang_hcache.restore.methods import StoredRows
 from sglang_hcache.sglang_plugin import selfcheck
 
 LENGTH, PIECE, TAIL = 320, 128, 64
@@ -106,7 +107,7 @@ def _restore(
     restorer = rig.restorer if projector is None else rig.restorer.with_projector(projector)
     for layer in range(first_layer, rig.num_layers):
         rows = rig.stored_rows(layer, method)[:length].contiguous()
-        restorer.restore(layer, method, rows, torch.arange(length), slots[:length])
+        restorer.restore(StoredRows(layer, method, rows), torch.arange(length), slots[:length])
 
 
 # -- mutants -------------------------------------------------------------------------------------
