@@ -121,7 +121,10 @@ class PairedRequests:
         return [row | {"restored_tokens": statistics.median(restored)}]
 
     async def _company(self) -> list[dict[str, Any]]:
-        """TBT of others: alone, and between a returning request's arrival and its first token."""
+        """TBT of others: alone, and while a returning request's history comes back.
+
+        What it computes afterwards holds up the others as a hit on the device does, without any tier: not counted.
+        """
         history = self._prompt(self._settings.long_history)
         gaps: dict[str, dict[str, list[float]]] = {
             name: {"alone": [], "beside": []} for name in self._clients
@@ -129,8 +132,9 @@ class PairedRequests:
         for _ in range(self._settings.rounds):
             for name, client in self._clients.items():
                 await client.ask(history, max_tokens=1)
+                hit_s = (await client.ask(history, max_tokens=1)).ttft_s
                 await client.empty(tiers=False)
-                alone, beside = await self._decode_beside(client, history)
+                alone, beside = await self._decode_beside(client, history, hit_s)
                 gaps[name]["alone"] += alone
                 gaps[name]["beside"] += beside
                 await self._clients[TIER].settle()
@@ -153,9 +157,13 @@ class PairedRequests:
         return rows
 
     async def _decode_beside(
-        self, client: TokenClient, history: list[int]
+        self, client: TokenClient, history: list[int], hit_s: float
     ) -> tuple[list[float], list[float]]:
-        """Gaps between tokens of a few requests: alone, and those that ``history`` came into."""
+        """Gaps between tokens of a few requests: alone, and those that the return of ``history`` came into.
+
+        Args:
+            hit_s: time to the first token of ``history`` when it is on the device.
+        """
         decoded = self._settings.decoded
 
         async def batch() -> list[TokenAnswer]:
@@ -169,13 +177,13 @@ class PairedRequests:
         stream = asyncio.create_task(batch())
         await asyncio.sleep(0.3 * took)  # all of them decode by now
         asked = time.perf_counter()
-        first_token = asked + (await client.ask(history, max_tokens=1)).ttft_s
+        came_back = asked + (await client.ask(history, max_tokens=1)).ttft_s - hit_s
         beside = []
         for answer in await stream:
             at = began + answer.ttft_s
             for gap in answer.gaps_s:
                 at += gap
-                if at > asked and at - gap < first_token:
+                if asked < at < came_back:
                     beside.append(gap)
         return alone, beside
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,15 +34,20 @@ def test_parts_cover_all_rows_once(lanes: Lanes) -> None:
         assert (seen == 1).all()
 
 
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 def test_lanes_have_one_thread_each_and_leave_the_others_alone() -> None:
-    before = torch.get_num_threads()
+    before, own_niceness = torch.get_num_threads(), niceness()
     torch.set_num_threads(4)
     try:
-        found: list[int] = []
+        found: list[tuple[int, int]] = []
         lanes = Lanes(2)
-        for part in lanes.start(lambda _: found.append(torch.get_num_threads()), 2000):
+        for part in lanes.start(lambda _: found.append((torch.get_num_threads(), niceness())), 2000):
             part.result()
-        assert found == [1, 1]
+        assert found == 2 * [(1, max(10, own_niceness))]
+        assert niceness() == own_niceness
         assert torch.get_num_threads() == 4
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == 4
