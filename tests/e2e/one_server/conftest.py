@@ -1,0 +1,35 @@
+"""One server for all files of this folder: a start takes long, and in use all of this happens beside each other too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import TierServer
+
+SETTINGS = (
+    *("--dtype", "float32", "--max-total-tokens", "4096", "--chunked-prefill-size", "512"),
+    *("--enable-cache-report", "--enable-mixed-chunk", "--max-queued-requests", "8"),
+    *("--enable-priority-scheduling", "--disable-priority-preemption"),
+    *("--grammar-backend", "outlines"),  # the default one masks logits on GPUs only
+    *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB", "--hcache-host-size", "48MB"),
+)
+
+
+@pytest.fixture(scope="package")
+def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
+    folder = tmp_path_factory.mktemp("one_server")
+    config = folder / "hcache.yaml"
+    config.write_text("restore_deadline_s: 120")  # tests hold restores up
+    tier = ("--hcache-dirs", str(folder / "store"), "--hcache-config", str(config))
+    with TierServer(folder, ["--model-path", str(tiny_model()), *SETTINGS, *tier]) as running:
+        yield running
+        running.assert_nothing_left()
+
+
+@pytest.fixture(autouse=True)
+def emptied(server: TierServer) -> None:
+    """What a test before this one left is gone."""
+    server.forget_everything()
