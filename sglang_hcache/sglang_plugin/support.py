@@ -90,10 +90,6 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         )
     if server_args.disable_radix_cache:
         problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
-    if not server_args.disable_overlap_schedule:
-        problems.append(
-            f"{_FLAG} needs --disable-overlap-schedule in this version ('hcache serve' adds it on a CPU)"
-        )
     if getattr(server_args, "enable_streaming_session", False):
         problems.append(
             f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"

@@ -188,9 +188,9 @@ def test_a_typo_in_the_file_is_refused(results: dict[str, Any]) -> None:
     assert "host_size" in results["typo"]["stderr"]
 
 
-def test_overlap_scheduling_is_refused(results: dict[str, Any]) -> None:
-    assert results["overlap"]["exit"] == 2
-    assert "--disable-overlap-schedule" in results["overlap"]["stderr"]
+def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
+    assert results["overlap"]["exit"] is None
+    assert results["overlap"]["fields"]["radix_cache_backend"] == "hcache"
 
 
 @pytest.mark.parametrize("name", ["off", "explicitly off", "off with our flags"])
