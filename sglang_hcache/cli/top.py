@@ -120,7 +120,7 @@ def render(url: str, sample: Sample, before: Sample | None) -> Group:
 
 def _title(url: str, state: Mapping[str, Any]) -> Text:
     waiting = ", ".join(f"{count} {phase}" for phase, count in state["requests"].items() if count)
-    text = Text.assemble((url, "bold"), f"  namespace {state['namespace']}")
+    text = Text.assemble((url, "bold"), f"  namespace {state['namespace'] or 'not known yet: new weights'}")
     text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} are saved")
     text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
     text.append("; saving" if state["saving"] else "")

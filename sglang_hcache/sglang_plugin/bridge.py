@@ -218,7 +218,8 @@ class Bridge:
         disk = self.tiers.disk_stats
         return {
             "counters": self.counters.snapshot(),
-            "namespace": self._namespace_of(None).namespace_id().hex(),
+            # Not read for this: the weights may be away now, or on their way.
+            "namespace": None if self._namespace is None else self._namespace.namespace_id().hex(),
             "saving": self.is_saving,
             "host": {
                 "slots": self.tiers.host.num_slots,

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _MANAGERS = "sglang.srt.managers"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
+_READING_CHECKS = ("snapshot", "compare", "checksum")
+"""Of ``/weights_checker``; its other action, ``reset_tensors``, overwrites the weights with random ones."""
+
 
 def install(device: str) -> None:
     """Register the backend and apply the hooks; those for a CPU only if ``device`` is one.
@@ -42,6 +45,7 @@ def install(device: str) -> None:
         "release_memory_occupation",
     ):
         targets[f"{_WEIGHTS}.{method}"] = (_weights_will_change, HookType.BEFORE)
+    targets[f"{_WEIGHTS}.check_weights"] = (_weights_will_be_checked, HookType.BEFORE)
     _apply(targets)
     install_cpu_fixes(device)
 
@@ -78,6 +82,7 @@ def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: o
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
     """In place of SGLang's prefetch from its own storage: match on the device, then look into the tiers."""
+    batches.keep_apart(req)
     req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
     prompt = batches.prompt_of(req)
     if prompt is not None:
@@ -111,6 +116,11 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
 
 def _weights_will_change(updater: Any, *_args: object, **_kwargs: object) -> None:
     updater.tp_worker.model_runner.hcache_bridge.weights_will_change()
+
+
+def _weights_will_be_checked(updater: Any, request: Any, *_args: object, **_kwargs: object) -> None:
+    if request.action not in _READING_CHECKS:
+        _weights_will_change(updater)
 
 
 def _internal_state(result: Any, scheduler: Any, *_args: object, **_kwargs: object) -> None:

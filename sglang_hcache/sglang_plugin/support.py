@@ -50,6 +50,13 @@ def check_arguments(args: argparse.Namespace) -> None:
             "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
             "add --disable-priority-preemption",
         ),
+        (
+            args.enable_return_routed_experts,
+            "--enable-return-routed-experts",
+            "nobody knows which experts restored tokens went to",
+        ),
+        (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
+        (args.enable_session_radix_cache, "--enable-session-radix-cache", "it needs a tree of its own"),
         (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
     ]
     problems = [f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given]
@@ -83,10 +90,6 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         )
     if server_args.disable_radix_cache:
         problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
-    if not server_args.disable_overlap_schedule:
-        problems.append(
-            f"{_FLAG} needs --disable-overlap-schedule in this version ('hcache serve' adds it on a CPU)"
-        )
     if getattr(server_args, "enable_streaming_session", False):
         problems.append(
             f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"

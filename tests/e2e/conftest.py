@@ -29,5 +29,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("all_families") and not config.getoption("--all-families"):
             item.add_marker(pytest.mark.skip(reason="runs with --all-families"))
-        if Path(str(item.path)).parent == Path(__file__).parent:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)

@@ -185,7 +185,7 @@ class TierServer:
             assert "Traceback" not in line, self.process.log_text()[-4000:]
 
 
-def wait_for(condition: Any, what: str, timeout_s: float = 20.0) -> None:
+def wait_for(condition: Any, what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"

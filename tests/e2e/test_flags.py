@@ -58,6 +58,32 @@ REFUSALS = {
     "preemption": Refusal(["--enable-priority-scheduling"], ("--disable-priority-preemption",)),
     "forward hooks": Refusal(["--forward-hooks", '[{"name": "x"}]'], ("--forward-hooks",)),
     "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
+    "adapters": Refusal(
+        ["--lora-paths", "one=/nowhere", "--max-lora-rank", "8", "--lora-target-modules", "all"],
+        ("--lora-paths",),
+    ),
+    "embeddings": Refusal(["--is-embedding"], ("LlamaForCausalLM", "no text generation")),
+    "sessions": Refusal(["--enable-streaming-session"], ("--enable-streaming-session",)),
+    "sessions in the tree": Refusal(["--enable-session-radix-cache"], ("--enable-session-radix-cache",)),
+    "experts": Refusal(["--enable-return-routed-experts"], ("--enable-return-routed-experts",)),
+    "several items": Refusal(["--enable-mis"], ("--enable-mis",)),
+    "images": Refusal(
+        [],
+        ("Qwen2VLForConditionalGeneration", "multimodal input"),
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+            "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+            "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 256},
+        },
+    ),
     "mla": Refusal(
         [],
         ("DeepseekV2ForCausalLM", "attention kind MLA"),
@@ -162,9 +188,9 @@ def test_a_typo_in_the_file_is_refused(results: dict[str, Any]) -> None:
     assert "host_size" in results["typo"]["stderr"]
 
 
-def test_overlap_scheduling_is_refused(results: dict[str, Any]) -> None:
-    assert results["overlap"]["exit"] == 2
-    assert "--disable-overlap-schedule" in results["overlap"]["stderr"]
+def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
+    assert results["overlap"]["exit"] is None
+    assert results["overlap"]["fields"]["radix_cache_backend"] == "hcache"
 
 
 @pytest.mark.parametrize("name", ["off", "explicitly off", "off with our flags"])

@@ -15,10 +15,26 @@ def server_on(folder: Path, model: Path, *more: str) -> TierServer:
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "4096"),
         *("--hcache-dirs", f"{folder / 'one'},{folder / 'two'}"),
-        *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
+        *(
+            "--enable-cache-report",
+            "--hcache-disk-size",
+            "1GB",
+            "--hcache-disk-free-floor",
+            "100MB",
+            "--hcache-host-size",
+            "64MB",
+        ),
         *more,
     ]
     return TierServer(folder, arguments)
+
+
+def chat(server: TierServer) -> int:
+    """Tokens of a conversation that came from a cache."""
+    messages = [{"role": "user", "content": "Who was the first to see it, and when did it happen? " * 20}]
+    body = {"model": "m", "max_tokens": 4, "messages": messages}
+    usage = server.post("/v1/chat/completions", body).json()["usage"]
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
 def check_restored(server: TierServer, prompt: list[int], before: Answer) -> None:
@@ -31,18 +47,25 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     stopped, evicted, through = (random_prompt(seed, 900) for seed in (1, 2, 3))
     with server_on(tmp_path, tiny_model()) as server:
         first = server.ask(stopped)
+        assert chat(server) == 0
         recomputed = server.recompute(evicted, rid="probe-recomputed")
         server.settle()
         # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
         assert server.state()["disk"]["chunks"] == 0
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
+        assert chat(server) > 256
         server.ask(evicted)
         server.settle()
         server.flush_device()
         server.settle()
         server.process.kill()
-    with server_on(tmp_path, tiny_model(), "--hcache-write-policy", "write_through") as server:
+    # Another chat template makes other tokens of the same conversation.
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}Q: {{ message['content'] }}{% endfor %} A:")
+    through_args = ("--hcache-write-policy", "write_through", "--chat-template", str(template))
+    with server_on(tmp_path, tiny_model(), *through_args) as server:
+        assert chat(server) == 0
         again = server.ask(evicted, rid="probe-restored")
         assert again.disk == 896
         assert largest_difference(again, recomputed) <= TOLERANCE

@@ -204,19 +204,6 @@ def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
     server.assert_nothing_left()
 
 
-def test_tenants_share_nothing(server: TierServer) -> None:
-    prompt = random_prompt(7, 600)
-    first = server.ask(prompt, extra_key="tenant-a")
-    server.settle()
-    server.flush_device()
-    for stranger in ("tenant-b", "tenant-", None):
-        fields = {} if stranger is None else {"extra_key": stranger}
-        assert server.ask(prompt, **fields).cached == 0
-    same = server.ask(prompt, extra_key="tenant-a")
-    assert same.restored == 576
-    assert largest_difference(same, first) <= TOLERANCE
-
-
 def test_metrics_show_the_host_tier(server: TierServer) -> None:
     metrics = httpx.get(server.process.url + "/metrics", timeout=30).text
     values = {
@@ -226,24 +213,6 @@ def test_metrics_show_the_host_tier(server: TierServer) -> None:
     }
     assert values["sglang:hicache_host_total_tokens"] == server.state()["host"]["slots"] * 64
     assert 0 <= values["sglang:hicache_host_used_tokens"] <= values["sglang:hicache_host_total_tokens"]
-
-
-def test_salted_chats_share_nothing(server: TierServer) -> None:
-    def chat(salt: str | None) -> int:
-        body = {
-            "model": "m",
-            "messages": [{"role": "user", "content": "What does the author say about hidden states? " * 12}],
-            "max_tokens": 4,
-            "cache_salt": salt,
-        }
-        usage = server.post("/v1/chat/completions", body).json()["usage"]
-        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
-
-    chat("red")
-    server.settle()
-    server.flush_device()
-    assert chat("blue") == 0
-    assert chat("red") > 0
 
 
 def test_flushing_keeps_the_tiers_and_clearing_empties_them(server: TierServer) -> None:
@@ -258,29 +227,6 @@ def test_flushing_keeps_the_tiers_and_clearing_empties_them(server: TierServer) 
     state = server.state()
     assert state["disk"]["chunks"] == state["host"]["clean"] == state["host"]["dirty"] == 0
     assert server.ask(prompt).cached == 0
-
-
-def test_new_weights_restore_nothing_old(server: TierServer, tiny_model: Callable[..., Path]) -> None:
-    prompt = random_prompt(9, 400)
-    old = server.ask(prompt)
-    server.settle()
-    namespace = server.state()["namespace"]
-
-    def load(folder: Path) -> None:
-        response = server.post("/update_weights_from_disk", {"model_path": str(folder)})
-        assert response.json()["success"], response.text
-
-    load(tiny_model(seed=1))
-    assert server.state()["namespace"] != namespace
-    new = server.ask(prompt)
-    assert new.cached == 0
-    assert largest_difference(new, old) > 0.1
-    server.settle()
-    load(tiny_model())
-    assert server.state()["namespace"] == namespace
-    again = server.ask(prompt)  # the first weights are back, and so is what belongs to them
-    assert again.restored == 384
-    assert largest_difference(again, old) <= TOLERANCE
 
 
 def push_to_disk(server: TierServer, seed: int) -> None:

@@ -6,6 +6,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
 * ``keep_costs``: what restores and prefills take does not change the predictions.
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
+* ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
 * ``fail_read``: reading a layer from a tier fails.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
@@ -79,6 +80,8 @@ def _patch_restorer(switches):
     def damaged(self, layer, method, rows, positions, slots):
         if (switches / "slow_restore").exists():
             time.sleep(_SLOW_S)
+        while (switches / "hold_restore").exists():
+            time.sleep(_LET_GO_S)
         if (switches / "break_restore").exists():
             raise RuntimeError("injected by a test")
         restore(self, layer, method, rows, positions, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,16 @@ from sglang_hcache.sglang_plugin.protocols import Prompt
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+def keep_apart(req: Req) -> None:
+    """Let no request find in the radix tree what the tokens of ``req`` do not determine.
+
+    SGLang 0.5.17 looks nothing up for a request that replaces embeddings of some tokens (``/v1/score``), but files its
+    KV under those tokens: others would start on it, and what they compute behind it would be saved.
+    """
+    if req.positional_embed_overrides is not None:
+        req.extra_key = secrets.token_hex(16)
 
 
 def prompt_of(req: Req) -> Prompt | None:
@@ -65,10 +76,13 @@ def tokens_of(batch: ForwardBatch, count: int) -> array[int]:
 
 
 def _is_plain(req: Req) -> bool:
+    """Whether its tokens and its tenant determine its KV, and nothing else holds or moves that."""
     return (
         req.input_embeds is None
         and req.positional_embed_overrides is None
         and req.multimodal_inputs is None
+        and req.token_type_ids is None
+        and req.multi_item_delimiter_indices is None
         and req.lora_id is None
         and req.session is None
     )
