@@ -50,15 +50,22 @@ class CostCurve:
         return self.fixed_s + self.per_token_s * num_tokens + self.per_token_squared_s * squares
 
 
-def fit_curve(num_tokens: Sequence[int], seconds: Sequence[float], *, quadratic: bool = False) -> CostCurve:
+def fit_curve(
+    num_tokens: Sequence[int],
+    seconds: Sequence[float],
+    *,
+    starts: Sequence[int] | None = None,
+    quadratic: bool = False,
+) -> CostCurve:
     """The curve with the least squared error, relative to each measurement, and no negative coefficient.
 
     Relative, so that a millisecond counts more at 64 tokens than at 64K. With three coefficients every subset can be
     tried: the best fit without negative ones is the least squares fit of the subset that stays positive.
 
     Args:
-        num_tokens: lengths measured, histories that begin at position 0.
+        num_tokens: lengths measured.
         seconds: what each took, above 0.
+        starts: the position at which each begins; None: all at 0.
         quadratic: also fit the squared term (recomputing); reading and projecting have none.
 
     Raises:
@@ -67,12 +74,14 @@ def fit_curve(num_tokens: Sequence[int], seconds: Sequence[float], *, quadratic:
     """
     n = np.asarray(num_tokens, dtype=np.float64)
     y = np.asarray(seconds, dtype=np.float64)
+    begin = np.zeros_like(n) if starts is None else np.asarray(starts, dtype=np.float64)
     num_terms = 3 if quadratic else 2
-    if n.shape != y.shape or n.ndim != 1 or len(set(num_tokens)) < num_terms:
+    if not n.shape == y.shape == begin.shape or n.ndim != 1 or len(set(num_tokens)) < num_terms:
         raise ValueError(f"needs one time for each of at least {num_terms} different lengths")
     if not (np.isfinite(y).all() and (y > 0).all() and (n >= 1).all()):
         raise ValueError("lengths and times must be positive")
-    terms = np.stack([np.ones_like(n), n, n * n][:num_terms], axis=1) / y[:, None]
+    squares = (begin + n) ** 2 - begin**2
+    terms = np.stack([np.ones_like(n), n, squares][:num_terms], axis=1) / y[:, None]
     best, best_error = np.zeros(num_terms), math.inf
     for size in range(1, num_terms + 1):
         for chosen in combinations(range(num_terms), size):

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FEWEST_LENGTHS = 3
+_PREFIX_SHARE = 4
+"""The piece that is measured behind a prefix of the longest pass is one so-many-th of it."""
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
@@ -72,7 +75,7 @@ class Bench:
         began = time.monotonic()
         layers, lengths = self.model.shape.num_layers, self._lengths
         logger.info("hcache: measuring what restoring and recomputing cost on this machine")
-        recompute = self._fit(lengths, self._recompute_one, quadratic=True)
+        recompute = self._recompute_curve()
         with ExitStack() as scratch:
             reads = self._scratch(scratch)
             tiers = {tier: self._tier_curves(of_tier) for tier, of_tier in reads.items()}
@@ -99,10 +102,22 @@ class Bench:
 
     # -- computing -------------------------------------------------------------------------------
 
-    def _recompute_one(self, length: int) -> float:
-        tokens = random.Random(length).choices(range(self.model.vocabulary), k=length)
+    def _recompute_curve(self) -> CostCurve:
+        """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
+        lengths = self._lengths
+        pieces = [(length, 0) for length in lengths]
+        behind = (max(lengths[0], lengths[-1] // _PREFIX_SHARE), lengths[-1])
+        if sum(behind) <= self.model.context_length:
+            pieces.insert(_FEWEST_LENGTHS - 1, behind)  # not what a short budget leaves out
+        measured = self._measured(pieces, self._recompute_one)
+        counts, starts = zip(*measured, strict=True)
+        return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
+
+    def _recompute_one(self, length: int, start: int) -> float:
+        tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
+        slots = self.forward.allocate(len(tokens))
         began = time.monotonic()
-        slots = self.forward.forward(tokens)
+        self.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
         seconds = time.monotonic() - began
         self.forward.release(slots)
         return seconds
@@ -161,26 +176,30 @@ class Bench:
 
     # -- fitting ---------------------------------------------------------------------------------
 
-    def _fit(
-        self, lengths: Iterable[int], time_of: Callable[[int], float], *, quadratic: bool = False
-    ) -> CostCurve:
-        """The curve through the times of a few lengths, as many as the budget allows."""
-        lengths = list(lengths)
-        measured: dict[int, float] = {}
+    def _fit(self, lengths: Iterable[int], time_of: Callable[[int], float]) -> CostCurve:
+        """The line through the times of a few lengths, as many as the budget allows."""
+        measured = self._measured([(length, 0) for length in lengths], lambda length, _: time_of(length))
+        return fit_curve([length for length, _ in measured], list(measured.values()))
+
+    def _measured(
+        self, pieces: Sequence[tuple[int, int]], time_of: Callable[[int, int], float]
+    ) -> dict[tuple[int, int], float]:
+        """Times of pieces, in order, until the budget is spent: of a length, from a position on."""
+        measured: dict[tuple[int, int], float] = {}
         ends = time.monotonic() + self.budget_s
-        for left, length in zip(range(len(lengths), 0, -1), lengths, strict=True):
+        for left, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
             if len(measured) >= _FEWEST_LENGTHS and time.monotonic() > ends:
                 break
             share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
-            time_of(length)  # the first time brings weights and buffers into the caches
+            time_of(*piece)  # the first time brings weights and buffers into the caches
             times: list[float] = []
             while len(times) < _FEWEST_ROUNDS or (
                 len(times) < _MOST_ROUNDS and time.monotonic() < share_ends
             ):
-                times.append(time_of(length))
+                times.append(time_of(*piece))
             # The lower quartile: what something else on the machine took must not count as a cost.
-            measured[length] = max(sorted(times)[len(times) // 4], 1e-9)
-        return fit_curve(list(measured), list(measured.values()), quadratic=quadratic)
+            measured[piece] = max(sorted(times)[len(times) // 4], 1e-9)
+        return measured
 
 
 def installed_versions() -> dict[str, str]:

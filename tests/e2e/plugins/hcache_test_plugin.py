@@ -8,7 +8,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
-* ``fail_read``: reading a layer from a tier fails.
+* ``fail_read``: taking a layer from a tier fails.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
 * ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
   whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.
@@ -75,7 +75,7 @@ def _patch(switches):
 def _patch_restorer(switches):
     from sglang_hcache.restore.methods import LayerRestorer
 
-    restore = LayerRestorer.restore
+    write = LayerRestorer._write
 
     def damaged(self, layer, method, rows, positions, slots):
         if (switches / "slow_restore").exists():
@@ -84,12 +84,12 @@ def _patch_restorer(switches):
             time.sleep(_LET_GO_S)
         if (switches / "break_restore").exists():
             raise RuntimeError("injected by a test")
-        restore(self, layer, method, rows, positions, slots)
+        write(self, layer, method, rows, positions, slots)
         if (switches / "corrupt_restored_key").exists():
             key, value = self._pool.read(layer, slots)
             self._pool.write(layer, slots, key * 1.05, value)
 
-    LayerRestorer.restore = damaged
+    LayerRestorer._write = damaged
 
 
 def _patch_recomputation(switches):
@@ -121,14 +121,16 @@ def _patch_reads(switches):
     from sglang_hcache.core.errors import StoreIOError
     from sglang_hcache.tier.tiered import TieredStore
 
-    read_layer = TieredStore.read_layer
+    def damaged(read):
+        def read_or_fail(self, lease, layer, *out):
+            if (switches / "fail_read").exists() and layer == 1:
+                raise StoreIOError("injected by a test")
+            return read(self, lease, layer, *out)
 
-    def damaged(self, lease, layer, out):
-        if (switches / "fail_read").exists() and layer == 1:
-            raise StoreIOError("injected by a test")
-        read_layer(self, lease, layer, out)
+        return read_or_fail
 
-    TieredStore.read_layer = damaged
+    for name in ("read_layer", "rows_in_place"):
+        setattr(TieredStore, name, damaged(getattr(TieredStore, name)))
 
 
 def _patch_engine(switches):
@@ -175,13 +177,13 @@ def _patch_projector(switches):
     from sglang_hcache.core.layout import Method
     from sglang_hcache.restore.methods import LayerRestorer
 
-    restore = LayerRestorer.restore
+    write = LayerRestorer._write
 
     def at_wrong_positions(self, layer, method, rows, positions, slots):
         shift = method is Method.HIDDEN and (switches / "projector_positions").exists()
-        restore(self, layer, method, rows, positions + int(shift), slots)
+        write(self, layer, method, rows, positions + int(shift), slots)
 
-    LayerRestorer.restore = at_wrong_positions
+    LayerRestorer._write = at_wrong_positions
 
 
 def _patch_cache(cache, switches):

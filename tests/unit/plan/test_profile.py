@@ -134,6 +134,14 @@ def test_fit_finds_the_curve_that_made_the_times(fixed, linear, squared):
     assert found.r_squared == pytest.approx(1.0)
 
 
+def test_pieces_behind_a_prefix_are_fitted_with_the_prefixes() -> None:
+    truth = CostCurve(fixed_s=1e-3, per_token_s=1e-5, per_token_squared_s=1e-9)
+    pieces = [(64, 0), (512, 0), (2048, 0), (512, 2048)]
+    times = [truth.seconds(n, start) for n, start in pieces]
+    found = fit_curve([n for n, _ in pieces], times, starts=[start for _, start in pieces], quadratic=True)
+    assert found.seconds(2048, 6000) == pytest.approx(truth.seconds(2048, 6000), rel=1e-5)
+
+
 def test_fit_has_no_negative_coefficient():
     """Times that grow more slowly at first would give a negative start."""
     curve = fit_curve([64, 128, 256, 512], [1e-3, 3e-3, 7e-3, 15e-3])
