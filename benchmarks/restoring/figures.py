@@ -91,7 +91,7 @@ def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> Non
             [where(row) for row in chosen],
             [row["length"] / row["seconds"] for row in chosen],
             "--" if variant == "ideal" else "o-",
-            label="ideal (no restore)" if variant == "ideal" else variant,
+            label="the last 64 tokens alone" if variant == "ideal" else variant,
             color=COLOURS[variant],
             linewidth=2.5 if variant == "auto" else 1.5,
             markersize=4,
