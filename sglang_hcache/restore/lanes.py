@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -44,7 +45,8 @@ class Lanes:
 
 def _be_single_threaded(all_there: threading.Barrier) -> None:
     own = threading.get_native_id()  # on Linux a priority is a thread's, not its process's
-    os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+    with contextlib.suppress(OSError):  # a sandbox that forbids it: nothing but the order is lost
+        os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
     torch.get_num_threads()  # a thread that has not asked yet would take over everybody's number later
     torch.set_num_threads(1)
     all_there.wait()
