@@ -108,8 +108,9 @@ class Bench:
         pieces = [(length, 0) for length in lengths]
         behind = (max(lengths[0], lengths[-1] // _PREFIX_SHARE), lengths[-1])
         if sum(behind) <= self.model.context_length:
-            pieces.insert(_FEWEST_LENGTHS - 1, behind)  # not what a short budget leaves out
-        measured = self._measured(pieces, self._recompute_one)
+            pieces.insert(0, behind)  # first: not what a short budget leaves out
+        fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
+        measured = self._measured(pieces, self._recompute_one, fewest)
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
 
@@ -178,17 +179,18 @@ class Bench:
 
     def _fit(self, lengths: Iterable[int], time_of: Callable[[int], float]) -> CostCurve:
         """The line through the times of a few lengths, as many as the budget allows."""
-        measured = self._measured([(length, 0) for length in lengths], lambda length, _: time_of(length))
+        pieces = [(length, 0) for length in lengths]
+        measured = self._measured(pieces, lambda length, _: time_of(length), _FEWEST_LENGTHS)
         return fit_curve([length for length, _ in measured], list(measured.values()))
 
     def _measured(
-        self, pieces: Sequence[tuple[int, int]], time_of: Callable[[int, int], float]
+        self, pieces: Sequence[tuple[int, int]], time_of: Callable[[int, int], float], fewest: int
     ) -> dict[tuple[int, int], float]:
-        """Times of pieces, in order, until the budget is spent: of a length, from a position on."""
+        """Times of pieces (length, position), in order, until the budget is spent, but ``fewest`` at least."""
         measured: dict[tuple[int, int], float] = {}
         ends = time.monotonic() + self.budget_s
         for left, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
-            if len(measured) >= _FEWEST_LENGTHS and time.monotonic() > ends:
+            if len(measured) >= fewest and time.monotonic() > ends:
                 break
             share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
             time_of(*piece)  # the first time brings weights and buffers into the caches
