@@ -37,7 +37,7 @@ from serving import multiturn_report
 from serving.comparison import Measured, count_unequal, rows_of
 from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
 from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
-from serving.token_client import TokenAnswer, TokenClient, open_clients
+from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.errors import ConfigError
@@ -223,12 +223,9 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         sizes = size_servers(settings, workload, model)
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
             ends_at = began + QUICK_S if settings.quick else None
-
-            async def measure_all() -> dict[float, dict[str, Measured]]:
-                async with open_clients(servers) as clients:
-                    return await measure(settings, workload, clients, progress, ends_at)
-
-            measured = asyncio.run(measure_all())
+            measured = ask_servers(
+                servers, lambda clients: measure(settings, workload, clients, progress, ends_at)
+            )
     rows = [
         row
         for rate in (measured or settings.rates)

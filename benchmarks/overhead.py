@@ -6,7 +6,6 @@ capture, decoding, time to the first token, start and memory.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,22 +32,21 @@ from common.terminal import new_progress, while_doing
 from serving import overhead_report
 from serving.overhead_requests import PairedRequests, Settings, paired_row
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
-from serving.token_client import TokenClient, open_clients
+from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.units import SIZE_HELP
 
 
 async def measure(
-    settings: Settings, model: BenchModel, pair: Pair, progress: Progress
+    settings: Settings, model: BenchModel, pair: Pair, clients: dict[str, TokenClient], progress: Progress
 ) -> list[dict[str, Any]]:
     """What running servers are asked, as rows: ``what``, ``off``, ``tier`` (medians) and ``ratio`` of each round."""
     rows = []
-    async with open_clients(pair) as clients:
-        for name, section in PairedRequests(settings, model, clients).sections():
-            with while_doing(progress, name):
-                rows += await section()
-        with while_doing(progress, "memory"):
-            return rows + await _memory(settings, pair, clients[TIER])
+    for name, section in PairedRequests(settings, model, clients).sections():
+        with while_doing(progress, name):
+            rows += await section()
+    with while_doing(progress, "memory"):
+        return rows + await _memory(settings, pair, clients[TIER])
 
 
 def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Path) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
         with while_doing(progress, "starting servers, each alone"):
             starts = [start_alone(pair) for _ in range(settings.starts)]
         with running(pair, progress) as started:
-            rows = asyncio.run(measure(settings, model, pair, progress))
+            rows = ask_servers(pair, lambda clients: measure(settings, model, pair, clients, progress))
     return {
         **make_header("overhead"),
         "model": {**model.header, "dtype": tiny.dtype},

@@ -39,7 +39,7 @@ from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import StoredRows
-from sglang_hcache.restore.pipeline import _STEPS_IN_PLACE, NUM_BUFFERS, LayerPipeline, _Read, _Step
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Read, _Step, layers_of_steps
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.tiered import ChunkLease
@@ -91,18 +91,12 @@ class _TokenPipeline(LayerPipeline):
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
             in_place = all(block.is_in_place for block in blocks if block.keys)
-            at_once = -(-self._num_layers // _STEPS_IN_PLACE) if in_place else 1
-            for first in range(0, self._num_layers, at_once):
-                layers = range(first, min(first + at_once, self._num_layers))
+            for layers in layers_of_steps(range(self._tiers.layout.num_layers // 2), in_place=in_place):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)
                         yield _Step(blocks[part], block_start + begin, steps)
             block_start += split.total
-
-    @property
-    def _num_layers(self) -> int:
-        return self._tiers.layout.num_layers // 2
 
     def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
         """Of the chunk that both forms have, each form's rows."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from common.results import write_csv, write_json
 from serving.report import (
     draw_hits,
     draw_speedups,
@@ -16,6 +15,7 @@ from serving.report import (
     print_equality,
     print_table,
     save_figure,
+    write_results,
 )
 
 
@@ -37,16 +37,12 @@ def show(data: dict[str, Any], console: Console) -> None:
 
 def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON, CSV and a picture."""
-    write_json(folder / "multiturn.json", data)
-    write_csv(folder / "multiturn.csv", data["rows"])
-    draw(data, folder / "multiturn.png")
+    write_results(folder / "multiturn", data, draw)
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, its speed-up, TBT and hit ratios over the rate."""
     rows = data["rows"]
-    if not any(row["requests"] for row in rows):
-        return
     figure, (ttft, speedups, tbt, hits) = new_figure(4)
     draw_times(ttft, rows, "rate", "ttft")
     draw_speedups(speedups, rows, "rate")

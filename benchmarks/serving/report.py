@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from common.results import write_csv, write_json
 from serving.comparison import SOURCES, count_unequal
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 
@@ -80,6 +81,14 @@ def print_equality(console: Console, rows: Sequence[Row]) -> None:
         f"(allowed {LOGPROB_TOLERANCE:g}).",
         highlight=False,
     )
+
+
+def write_results(path: Path, data: Mapping[str, Any], draw: Callable[[Any, Path], None]) -> None:
+    """JSON, CSV and, where anything was measured, a picture; ``path`` is without its ending."""
+    write_json(path.with_suffix(".json"), data)
+    write_csv(path.with_suffix(".csv"), data["rows"])
+    if measured_methods(data["rows"]):
+        draw(data, path.with_suffix(".png"))
 
 
 # -- pictures ------------------------------------------------------------------------------------------

@@ -7,17 +7,19 @@ import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from sglang_hcache.cli.chat_client import ChatError, TokenSources
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 from sglang_hcache.cli.server_process import ServerProcess
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 300.0
 _SETTLE_TIMEOUT_S = 60.0
@@ -159,13 +161,20 @@ class TokenClient:
         await self._http.aclose()
 
 
-@asynccontextmanager
-async def open_clients(servers: Mapping[str, ServerProcess]) -> AsyncIterator[dict[str, TokenClient]]:
-    """A client for each server, under the server's name."""
-    async with AsyncExitStack() as stack:
-        yield {
-            name: await stack.enter_async_context(TokenClient(server.url)) for name, server in servers.items()
-        }
+def ask_servers(
+    servers: Mapping[str, ServerProcess], ask: Callable[[dict[str, TokenClient]], Awaitable[T]]
+) -> T:
+    """What ``ask`` finds out with a client for each server, in an event loop of its own."""
+
+    async def connected() -> T:
+        async with AsyncExitStack() as stack:
+            clients = {
+                name: await stack.enter_async_context(TokenClient(server.url))
+                for name, server in servers.items()
+            }
+            return await ask(clients)
+
+    return asyncio.run(connected())
 
 
 class _Reader:

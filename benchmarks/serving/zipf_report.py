@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from common.results import write_csv, write_json
 from serving.report import (
     draw_hits,
     draw_speedups,
@@ -16,6 +15,7 @@ from serving.report import (
     print_equality,
     print_table,
     save_figure,
+    write_results,
 )
 
 
@@ -34,16 +34,12 @@ def show(data: dict[str, Any], console: Console) -> None:
 
 def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON, CSV and a picture."""
-    write_json(folder / "zipf_replay.json", data)
-    write_csv(folder / "zipf_replay.csv", data["rows"])
-    draw(data, folder / "zipf_replay.png")
+    write_results(folder / "zipf_replay", data, draw)
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """TTFT, speed-ups and hit ratios over the skew."""
     rows = data["rows"]
-    if not any(row["requests"] for row in rows):
-        return
     figure, (times, speedups, hits) = new_figure(3)
     draw_times(times, rows, "alpha", "ttft")
     draw_speedups(speedups, rows, "alpha")

@@ -13,9 +13,6 @@
 #include <emmintrin.h>
 #endif
 
-/* Also in kv_rows.py. */
-enum { MOST_DIM = 1024 };
-
 typedef union { float value; uint32_t bits; } word;
 
 static inline float load_bf16(uint16_t x) { word w; w.bits = (uint32_t)x << 16; return w.value; }
@@ -49,7 +46,8 @@ static inline void finish_writes(void) {
 #endif
 }
 
-/* table: (positions, dim), the cosines of dim / 2 angles, then their sines, of the rows' own type; dim <= MOST_DIM. */
+/* table: (positions, dim), the cosines of dim / 2 angles, then their sines, of the rows' own type; dim <= MOST_DIM, which
+ * whoever compiles this defines. */
 #define ROTATE_AND_STORE(NAME, TYPE, LOAD, ROUND, STORE)                                                               \
     void NAME(const TYPE *restrict key, int64_t key_stride, const TYPE *restrict value, int64_t value_stride,         \
               const TYPE *restrict table, const int64_t *restrict positions, const int64_t *restrict slots,           \

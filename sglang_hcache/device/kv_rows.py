@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 _LIBRARY = "kv_rows.so"
 # No contraction: a product that is not rounded before it is added would give other bits than the model's operations.
-_OPTIONS = ("-shared", "-fPIC", "-O3", "-march=native", "-ffp-contract=off")
+_MOST_HEAD_DIM = 1024
+_OPTIONS = ("-shared", "-fPIC", "-O3", "-march=native", "-ffp-contract=off", f"-DMOST_DIM={_MOST_HEAD_DIM}")
 _ROTATIONS = {torch.bfloat16: "rotate_and_store_bf16", torch.float32: "rotate_and_store_f32"}
-_MOST_HEAD_DIM = 1024  # MOST_DIM of kv_rows.c
 
 _Int = ctypes.c_int64
 

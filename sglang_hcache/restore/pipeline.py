@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -35,6 +35,12 @@ _STEPS_IN_PLACE = 6
 def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
     """Bytes of one buffer: the largest layer of ``block_chunks`` chunks."""
     return block_chunks * max(layout.chunk_layer_bytes)
+
+
+def layers_of_steps(layers: Sequence[int], *, in_place: bool) -> list[tuple[int, ...]]:
+    """The layers of each step of a block, which is ``in_place`` or must be read."""
+    at_once = -(-len(layers) // _STEPS_IN_PLACE) if in_place else 1
+    return [tuple(layers[first : first + at_once]) for first in range(0, len(layers), at_once)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,8 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            at_once = -(-len(job.layers) // _STEPS_IN_PLACE) if block.is_in_place else 1
-            for first in range(0, len(job.layers), at_once):
-                yield _Step(block, first_token, job.layers[first : first + at_once])
+            for layers in layers_of_steps(job.layers, in_place=block.is_in_place):
+                yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 
     def _begin(self, step: _Step) -> _Read:
