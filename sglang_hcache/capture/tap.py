@@ -65,6 +65,8 @@ class Tap:
         if self._span is not None and self._layers_seen != self._num_layers:
             self._drop()
         span, self._span = self._span, None
+        if span is not None:
+            self._observer.count("capture.rows", span.count)
         self._publish(RowsCaptured(tuple(requests), tokens, span))
 
     def abandon_pass(self) -> None:

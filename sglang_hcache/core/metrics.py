@@ -93,8 +93,9 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "rows_dropped", "Rows (a token in one pass) that were not saved, and why.", "rows", "reason",
+        "rows", "Rows (a token in one pass): captured, or not saved and why.", "rows", "result",
         {
+            "capture.rows": "captured",
             "capture.rows_dropped_staging_full": "staging_full",
             "capture.rows_dropped_incomplete": "incomplete_pass",
         },

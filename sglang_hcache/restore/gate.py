@@ -54,6 +54,13 @@ class Decision:
     layers: tuple[int, ...]
     """The others, in the order in which they are read."""
 
+    def __str__(self) -> str:
+        recomputed = f", first {self.num_recompute} layers recomputed" if self.num_recompute else ""
+        return (
+            f"{self.restore_s:.3f} s predicted{recomputed} ({self.bottleneck} decides), "
+            f"{self.recompute_s:.3f} s without"
+        )
+
     def deadline_s(self, backlog_s: float) -> float:
         """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned."""
         return backlog_s + max(_LEAST_PATIENCE_S, _PATIENCE * self.recompute_s)

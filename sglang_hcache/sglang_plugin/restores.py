@@ -37,7 +37,7 @@ from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
-from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Phase, Restore, RestoredTokens, Ticket
+from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.tier.tiered import HOST, TieredStore
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class RestoreCoordinator:
         ticket = self._tickets[prompt.rid] = Ticket(prompt, keys)
         self._observer.count("lookup.requests")
         self._resolve(ticket)
-        self._observer.count("lookup.hits" if ticket.phase is Phase.PENDING else "lookup.misses")
+        is_hit = ticket.phase is Phase.PENDING
+        self._observer.count("lookup.hits" if is_hit else "lookup.misses")
+        ticket.life.add(f"queued with {len(keys)} whole chunks, a {'hit' if is_hit else 'miss'}")
 
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore."""
@@ -115,25 +117,28 @@ class RestoreCoordinator:
             self._resolve(ticket)
         return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
 
-    def admitted(self, rid: str, prefix_tokens: int) -> RestoredTokens:
+    def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
         ticket = self._tickets.pop(rid, None)
         self._stalled = 0
-        restored = RestoredTokens(0, 0)
         if ticket is None:
-            return restored
+            return Admission()
+        host = disk = 0
         if ticket.restore is not None and ticket.restore.is_complete:
             used = max(0, min(prefix_tokens, ticket.restore.end) - ticket.restore.start) // CHUNK_TOKENS
             sources = ticket.restore.job.sources[:used]
             host = sum(source == HOST for source in sources)
-            restored = RestoredTokens(host * CHUNK_TOKENS, (used - host) * CHUNK_TOKENS)
+            disk = used - host
+        ticket.life.add(f"admitted with {prefix_tokens} cached tokens")
         self._let_go(ticket)
-        return restored
+        return Admission(host * CHUNK_TOKENS, disk * CHUNK_TOKENS, ticket.life)
 
     def drop(self, rid: str) -> None:
         """The request was aborted or left the queue otherwise."""
         ticket = self._tickets.pop(rid, None)
         if ticket is not None:
+            ticket.life.add("left the queue")
+            logger.debug("hcache: request %s: %s", rid, ticket.life)
             self._let_go(ticket)
 
     def invalidate(self) -> None:
@@ -204,6 +209,7 @@ class RestoreCoordinator:
                 if ticket.age_s < _PENDING_LIMIT_S:
                     return  # first come, first served: later requests must not take the slots it waits for
                 self._observer.count("restore.no_slots")
+                ticket.life.add("no room for a restore")
                 ticket.give_up()
 
     def _start(self, ticket: Ticket) -> bool:
@@ -219,6 +225,7 @@ class RestoreCoordinator:
         decision, backlog_s = self._launcher.decide(keys, len(match)), self._backlog_s()
         if not self._launcher.pays(decision, backlog_s):
             self._observer.count("restore.declined_slower")
+            ticket.life.add(f"not restored: {decision}, behind {backlog_s:.3f} s of others")
             ticket.give_up()
             return True
         count = CHUNK_TOKENS * len(keys)
@@ -236,6 +243,7 @@ class RestoreCoordinator:
         ticket.restore = restore
         self._running.append(restore)
         ticket.attempts += 1
+        ticket.life.add(f"restore of {count} tokens behind {len(match)} starts: {decision or 'as stored'}")
         ticket.enter(Phase.RUNNING)
         self._in_flight.update(keys)
         assert self._engine is not None
@@ -275,6 +283,7 @@ class RestoreCoordinator:
             self._tree.free(restore.job.slots)
             self._tree.unlock(restore.node)
             if ticket is not None:
+                ticket.life.add(f"restore ends without a result: {restore.job.error!r}")
                 ticket.restore = None
                 ticket.give_up()
 
@@ -293,6 +302,7 @@ class RestoreCoordinator:
         self._tree.lock(node)
         self._tree.unlock(restore.node)
         ticket.pinned_node = node
+        ticket.life.add(f"restored in {restore.seconds:.3f} s")
         ticket.enter(Phase.PINNED)
 
     def _let_go(self, ticket: Ticket) -> None:
@@ -329,6 +339,7 @@ class RestoreCoordinator:
         ]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")
+            ticket.life.add("what was restored is given back")
             self._unpin(ticket)
         return bool(pinned)
 

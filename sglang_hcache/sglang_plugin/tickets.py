@@ -76,9 +76,24 @@ class Restore:
 
 
 @dataclass(slots=True)
+class Life:
+    """What happened to a request, each with the seconds since it was queued: a line of the debug log."""
+
+    began: float = field(default_factory=time.monotonic)
+    events: list[str] = field(default_factory=list)
+
+    def add(self, event: str) -> None:
+        self.events.append(f"+{time.monotonic() - self.began:.3f} {event}")
+
+    def __str__(self) -> str:
+        return "; ".join(self.events)
+
+
+@dataclass(slots=True)
 class Ticket:
     prompt: Prompt
     keys: list[ChunkKey]
+    life: Life = field(default_factory=Life)
     phase: Phase = Phase.RESOLVED
     restore: Restore | None = None
     pinned_node: Node | None = None
@@ -101,8 +116,9 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoredTokens:
-    """How many tokens of an admitted request came from each tier."""
+class Admission:
+    """What an admitted request got: how many tokens from each tier, and its life so far."""
 
-    host: int
-    disk: int
+    host: int = 0
+    disk: int = 0
+    life: Life = field(default_factory=Life)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from array import array
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from sglang_hcache.sglang_plugin.protocols import Prompt
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+logger = logging.getLogger(__name__)
 
 
 def keep_apart(req: Req) -> None:
@@ -45,12 +48,28 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
 def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:
     """End the tickets of admitted requests and say in ``cached_tokens_details`` what was restored for them."""
     for req in batch.reqs:
-        restored = bridge.restores.admitted(req.rid, len(req.prefix_indices))
-        is_counted = not req.retracted_stain  # SGLang counts the first admission only
-        if is_counted and (restored.host or restored.disk):
-            req.cached_tokens_device = max(0, req.cached_tokens_device - restored.host - restored.disk)
-            req.cached_tokens_host += restored.host
-            req.cached_tokens_storage += restored.disk
+        admission = bridge.restores.admitted(req.rid, len(req.prefix_indices))
+        if req.retracted_stain:
+            continue  # SGLang counts the first admission only
+        if admission.host or admission.disk:
+            req.cached_tokens_device = max(0, req.cached_tokens_device - admission.host - admission.disk)
+            req.cached_tokens_host += admission.host
+            req.cached_tokens_storage += admission.disk
+        if logger.isEnabledFor(logging.DEBUG) and admission.life.events:
+            req.hcache_life = admission.life
+
+
+def log_life(req: Req) -> None:
+    """The request is over: a line in the debug log with what happened to it."""
+    life = getattr(req, "hcache_life", None)
+    if life is None:
+        return
+    cached = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
+    life.add(f"over after {len(req.output_ids)} tokens")
+    logger.debug(
+        "hcache: request %s: prompt of %d tokens = %d device + %d host + %d storage + %d computed: %s",
+        req.rid, len(req.origin_input_ids), *cached, len(req.origin_input_ids) - sum(cached), life,
+    )  # fmt: skip
 
 
 def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:

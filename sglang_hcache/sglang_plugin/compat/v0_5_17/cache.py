@@ -25,6 +25,7 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
+from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
 from sglang_hcache.sglang_plugin.model import ServedModel, shape_of
@@ -118,6 +119,7 @@ class HCacheRadixCache(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         self.bridge.end_capture(req.rid)
+        log_life(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """As in the base class; where that is not enough, what waiting requests have pinned goes too."""
