@@ -108,7 +108,7 @@ class ServerProcess:
             ConfigError: this machine cannot run a server (no GPU and no C compiler).
         """
         assert not self.is_running, "the server is running already"
-        self._port = _free_port()
+        self._port = free_port()
         command, environment = prepare_launch([*self._args, "--host", HOST, "--port", str(self._port)])
         environment.update(self._extra_env)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,12 @@ class ServerProcess:
         self.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on.
+
+    Raises:
+        ServerProcessError: all are taken.
+    """
     for port in random.sample(_PORTS, 200):
         with socket.socket() as probe:
             try:

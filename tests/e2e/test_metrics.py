@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from tests.e2e import dashboard
 from tests.e2e.harness import TierServer, random_prompt, wait_for
 from tests.e2e.test_plans import write_profile
 
 _PATIENCE_S = 90.0
+
+NAME = re.compile(rf"{PREFIX}(\w+)")
 
 Samples = dict[str, dict[tuple[str, ...], float]]
 
@@ -36,10 +41,23 @@ def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192", "--enable-metrics"),
         *("--chunked-prefill-size", "512", "--hcache-config", str(config), "--hcache-method", "auto"),
+        *("--log-level", "debug"),
     ]
     running = TierServer(folder, arguments)
     (running.switches / "io_faults").touch()
     with running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prometheus(
+    server: TierServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dashboard.Prometheus | None]:
+    """Scrapes from before the first request on; None where it is not installed."""
+    if shutil.which("prometheus") is None:
+        yield None
+        return
+    with dashboard.Prometheus(tmp_path_factory.mktemp("prometheus"), server.process.url) as running:
         yield running
 
 
@@ -71,7 +89,10 @@ def come_back(server: TierServer, prompt: list[int]) -> int:
 
 def test_every_metric_moves(server: TierServer) -> None:
     before = read(server)
-    assert all(sum(before[f"{counter.name}_total"].values()) == 0 for counter in COUNTERS)
+    of_warm_up = {"rows"}
+    assert all(
+        not any(before[f"{each.name}_total"].values()) for each in COUNTERS if each.name not in of_warm_up
+    )
 
     prompts = [random_prompt(seed, 230) for seed in range(10)]
     server.ask(prompts[0], tokens=1)
@@ -101,6 +122,7 @@ def test_every_metric_moves(server: TierServer) -> None:
     assert after["restores_total"] == {(result,): count for result, count in expected.items()}
     assert after["restored_tokens_total"] == {("host",): 192, ("disk",): 192}
     assert after["chunks_dropped_total"][("staging_full",)] > 0
+    assert after["rows_total"][("staging_full",)] > 0
     assert after["disk_events_total"][("io_error",)] > 0
     assert after["errors_total"] == {("capture",): 0, ("restore",): 1, ("demote",): 0}
 
@@ -141,3 +163,56 @@ def test_a_sick_directory_shows(server: TierServer) -> None:
     with server.switched_on("fail_writes"):
         wait_for(shows, "a directory that is out", _PATIENCE_S)
     wait_for(lambda: health(server) == {1.0}, "the directory to be well again", _PATIENCE_S)
+
+
+def test_each_query_of_the_dashboard_returns_data(
+    prometheus: dashboard.Prometheus | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if prometheus is None:
+        pytest.skip("prometheus is not installed: apt-get install prometheus")
+    queries = [query for panel in dashboard.panels() for query in panel.queries]
+    assert len(queries) > 20
+    empty = [query for query, legend in queries if not any(prometheus.series(query, legend))]
+    assert not empty
+    (directories,) = prometheus.series("min(sglang:hcache_directory_healthy)", "")
+    assert set(directories.values) == {0.0, 1.0}  # out and back, as the server said above
+    picture = Path(request.config.getoption("--screenshots", default=None) or tmp_path) / "dashboard.png"
+    dashboard.draw(prometheus, picture)
+    assert picture.stat().st_size > 50_000
+
+
+def test_prometheus_evaluates_the_alerts(prometheus: dashboard.Prometheus | None) -> None:
+    if prometheus is None:
+        pytest.skip("prometheus is not installed: apt-get install prometheus")
+    wait_for(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), "alerts to be evaluated")
+    assert len(prometheus.rules()) == 5
+
+
+def test_the_dashboard_knows_every_metric() -> None:
+    shown = {
+        name for panel in dashboard.panels() for query, _ in panel.queries for name in NAME.findall(query)
+    }
+    ours = {f"{counter.name}_total" for counter in COUNTERS} | {gauge.name for gauge in GAUGES}
+    histograms = {histogram.name for histogram in HISTOGRAMS}
+    suffix = re.compile("_(bucket|sum|count)$")
+    found = {name if name in ours else suffix.sub("", name) for name in shown}
+    assert found == (ours | histograms) - {"tier_chunks"}
+
+
+def test_the_debug_log_tells_the_life_of_a_request(server: TierServer) -> None:
+    prompt = random_prompt(90, 230)
+    server.ask(prompt, tokens=1)
+    assert come_back(server, prompt) == 192
+    lives = [line for line in server.process.log_text().splitlines() if "hcache: request " in line]
+    first, second = lives[-2:]
+    assert "prompt of 230 tokens = 0 device + 0 host + 0 storage + 230 computed" in first
+    assert "+0.000 queued with 3 whole chunks, a miss" in first
+    assert "prompt of 230 tokens = 0 device + 192 host + 0 storage + 38 computed" in second
+    order = (
+        "a hit",
+        "restore of 192 tokens behind 0 starts: ",
+        "restored in ",
+        "admitted with 192 ",
+        "over after 1 ",
+    )
+    assert [word for _, word in sorted((second.index(word), word) for word in order)] == list(order)
