@@ -2,6 +2,8 @@
 
 # Read only when .venv is made: Python 3.11 to 3.13.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Tests start servers, which mostly import: two at a time fit two cores and 16 GB. One after the other: TEST_WORKERS=0.
+TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -11,7 +13,7 @@ STAMP := $(VENV)/.hcache-setup
 TEST_DIRS := $(wildcard tests/unit tests/faults tests/e2e)
 LINTED := $(wildcard sglang_hcache tests benchmarks)
 
-.PHONY: help setup lock test demo lint clean
+.PHONY: help setup lock test demo lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -21,7 +23,7 @@ setup: $(STAMP) ## Make .venv with the locked dependencies and `hcache` (PYTHON=
 	@:
 
 test: setup ## Run the unit tests, the fault suite, then the end-to-end tests (PYTEST_ARGS=... is passed on).
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TEST_DIRS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) $(TEST_DIRS)
 
 demo: setup ## Multi-turn conversations with and without the tier, side by side (DEMO_ARGS=... is passed on).
 	$(BIN)/hcache demo $(DEMO_ARGS)
@@ -30,6 +32,10 @@ lint: setup ## ruff check, ruff format --check, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
+
+# The variable: Material says that its successor reads the same mkdocs.yml (docs/dependencies.md), at every build.
+docs: setup ## Build the documentation as a site in build/site; any warning fails.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Versions stay as they are unless pyproject.toml forbids them; `make lock LOCK_ARGS=--upgrade` renews all.
 # Relative paths only, and no index addresses: the file is the same on every machine.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+ONE_SERVER = Path(__file__).parent / "e2e" / "one_server"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,3 +35,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--write-families", action="store_true", help="tests/e2e: write what was seen into docs/families.md"
     )
+    group.addoption(
+        "--write-reference",
+        action="store_true",
+        help="tests/unit/cli: write docs/commands.md and the tables of docs/flags.md and docs/metrics.md",
+    )
+    group.addoption(
+        "--screenshots",
+        metavar="DIR",
+        help="tests/e2e: put screenshots and the picture of the dashboard here",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: a file's tests stay on one, and so do those that share one server."""
+    for item in items:
+        group = ONE_SERVER if ONE_SERVER in item.path.parents else item.path
+        item.add_marker(pytest.mark.xdist_group(str(group)))

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sglang_hcache
-from sglang_hcache.cli import metrics, plan, profile, store, top
+from sglang_hcache.cli import flags, metrics, plan, profile, store, top
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import HCacheError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store")
 app.command("plan")(plan.plan)
+app.command("flags")(flags.flags)
 app.command("metrics")(metrics.metrics)
 app.command("top")(top.top)
 app.command("profile", context_settings={"ignore_unknown_options": True})(profile.profile)

@@ -48,13 +48,14 @@ class HCacheConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     dirs: tuple[Path, ...] = ()
-    """Directories of the disk tier, one per device. Empty: host tier only, nothing is written to disk."""
+    """Directories of the disk tier, one per device, at most 16, separated by commas. Without it there is a host tier
+    only, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
     """Hard cap on the disk tier's physical bytes, all directories together, index included."""
     disk_free_floor: Size = 8 * 10**9
-    """The disk tier stops growing when a file system has less than this free."""
+    """Free space that the disk tier leaves on each file system; it shrinks when others fill the disk."""
     host_size: Size = 4 * 2**30
-    """Host memory of the tier, staging included."""
+    """Host memory for chunks, staging and restore buffers together. Committed as it fills."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""
@@ -75,28 +76,31 @@ class HCacheConfig(BaseModel):
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
-    """Part of ``host_size`` that receives rows during a forward pass, bytes, at most half of it. None: two of the
-    model's largest prefill passes, at most a quarter of it."""
+    """Part of ``host_size`` that receives rows during a forward pass, at most half of it. What a pass computes beyond
+    it is not saved; the log warns at start if that can happen. Default: two of the model's largest prefill passes, at
+    most a quarter of ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
-    """One segment, all directories together, bytes, at most a quarter of ``disk_size``; the unit of disk eviction.
-    None: an eighth of it, at most 256 MiB."""
+    """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
+    Default: an eighth of ``disk_size``, at most 256 MiB."""
     io_timeout_s: float = Field(default=5.0, gt=0)
-    """A read or write that takes longer is given up, and its directory left out until it answers again."""
+    """Seconds after which a read or write is given up, and its directory left out until it answers again."""
     disk_read_limit: Size | None = Field(default=None, gt=0)
     """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
     measure_s: float = Field(default=1.0, gt=0, le=60)
-    """Time for each thing that is measured at start, where no profile says what it takes."""
+    """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
     run_chunks: int = Field(default=16, ge=1, le=64)
-    """Most chunks written together as one run."""
+    """Most chunks of 64 tokens that are written together as one run, 1 to 64."""
     max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
-    """Share of the KV pool that running restores and their pins may hold; one restore alone may hold more."""
+    """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
+    exceed it."""
     restore_deadline_s: float = Field(default=10.0, gt=0)
-    """A restore that takes longer is abandoned and its request recomputed."""
+    """Seconds after which a restore is given up and its request recomputed, waiting for earlier restores included. For
+    up to 30 s after that nothing is restored."""
     shutdown_flush_s: float = Field(default=10.0, ge=0, le=12)
-    """Longest time a graceful stop may spend on writing host chunks to disk. SGLang kills its processes 15 s after
-    it asked them to end."""
+    """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
+    15 s after it asked them to stop."""
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -166,6 +170,19 @@ FILE_ONLY_FIELDS = frozenset(
 )
 """Fields without a flag of their own."""
 
+SIZE_FIELDS = frozenset(
+    {
+        "disk_size",
+        "disk_free_floor",
+        "host_size",
+        "disk_write_budget",
+        "staging_size",
+        "segment_size",
+        "disk_read_limit",
+    }
+)
+"""Fields in bytes, which may be given with a unit."""
+
 
 def flag_of(field: str) -> str:
     """How a user sets ``field``."""
@@ -174,16 +191,20 @@ def flag_of(field: str) -> str:
     return "--hcache-" + field.replace("_", "-")
 
 
+def meaning_of(field: str) -> str:
+    """What a field sets, in a sentence or a few."""
+    return " ".join((HCacheConfig.model_fields[field].description or "").replace("``", "").split())
+
+
 def flag_help(field: str) -> str:
     """What ``--help`` says of a field: its meaning, what is allowed, the default."""
-    info = HCacheConfig.model_fields[field]
-    text = " ".join((info.description or "").replace("``", "").split())
-    if isinstance(info.default, StrEnum):
-        return f"{text} Allowed: {', '.join(type(info.default))}; default: {info.default}."
-    if isinstance(info.default, int):
-        return f"{text} E.g. 8GB or 512MiB; default: {format_bytes(info.default)}."
-    if field.endswith(("_size", "_budget")):
-        return f"{text} E.g. 8GB or 512MiB; default: no limit."
+    default, text = HCacheConfig.model_fields[field].default, meaning_of(field)
+    if isinstance(default, StrEnum):
+        return f"{text} Allowed: {', '.join(type(default))}; default: {default}."
+    if field in SIZE_FIELDS:
+        return (
+            f"{text} E.g. 8GB or 512MiB; default: {'no limit' if default is None else format_bytes(default)}."
+        )
     return text
 
 

@@ -1,0 +1,51 @@
+"""The pages that are made from the code say what the code says; ``--write-reference`` writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.cli import get_docs_for_click
+from typer.testing import CliRunner
+
+from sglang_hcache.cli import flags, metrics
+from sglang_hcache.cli.main import app
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig
+
+DOCS = Path(__file__).parents[3] / "docs"
+MARKED = re.compile(r"(?<=<!-- from the code: begin -->\n\n).*(?=\n\n<!-- end -->)", re.DOTALL)
+
+
+def commands() -> str:
+    """The page of all commands, as typer writes it."""
+    command = typer.main.get_command(app)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="hcache")
+    return f"{text.strip()}\n".replace("# `hcache`\n", "# Commands\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [("commands.md", commands), ("flags.md", flags.markdown), ("metrics.md", metrics.markdown)],
+)
+def test_pages_say_what_the_code_says(
+    page: str, made: Callable[[], str], pytestconfig: pytest.Config
+) -> None:
+    path, text = DOCS / page, made()
+    written = path.read_text() if path.exists() else text
+    expected = MARKED.sub(lambda _: text, written) if MARKED.search(written) else text
+    if pytestconfig.getoption("--write-reference"):
+        path.write_text(expected)
+    assert path.read_text() == expected
+
+
+def test_flags_has_every_setting() -> None:
+    found = {item["name"]: item for item in json.loads(CliRunner().invoke(app, ["flags", "--json"]).stdout)}
+    assert set(found) == set(HCacheConfig.model_fields)
+    assert {name for name, item in found.items() if item["flag"] is None} == FILE_ONLY_FIELDS
+    assert found["segment_size"]["default"] == "an eighth of disk_size, at most 256 MiB"
+    assert found["disk_write_budget"]["default"] == "none"
+    assert found["method"]["allowed"] == ["auto", "hidden", "kv", "hybrid", "recompute"]
