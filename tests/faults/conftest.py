@@ -16,8 +16,6 @@ from tests.unit.store.conftest import counters, open_store
 
 __all__ = ["counters", "open_store"]
 
-NOTES = pytest.StashKey[list[str]]()
-
 
 @pytest.fixture
 def seed(pytestconfig: pytest.Config) -> int:
@@ -65,11 +63,13 @@ def killed(memory_path: Path, stores: Stores) -> Callable[[], StoreConfig]:
 
 
 @pytest.fixture
-def note(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Keeps a line for the end of the run."""
-    return pytestconfig.stash.setdefault(NOTES, []).append
+def note(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Keeps a line for the end of the run; properties of reports come back from workers too."""
+    return lambda line: record_property("note", line)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in config.stash.get(NOTES, []):
-        terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, line in getattr(report, "user_properties", ()):
+            if name == "note" and report.when == "call":
+                terminalreporter.write_line(line)
