@@ -30,6 +30,7 @@ from common.options import (
 )
 from common.terminal import new_progress, while_doing
 from serving import overhead_report
+from serving.lookup import measure_lookup
 from serving.overhead_requests import PairedRequests, Settings, paired_row
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, ask_servers
@@ -67,7 +68,7 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
         **make_header("overhead"),
         "model": {**model.header, "dtype": tiny.dtype},
         "settings": asdict(settings),
-        "rows": [*_starts(starts or [started]), *rows],
+        "rows": [*_starts(starts or [started]), *rows, *_lookups(settings)],
     }
 
 
@@ -75,6 +76,22 @@ def _starts(starts: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Seconds from launching to serving."""
     row = paired_row("start", {name: [seconds[name] for seconds in starts] for name in (OFF, TIER)})
     return [row, {"what": "start: added", "unit": "s", OFF: 0.0, TIER: row[TIER] - row[OFF]}]
+
+
+def _lookups(settings: Settings) -> list[dict[str, Any]]:
+    """What a request costs that looks for the longest history in a large disk tier, which has all of it."""
+    found = measure_lookup(settings.chunks, settings.long_history)
+    among = f"{settings.long_history} tokens among {settings.chunks:,} chunks"
+    return [
+        {"what": f"keys of {settings.long_history} tokens", "unit": "s", OFF: 0.0, TIER: found.keys_s},
+        {"what": f"look-up of {among}", "unit": "s", OFF: 0.0, TIER: found.match_s},
+        {
+            "what": f"memory of {settings.chunks:,} chunks' names",
+            "unit": "bytes",
+            OFF: 0.0,
+            TIER: found.index_bytes,
+        },
+    ]
 
 
 async def _memory(settings: Settings, pair: Pair, tier: TokenClient) -> list[dict[str, Any]]:
@@ -134,6 +151,12 @@ def main(
             min=0,
         ),
     ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            help="Chunks of the disk tier that is looked into. Default: 1000000, quick 50000.", min=1
+        ),
+    ] = None,
     host_size: Annotated[
         str | None, typer.Option(help=f"--hcache-host-size. {SIZE_HELP} Default: 2GB, quick 256MB.")
     ] = None,
@@ -153,6 +176,7 @@ def main(
         rounds=rounds or (3 if quick else 7),
         short_rounds=rounds or (9 if quick else 7),
         starts=starts if starts is not None else (0 if quick else 3),
+        chunks=chunks or (50_000 if quick else 1_000_000),
         host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
         seed=seed,
     )

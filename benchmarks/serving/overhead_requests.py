@@ -38,6 +38,8 @@ class Settings:
     """Of prefill and of decoding."""
     starts: int
     """Of each server alone; 0: the starts for everything else are timed."""
+    chunks: int
+    """Of the disk tier that is looked into."""
     host_bytes: int
     seed: int
 

@@ -19,8 +19,12 @@ TIMES = ("mean", "p50", "p95", "p99")
 LMCACHE = "not available here: LMCache needs a GPU"
 
 
-def run(program: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The results of one run, which must have gone well; they are on standard output and in the files."""
+def run(program: str, folder: Path, *options: str, named: str = "method") -> dict[str, Any]:
+    """The results of one run, which must have gone well; they are on standard output and in the files.
+
+    Args:
+        named: the column that says what a row is of.
+    """
     out = folder / "out"
     command = [sys.executable, str(BENCHMARKS / f"{program}.py"), "--quick", "--json", "--out", str(out)]
     command += ["--dir", str(folder), *options]
@@ -29,7 +33,7 @@ def run(program: str, folder: Path, *options: str) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(result.stdout)
     assert json.loads((out / f"{program}.json").read_text()) == data
     with (out / f"{program}.csv").open(newline="") as file:
-        assert [row["method"] for row in csv.DictReader(file)] == [row["method"] for row in data["rows"]]
+        assert [row[named] for row in csv.DictReader(file)] == [row[named] for row in data["rows"]]
     assert (out / f"{program}.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir()} == {"out"}
     check_header(data, program)
@@ -103,3 +107,27 @@ def test_multiturn(tmp_path: Path) -> None:
     assert data["sizes"]["pool_tokens"] < 0.8 * total
     assert recompute["restored_tokens"] == 0
     assert kv["restored_tokens"] > 0
+
+
+def test_overhead(tmp_path: Path) -> None:
+    sizes = (
+        "--layers",
+        "2",
+        "--hidden",
+        "128",
+        "--prompt",
+        "128",
+        "--histories",
+        "512",
+        "--long-history",
+        "512",
+    )
+    data = run("overhead", tmp_path, *sizes, "--rounds", "2", "--chunks", "2000", named="what")
+    rows = {row["what"]: row for row in data["rows"]}
+    compared = [row for row in rows.values() if "ratio" in row]
+    assert len(compared) == 4
+    for row in compared:
+        assert 0 < row["lowest_ratio"] <= row["ratio"] <= row["highest_ratio"]
+    assert rows["512 tokens return, 64 are new: TTFT"]["restored_tokens"] in (0, 512)  # auto decides
+    assert rows["look-up of 512 tokens among 2,000 chunks"]["tier"] > 0
+    assert rows["memory"]["off"] > 0
