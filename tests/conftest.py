@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -30,4 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--write-families", action="store_true", help="tests/e2e: write what was seen into docs/families.md"
+    )
+    group.addoption(
+        "--screenshots",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="tests/e2e: put pictures of the chat page here (a temporary folder)",
     )
