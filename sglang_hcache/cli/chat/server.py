@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +26,7 @@ _CONNECT_S = 5.0
 _LOOK_S = 5.0  # a busy scheduler answers between two batches
 _FLUSH_S = 60.0
 _PHASES = f"{PREFIX}restore_phase_seconds"
+_T = TypeVar("_T")
 RESTORE_PHASES = ("queue", "read", "project", "recompute")
 """Parts of a restore, in the order of ``docs/metrics.md``."""
 
@@ -48,7 +51,9 @@ class SilentError(ChatError):
 
 
 class ChatServer:
-    """One server, asked without blocking. For one event loop.
+    """One server, asked without blocking, from any event loop.
+
+    Requests run on a thread of their own: times must not depend on how long the page takes to draw itself.
 
     Args:
         url: base address, as in ``http://127.0.0.1:30000``.
@@ -61,6 +66,11 @@ class ChatServer:
     ) -> None:
         self.url = url.rstrip("/")
         self.options = options
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="hcache-chat-requests", daemon=True
+        )
+        self._thread.start()
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
@@ -68,12 +78,81 @@ class ChatServer:
             transport=transport,
         )
 
-    async def stream(self, messages: Sequence[Message]) -> AsyncGenerator[StreamReader]:
-        """One answer: the reader after every line that came. Closing the iterator aborts the request at the server.
+    async def answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], None]) -> None:
+        """Ask for one answer and read it to its end. Cancelling it aborts the request at the server.
+
+        Args:
+            on_piece: called on this loop after every line that came; perhaps once more after a cancellation.
 
         Raises:
             ChatError: the server refused, failed, fell silent or cannot be reached.
         """
+        here = asyncio.get_running_loop()
+        await self._elsewhere(
+            self._answer(messages, lambda reader: here.call_soon_threadsafe(on_piece, reader))
+        )
+
+    async def info(self) -> Mapping[str, Any]:
+        """``/server_info``.
+
+        Raises:
+            UnreachableError: nobody listens.
+            SilentError: no answer in time.
+            ChatError: another answer than that of SGLang.
+        """
+        response = await self._elsewhere(self._get("/server_info"))
+        try:
+            info = dict(response.json())
+            is_ready = bool(info["internal_states"])
+        except (ValueError, TypeError, KeyError):
+            is_ready = False
+        if not is_ready:
+            raise ChatError(f"{self.url} does not answer like an SGLang server.")
+        return info
+
+    async def phase_seconds(self) -> Mapping[str, float] | None:
+        """Mean seconds of a restore's phases; empty before the first one, None without ``--enable-metrics``.
+
+        Raises:
+            ChatError: no answer.
+        """
+        try:
+            response = await self._elsewhere(self._get("/metrics"))
+        except (UnreachableError, SilentError):
+            raise
+        except ChatError:  # 404
+            return None
+        lines = [line for line in response.text.splitlines() if PREFIX in line]
+        return mean_phases("\n".join(lines) + "\n") if lines else None
+
+    async def clear_gpu_cache(self) -> None:
+        """Drop the KV cache of all conversations on the device. What the tier keeps stays; what is in host memory
+        only is written to disk.
+
+        Raises:
+            ChatError: the server refused, as it does while requests run, or cannot be reached.
+        """
+        await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))
+
+    async def close(self) -> None:
+        """End whatever is on its way, and close the connections. Once."""
+        await self._elsewhere(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What ``work`` gives on the thread for requests. A cancellation reaches it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], object]) -> None:
         options = self.options
         fields: dict[str, Any] = {} if options.temperature is None else {"temperature": options.temperature}
         body = request_body(
@@ -91,66 +170,18 @@ class ChatServer:
                     raise ChatError(refusal(response))
                 async for line in response.aiter_lines():
                     reader.take(line)
-                    yield reader
+                    on_piece(reader)
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         if not reader.is_whole:
             raise ChatError("The server ended its answer early.")
 
-    async def info(self) -> Mapping[str, Any]:
-        """``/server_info``.
+    def _get(self, path: str) -> Coroutine[Any, Any, httpx.Response]:
+        return self._request("GET", path, _LOOK_S)
 
-        Raises:
-            UnreachableError: nobody listens.
-            SilentError: no answer in time.
-            ChatError: another answer than that of SGLang.
-        """
-        response = await self._get("/server_info")
+    async def _request(self, method: str, path: str, timeout_s: float) -> httpx.Response:
         try:
-            info = dict(response.json())
-            is_ready = bool(info["internal_states"])
-        except (ValueError, TypeError, KeyError):
-            is_ready = False
-        if not is_ready:
-            raise ChatError(f"{self.url} does not answer like an SGLang server.")
-        return info
-
-    async def phase_seconds(self) -> Mapping[str, float] | None:
-        """Mean seconds of a restore's phases; empty before the first one, None without ``--enable-metrics``.
-
-        Raises:
-            ChatError: no answer.
-        """
-        try:
-            response = await self._get("/metrics")
-        except (UnreachableError, SilentError):
-            raise
-        except ChatError:  # 404
-            return None
-        lines = [line for line in response.text.splitlines() if PREFIX in line]
-        return mean_phases("\n".join(lines) + "\n") if lines else None
-
-    async def clear_gpu_cache(self) -> None:
-        """Drop the KV cache of all conversations on the device. What the tier keeps stays; what is in host memory
-        only is written to disk.
-
-        Raises:
-            ChatError: the server refused, as it does while requests run, or cannot be reached.
-        """
-        try:
-            response = await self._http.post(f"{self.url}/flush_cache", timeout=_FLUSH_S)
-        except httpx.HTTPError as error:
-            raise self._failure(error) from error
-        if response.is_error:
-            raise ChatError(refusal(response))
-
-    async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._http.aclose()
-
-    async def _get(self, path: str) -> httpx.Response:
-        try:
-            response = await self._http.get(self.url + path, timeout=_LOOK_S)
+            response = await self._http.request(method, self.url + path, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         if response.is_error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
 from sglang_hcache.cli.chat.server import ChatServer, UnreachableError
 from sglang_hcache.cli.chat.watch import Watch
-from sglang_hcache.cli.chat_client import ChatError
+from sglang_hcache.cli.chat_client import ChatError, StreamReader
 
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."
 
@@ -94,10 +93,14 @@ class Session:
 
     async def _answer(self, conversation: Conversation, exchange: Exchange) -> None:
         messages = conversation.messages(exchange, self._server.options.system)
+        task = asyncio.current_task()
+
+        def follow(reader: StreamReader) -> None:
+            if self._answering.get(conversation.number) is task:  # not stopped in the meantime
+                exchange.follow(reader)
+
         try:
-            async with contextlib.aclosing(self._server.stream(messages)) as pieces:
-                async for reader in pieces:
-                    exchange.follow(reader)
+            await self._server.answer(messages, follow)
         except ChatError as error:
             exchange.end(Phase.FAILED, str(error))
         else:

@@ -37,8 +37,6 @@ class Look:
     problem: str = ""
     """Why there is no newer state."""
     model: str = ""
-    context_length: int | None = None
-    """Tokens that a conversation and its answer may have."""
     tier: Mapping[str, Any] | None = None
     """The tier's state; None without the tier."""
     layers: tuple[Method, ...] = ()
@@ -63,7 +61,6 @@ def look_of(info: Mapping[str, Any], phases: Mapping[str, float] | None) -> Look
     return Look(
         reach=Reach.UP,
         model=name.rstrip("/").rpartition("/")[2],
-        context_length=info.get("context_length") or info.get("max_req_input_len"),
         tier=tier,
         layers=layers,
         layers_problem=problem,

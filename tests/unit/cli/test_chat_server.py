@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -27,17 +29,18 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 class Pieces(httpx.AsyncByteStream):
-    """A stream that waits for ``go`` before its last pieces; knows whether it was closed."""
+    """A stream that waits for ``go`` before its last pieces; knows whether it was closed. Read on another thread."""
 
     def __init__(self, first: list[bytes], rest: list[bytes]) -> None:
         self.first, self.rest = first, rest
-        self.go = asyncio.Event()
+        self.go = threading.Event()
         self.is_closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self.first:
             yield piece
-        await self.go.wait()
+        while not self.go.is_set():
+            await asyncio.sleep(0.001)
         for piece in self.rest:
             yield piece
 
@@ -57,8 +60,13 @@ def token(text: str, count: int) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def server_of(handler: Handler, **options: Any) -> ChatServer:
-    return ChatServer("http://there/", AnswerOptions(**options), transport=httpx.MockTransport(handler))
+@contextlib.asynccontextmanager
+async def server_of(handler: Handler, **options: Any) -> AsyncIterator[ChatServer]:
+    server = ChatServer("http://there/", AnswerOptions(**options), transport=httpx.MockTransport(handler))
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 def fails_with(error: type[httpx.TransportError]) -> Handler:
@@ -68,15 +76,24 @@ def fails_with(error: type[httpx.TransportError]) -> Handler:
     return handler
 
 
-def session_of(handler: Handler, **options: Any) -> Session:
-    server = server_of(handler, **options)
-    return Session(server, Watch(server))
+@contextlib.asynccontextmanager
+async def session_of(handler: Handler, **options: Any) -> AsyncIterator[Session]:
+    async with server_of(handler, **options) as server:
+        session = Session(server, Watch(server))
+        yield session
+        await session.close()
+
+
+async def texts_of(server: ChatServer) -> list[str]:
+    texts: list[str] = []
+    await server.answer([], lambda reader: texts.append(reader.text))
+    return texts
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 def test_an_answer() -> None:
@@ -87,17 +104,17 @@ def test_an_answer() -> None:
         return httpx.Response(200, content=token("Hel", 1) + token("lo", 2) + DONE)
 
     async def run() -> None:
-        session = session_of(handler, max_tokens=7, system="Be brief.")
-        conversation = session.conversations.selected
-        assert session.send(conversation, " Hi \n")
-        assert not session.send(conversation, "again")  # one answer at a time
-        await until(lambda: conversation.open_exchange is None)
-        (exchange,) = conversation.exchanges
-        assert (exchange.question, exchange.answer, exchange.phase) == ("Hi", "Hello", Phase.DONE)
-        assert exchange.measures is not None
-        assert exchange.measures.sources is not None
-        assert exchange.measures.sources.recomputed == 9
-        assert not session.send(conversation, "  ")
+        async with session_of(handler, max_tokens=7, system="Be brief.") as session:
+            conversation = session.conversations.selected
+            assert session.send(conversation, " Hi \n")
+            assert not session.send(conversation, "again")  # one answer at a time
+            await until(lambda: conversation.open_exchange is None)
+            (exchange,) = conversation.exchanges
+            assert (exchange.question, exchange.answer, exchange.phase) == ("Hi", "Hello", Phase.DONE)
+            assert exchange.measures is not None
+            assert exchange.measures.sources is not None
+            assert exchange.measures.sources.recomputed == 9
+            assert not session.send(conversation, "  ")
 
     asyncio.run(run())
     assert [message["content"] for message in seen[0]["messages"]] == ["Be brief.", "Hi"]
@@ -112,7 +129,8 @@ def test_temperature_is_sent_when_given() -> None:
         return httpx.Response(200, content=token("a", 1) + DONE)
 
     async def run() -> None:
-        assert [reader.text async for reader in server_of(handler, temperature=0.0).stream([])][-1] == "a"
+        async with server_of(handler, temperature=0.0) as server:
+            assert (await texts_of(server))[-1] == "a"
 
     asyncio.run(run())
 
@@ -120,18 +138,18 @@ def test_temperature_is_sent_when_given() -> None:
 def test_stop_closes_the_request_and_keeps_what_came() -> None:
     async def run() -> None:
         body = Pieces([token("one", 1)], [token(" two", 2), DONE])
-        session = session_of(lambda _: httpx.Response(200, stream=body))
-        conversation = session.conversations.selected
-        session.send(conversation, "Count")
-        await until(lambda: conversation.exchanges[0].answer == "one")
-        session.stop(conversation)
-        await until(lambda: conversation.open_exchange is None)
-        assert body.is_closed
-        exchange = conversation.exchanges[0]
-        assert (exchange.answer, exchange.phase) == ("one", Phase.STOPPED)
-        assert exchange.measures is not None
-        assert exchange.measures.num_tokens == 1
-        session.stop(conversation)  # nothing to stop
+        async with session_of(lambda _: httpx.Response(200, stream=body)) as session:
+            conversation = session.conversations.selected
+            session.send(conversation, "Count")
+            await until(lambda: conversation.exchanges[0].answer == "one")
+            session.stop(conversation)
+            await until(lambda: conversation.open_exchange is None)
+            assert body.is_closed
+            exchange = conversation.exchanges[0]
+            assert (exchange.answer, exchange.phase) == ("one", Phase.STOPPED)
+            assert exchange.measures is not None
+            assert exchange.measures.num_tokens == 1
+            session.stop(conversation)  # nothing to stop
 
     asyncio.run(run())
 
@@ -140,19 +158,19 @@ def test_two_answers_at_once_and_one_is_deleted() -> None:
     async def run() -> None:
         bodies = [Pieces([token("a", 1)], [DONE]), Pieces([token("b", 1)], [DONE])]
         left = iter(bodies)
-        session = session_of(lambda _: httpx.Response(200, stream=next(left)))
-        first = session.conversations.selected
-        session.send(first, "one")
-        second = session.conversations.new()
-        session.send(second, "two")
-        await until(lambda: first.exchanges[0].answer == "a" and second.exchanges[0].answer == "b")
-        bodies[0].go.set()
-        await until(lambda: first.open_exchange is None)
-        await until(lambda: first.is_unread)
-        session.delete(second)
-        await until(lambda: bodies[1].is_closed)
-        assert list(session.conversations) == [first]
-        await session.close()
+        async with session_of(lambda _: httpx.Response(200, stream=next(left))) as session:
+            first = session.conversations.selected
+            session.send(first, "one")
+            second = session.conversations.new()
+            session.send(second, "two")
+            await until(lambda: first.exchanges[0].answer == "a" and second.exchanges[0].answer == "b")
+            bodies[0].go.set()
+            await until(lambda: first.open_exchange is None)
+            await until(lambda: first.is_unread)
+            session.delete(second)
+            await until(lambda: bodies[1].is_closed)
+            assert list(session.conversations) == [first]
+            await session.close()
 
     asyncio.run(run())
 
@@ -171,20 +189,20 @@ def test_a_server_that_dies_and_comes_back() -> None:
         return answer if isinstance(answer, httpx.Response) else answer(request)
 
     async def run() -> None:
-        session = session_of(handler)
-        conversation = session.conversations.selected
-        session.send(conversation, "Hi")
-        await until(lambda: conversation.open_exchange is None)
-        (exchange,) = conversation.exchanges
-        assert (exchange.phase, exchange.answer) == (Phase.FAILED, "half")
-        assert "early" in exchange.error
-        session.retry(conversation, exchange)
-        await until(lambda: conversation.open_exchange is None)
-        assert (exchange.phase, exchange.answer) == (Phase.FAILED, "")
-        assert "cannot be reached" in exchange.error
-        session.retry(conversation, exchange)
-        await until(lambda: conversation.open_exchange is None)
-        assert (exchange.phase, exchange.answer, exchange.error) == (Phase.DONE, "whole", "")
+        async with session_of(handler) as session:
+            conversation = session.conversations.selected
+            session.send(conversation, "Hi")
+            await until(lambda: conversation.open_exchange is None)
+            (exchange,) = conversation.exchanges
+            assert (exchange.phase, exchange.answer) == (Phase.FAILED, "half")
+            assert "early" in exchange.error
+            session.retry(conversation, exchange)
+            await until(lambda: conversation.open_exchange is None)
+            assert (exchange.phase, exchange.answer) == (Phase.FAILED, "")
+            assert "cannot be reached" in exchange.error
+            session.retry(conversation, exchange)
+            await until(lambda: conversation.open_exchange is None)
+            assert (exchange.phase, exchange.answer, exchange.error) == (Phase.DONE, "whole", "")
 
     asyncio.run(run())
 
@@ -206,9 +224,9 @@ def test_a_server_that_dies_and_comes_back() -> None:
 )
 def test_failures_are_said(handler: Handler, kind: type[ChatError], said: str) -> None:
     async def run() -> None:
-        with pytest.raises(kind, match=said):
-            async for _ in server_of(handler).stream([]):
-                pass
+        async with server_of(handler) as server:
+            with pytest.raises(kind, match=said):
+                await texts_of(server)
 
     asyncio.run(run())
 
@@ -220,10 +238,10 @@ def test_clearing_the_gpu_cache(status: int) -> None:
             assert (request.method, request.url.path) == ("POST", "/flush_cache")
             return httpx.Response(status, text="Flush cache failed.\n")
 
-        session = session_of(handler)
-        assert await session.clear_gpu_cache() == (status == 200)
-        assert session.notice.is_error == (status == 400)
-        assert ("Flush cache failed." in session.notice.text) == (status == 400)
+        async with session_of(handler) as session:
+            assert await session.clear_gpu_cache() == (status == 200)
+            assert session.notice.is_error == (status == 400)
+            assert ("Flush cache failed." in session.notice.text) == (status == 400)
 
     asyncio.run(run())
 
@@ -259,25 +277,26 @@ def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[s
 
     async def run() -> None:
         nonlocal is_up
-        watch = Watch(server_of(handler))
-        task = asyncio.create_task(watch.run())
-        await asyncio.sleep(0)
-        assert watch.look == Look()  # nobody looks
-        watch.seen()
-        await until(lambda: watch.look.reach is Reach.UP)
-        assert watch.look.model == "name"
-        assert watch.look.phases == phases
-        assert "config.json" in watch.look.layers_problem
-        is_up = False
-        watch.hurry()
-        await until(lambda: watch.look.reach is Reach.AWAY)
-        assert "cannot be reached" in watch.look.problem
-        assert watch.look.tier == state()  # of before
-        is_up = True
-        watch.hurry()
-        await until(lambda: watch.look.reach is Reach.UP)
-        assert watch.look.problem == ""
-        task.cancel()
+        async with server_of(handler) as server:
+            watch = Watch(server)
+            task = asyncio.create_task(watch.run())
+            await asyncio.sleep(0)
+            assert watch.look == Look()  # nobody looks
+            watch.seen()
+            await until(lambda: watch.look.reach is Reach.UP)
+            assert watch.look.model == "name"
+            assert watch.look.phases == phases
+            assert "config.json" in watch.look.layers_problem
+            is_up = False
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.AWAY)
+            assert "cannot be reached" in watch.look.problem
+            assert watch.look.tier == state()  # of before
+            is_up = True
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.UP)
+            assert watch.look.problem == ""
+            task.cancel()
 
     asyncio.run(run())
 
@@ -298,7 +317,8 @@ def test_a_server_without_the_tier() -> None:
 )
 def test_not_a_server(handler: Handler, said: str) -> None:
     async def run() -> None:
-        with pytest.raises(ChatError, match=said):
-            await server_of(handler).info()
+        async with server_of(handler) as server:
+            with pytest.raises(ChatError, match=said):
+                await server.info()
 
     asyncio.run(run())
