@@ -27,6 +27,7 @@ _FAVICON = (
     '<rect x="6" y="8" width="20" height="4" rx="2" fill="#3fb27f"/><rect x="6" y="14" width="20" height="4" rx="2" '
     'fill="#6cc5e0"/><rect x="6" y="20" width="20" height="4" rx="2" fill="#b49be8"/></svg>'
 )
+_RECONNECT_S = 5.0  # after that a page that comes back loads anew, with all that was said
 _CLOSING_S = 1  # for connections of open pages, at the end
 
 
@@ -119,7 +120,7 @@ def run_page(settings: PageSettings) -> None:
             reload=False,
             show=settings.opens_browser,
             show_welcome_message=False,
-            reconnect_timeout=30.0,
+            reconnect_timeout=_RECONNECT_S,
             storage_secret=secrets.token_hex(),
             # Cookies are shared between the ports of a host: two pages must not take each other's.
             session_middleware_kwargs={

@@ -1,4 +1,4 @@
-/* Follows an answer to its end, unless the reader scrolled up; moves the focus. */
+/* Follows an answer to its end, unless the reader scrolled up; moves the focus; closes drawers. */
 (() => {
   const near = 80; // pixels from the end that count as at the end
   const page = () => document.scrollingElement;
@@ -14,6 +14,8 @@
     requestAnimationFrame(toEnd);
   };
   window.hcacheFocus = (selector) => setTimeout(() => document.querySelector(selector)?.focus(), 50);
+  // Only drawers that cover the page, on narrow screens, have something behind them that can be clicked.
+  window.hcacheCloseDrawers = () => document.querySelectorAll(".q-drawer__backdrop").forEach((back) => back.click());
   document.addEventListener("DOMContentLoaded", () => {
     new ResizeObserver(() => follows && toEnd()).observe(document.getElementById("app"));
   });

@@ -75,7 +75,7 @@ class ChatPage:
             .classes("side") as self._left
         ):
             with ui.element("nav") as navigation:
-                self._sidebar = Sidebar(session, self._close_drawer)
+                self._sidebar = Sidebar(session)
             labelled(navigation, "Conversations")
         with (
             ui.right_drawer(bordered=True, bottom_corner=True)
@@ -131,10 +131,6 @@ class ChatPage:
             ui.notify(
                 notice.text, type="negative" if notice.is_error else "positive", position="top", timeout=5000
             )
-
-    async def _close_drawer(self) -> None:
-        if await ui.run_javascript(f"window.innerWidth <= {_NARROW}"):
-            self._left.hide()
 
     async def _clear(self) -> None:
         await self._clear_gpu_cache(self._session)

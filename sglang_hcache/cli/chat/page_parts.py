@@ -19,3 +19,12 @@ def icon_button(icon: str, label: str, on_click: Callable[[], object]) -> ui.but
     with button:
         ui.tooltip(label)
     return button
+
+
+async def submitted(dialog: ui.dialog) -> object:
+    """What ``dialog`` was submitted with, None without an answer; it is gone then. The page may be closed meanwhile."""
+    result: object = await dialog
+    if dialog.is_deleted or dialog.client.is_deleted:
+        return None
+    dialog.delete()
+    return result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from nicegui import ui
 
 from sglang_hcache.cli.chat.conversation import Conversation
-from sglang_hcache.cli.chat.page_parts import labelled
+from sglang_hcache.cli.chat.page_parts import labelled, submitted
 from sglang_hcache.cli.chat.session import Session
 
 
@@ -22,15 +21,10 @@ class _Row:
 
 
 class Sidebar:
-    """Rows are changed in place: one that is built anew would lose the keyboard's focus.
+    """Rows are changed in place: one that is built anew would lose the keyboard's focus."""
 
-    Args:
-        on_chosen: called when the reader chose a conversation to go on with.
-    """
-
-    def __init__(self, session: Session, on_chosen: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._on_chosen = on_chosen
         self._rows: dict[int, _Row] = {}
         with ui.element("div").classes("sidebar-top"):
             ui.button("New conversation", icon="add", on_click=self._new).props("unelevated no-caps").classes(
@@ -79,14 +73,13 @@ class Sidebar:
                     ui.menu_item("Delete", lambda: self._delete(conversation), auto_close=False)
         return _Row(item, button, title, state)
 
-    async def _select(self, conversation: Conversation) -> None:
+    def _select(self, conversation: Conversation) -> None:
         self._session.conversations.select(conversation)
-        await self._on_chosen()
+        ui.run_javascript("hcacheCloseDrawers()")
 
-    async def _new(self) -> None:
+    def _new(self) -> None:
         self._session.conversations.new()
-        ui.run_javascript("hcacheFocus('.composer textarea')")
-        await self._on_chosen()
+        ui.run_javascript("hcacheCloseDrawers(); hcacheFocus('.composer textarea')")
 
     async def _rename(self, conversation: Conversation) -> None:
         with ui.dialog() as dialog, ui.card().classes("ask"):
@@ -97,8 +90,7 @@ class Sidebar:
             with ui.element("div").classes("buttons"):
                 ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
                 ui.button("Rename", on_click=lambda: dialog.submit(field.value)).props("unelevated no-caps")
-        title = await dialog
-        dialog.delete()
+        title = await submitted(dialog)
         if title:
             self._session.conversations.rename(conversation, str(title))
 
@@ -111,7 +103,5 @@ class Sidebar:
                 ui.button("Delete", color="negative", on_click=lambda: dialog.submit(True)).props(
                     "unelevated no-caps"
                 )
-        is_sure = await dialog
-        dialog.delete()
-        if is_sure:
+        if await submitted(dialog):
             self._session.delete(conversation)

@@ -8,7 +8,7 @@ from functools import partial
 from nicegui import ui
 
 from sglang_hcache.cli.chat.conversation import Conversation, Exchange, Phase
-from sglang_hcache.cli.chat.figures import exchange_html
+from sglang_hcache.cli.chat.figures import answer_markdown, exchange_html
 from sglang_hcache.cli.chat.page_parts import labelled
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.starters import Starter
@@ -146,7 +146,7 @@ class _ExchangeView:
         self._cleared.set_visibility(exchange.after_clearing)
         self._thoughts.text = exchange.thoughts
         self._thoughts.set_visibility(bool(exchange.thoughts))
-        self._text.content = exchange.answer
+        self._text.content = answer_markdown(exchange)
         self._text.set_visibility(bool(exchange.answer))
         self._waiting.set_visibility(exchange.phase is Phase.WAITING)
         self._empty.set_visibility(exchange.phase is Phase.DONE and not exchange.answer)
