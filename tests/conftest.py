@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--screenshots",
+        type=Path,
         metavar="DIR",
         help="tests/e2e: put screenshots and the picture of the dashboard here",
     )

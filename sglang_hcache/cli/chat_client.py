@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import httpx
 
 from sglang_hcache.core.errors import HCacheError
 
+CHAT_PATH = "/v1/chat/completions"
 _TIMEOUT_S = 300.0
 
 
@@ -89,6 +91,30 @@ def compare_answers(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference:
     return AnswerDifference(same_tokens, max(differences))
 
 
+def request_body(messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
+    """Body of a streaming chat request that reports where the prompt's tokens came from.
+
+    Args:
+        fields: further ones, or other values for those that are set here.
+    """
+    return {
+        "model": "default",
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_cached_tokens_details": True,
+        **fields,
+    }
+
+
+def refusal(response: httpx.Response) -> str:
+    """What a server said when it refused: status and its own message. The response must have been read."""
+    text = response.text.strip()
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # what is not SGLang's is shown as it came
+        text = str(response.json()["message"])
+    return f"HTTP {response.status_code}: {text}"
+
+
 class ChatClient:
     """A client of one server. Requests are greedy and ask for the answer's logprobs.
 
@@ -114,23 +140,13 @@ class ChatClient:
         Raises:
             ChatError: the server refused, failed or fell silent.
         """
-        body = {
-            "model": "default",
-            "messages": list(messages),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0,
-            "logprobs": True,
-            "max_completion_tokens": max_tokens,
-            "return_cached_tokens_details": True,
-            **extra,
-        }
-        reader = _StreamReader()
+        body = request_body(messages, temperature=0, logprobs=True, max_completion_tokens=max_tokens, **extra)
+        reader = StreamReader()
         try:
-            with self._http.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
+            with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise ChatError(f"{self._url}: HTTP {response.status_code}: {response.text}")
+                    raise ChatError(f"{self._url}: {refusal(response)}")
                 for line in response.iter_lines():
                     reader.take(line)
         except httpx.HTTPError as error:
@@ -174,59 +190,107 @@ class ChatClient:
         self.close()
 
 
-class _StreamReader:
+class StreamReader:
     """Puts the chunks of one stream together. Time runs from its construction."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._ttft_s: float | None = None
         self._text: list[str] = []
+        self._thoughts: list[str] = []
         self._tokens: list[AnswerToken] = []
         self._prompt_tokens: int | None = None
         self._details: dict[str, Any] = {}
+        self._is_whole = False
+        self.ttft_s: float | None = None
+        """From its construction to the first token, seconds; None before."""
+        self.latest_s: float | None = None
+        """From its construction to the latest piece of the answer, seconds; None before the first."""
+        self.num_tokens: int | None = None
+        """Tokens of the answer so far; None if the server did not say yet."""
+        self.finish_reason = ""
+        """Why the answer ended, in the server's word: ``stop``, ``length`` and others. Empty before."""
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._text)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the server sent its end mark."""
+        return self._is_whole
+
+    @property
+    def thoughts(self) -> str:
+        """What a server with a reasoning parser keeps apart from the answer."""
+        return "".join(self._thoughts)
+
+    @property
+    def sources(self) -> TokenSources | None:
+        """Where the prompt came from; None until the end of the stream, where servers say it."""
+        if not self._is_whole or self._prompt_tokens is None:
+            return None
+        device, host, disk = (int(self._details.get(name) or 0) for name in ("device", "host", "storage"))
+        recomputed = self._prompt_tokens - device - host - disk
+        return TokenSources(device=device, host=host, disk=disk, recomputed=recomputed)
 
     def take(self, line: str) -> None:
-        """One line of the stream of server-sent events."""
+        """One line of the stream of server-sent events.
+
+        Raises:
+            ChatError: the server reports a failure, or sends what is no JSON.
+        """
         field, _, data = line.partition(":")
-        if field != "data" or data.strip() == "[DONE]":
+        if field != "data":
+            return
+        if data.strip() == "[DONE]":
+            self._is_whole = True
             return
         try:
             chunk = json.loads(data)
         except ValueError:
             raise ChatError(f"the server sent something that is not JSON: {data[:200]!r}") from None
         if "error" in chunk:
-            raise ChatError(f"the server failed while answering: {chunk['error']}")
+            raise ChatError(f"the server failed while answering: {_message(chunk['error'])}")
         for choice in chunk.get("choices") or ():
             self._take_choice(choice)
-        if chunk.get("usage"):
-            self._prompt_tokens = int(chunk["usage"]["prompt_tokens"])
+        if usage := chunk.get("usage"):
+            self._prompt_tokens = int(usage["prompt_tokens"])
+            self.num_tokens = int(usage.get("completion_tokens") or 0)
         # SGLang's extension; absent when nothing came from a cache.
         self._details = (chunk.get("sglext") or {}).get("cached_tokens_details") or self._details
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
-        content = choice["delta"].get("content") or ""
+        delta = choice["delta"]
+        content, thoughts = delta.get("content") or "", delta.get("reasoning_content") or ""
         logprobs = (choice.get("logprobs") or {}).get("content") or ()
-        if self._ttft_s is None and (content or logprobs):
-            self._ttft_s = time.perf_counter() - self._began
+        if content or thoughts or logprobs:
+            self.latest_s = time.perf_counter() - self._began
+            self.ttft_s = self.ttft_s or self.latest_s
         self._text.append(content)
+        self._thoughts.append(thoughts)
         self._tokens += [AnswerToken(token["token"], token["logprob"]) for token in logprobs]
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def answer(self) -> ChatAnswer:
         """The whole answer.
 
         Raises:
-            ChatError: the stream ended without a token or without its usage.
+            ChatError: the stream ended without a token, without its usage or before its end.
         """
         total_s = time.perf_counter() - self._began
-        if self._ttft_s is None or self._prompt_tokens is None:
+        sources = self.sources
+        if self.ttft_s is None or sources is None:
             raise ChatError("the server ended its answer early")
-        device, host, disk = (int(self._details.get(name) or 0) for name in ("device", "host", "storage"))
         return ChatAnswer(
-            text="".join(self._text),
+            text=self.text,
             tokens=tuple(self._tokens),
-            sources=TokenSources(
-                device=device, host=host, disk=disk, recomputed=self._prompt_tokens - device - host - disk
-            ),
-            ttft_s=self._ttft_s,
+            sources=sources,
+            ttft_s=self.ttft_s,
             total_s=total_s,
         )
+
+
+def _message(error: Any) -> str:
+    """The text of a failure inside a stream."""
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)

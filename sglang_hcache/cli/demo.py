@@ -105,7 +105,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         ChatError: a server failed.
     """
     began = time.monotonic()
-    with terminated_as_interrupted(), _folder(settings) as folder:
+    with terminated_as_interrupted(), demo_folder(settings.keep) as folder:
         model = folder / "model"
         if not (model / "config.json").exists():
             view.status("Writing a random model")
@@ -210,12 +210,17 @@ def _disk_usage(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _folder(settings: DemoSettings) -> Iterator[Path]:
-    if settings.keep is None:
+def demo_folder(keep: Path | None) -> Iterator[Path]:
+    """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.
+
+    Raises:
+        ConfigError: ``keep`` cannot be made or written into.
+    """
+    if keep is None:
         with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
             yield Path(folder)
         return
-    folder_kept = settings.keep.expanduser().absolute()
+    folder_kept = keep.expanduser().absolute()
     try:
         folder_kept.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import sglang_hcache
 from sglang_hcache.cli import flags, metrics, plan, profile, store, top
+from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import HCacheError
 
@@ -29,6 +30,7 @@ app.command("plan")(plan.plan)
 app.command("flags")(flags.flags)
 app.command("metrics")(metrics.metrics)
 app.command("top")(top.top)
+app.command("chat")(chat.chat)
 app.command("profile", context_settings={"ignore_unknown_options": True})(profile.profile)
 
 
@@ -148,16 +150,32 @@ def _demo(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print measurements as JSON, no table.")] = False,
+    with_page: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Instead: one server with the tier, and the page of `hcache chat` to talk to it. The model's weights "
+            "are random: it answers with words without meaning.",
+        ),
+    ] = False,
+    host: chat.PageHost = "127.0.0.1",
+    port: chat.PagePort = chat.PAGE_PORT,
+    opens_browser: chat.OpensBrowser = False,
 ) -> None:
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
 
     Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
-    the recomputed one.
+    the recomputed one. With `--chat` it is you who talks, until Ctrl-C.
     """
     from sglang_hcache.cli.demo import DemoSettings, run_demo
     from sglang_hcache.cli.demo_view import choose_view
 
     folders = tuple(Path(part).expanduser().absolute() for part in dirs.split(",") if part.strip())
+    if with_page:
+        from sglang_hcache.cli.demo_chat import run_chat_demo
+
+        run_chat_demo(dirs=folders, keep=keep, host=host, port=port, opens_browser=opens_browser)
+        return
     settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
     with choose_view(as_json=as_json) as view:
         report = run_demo(settings, view)

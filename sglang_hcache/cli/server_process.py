@@ -48,6 +48,7 @@ class ServerProcess:
         log: file that receives the server's output; a start appends to it.
         extra_env: added to the environment that the launch has, in place of what is there.
         startup_timeout_s: longest time until the server answers, seconds.
+        port: 0 for a free one, another one at every start.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class ServerProcess:
         log: Path,
         extra_env: Mapping[str, str] = _NO_VARIABLES,
         startup_timeout_s: float = 180.0,
+        port: int = 0,
     ) -> None:
+        self._wanted_port = port
         self._args = tuple(args)
         self._log = Path(log)
         self._extra_env = dict(extra_env)
@@ -70,7 +73,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Base address, without a slash at the end; changes with every start."""
+        """Base address, without a slash at the end; changes with every start, unless a port was given."""
         return f"http://{HOST}:{self._port}"
 
     @property
@@ -108,7 +111,7 @@ class ServerProcess:
             ConfigError: this machine cannot run a server (no GPU and no C compiler).
         """
         assert not self.is_running, "the server is running already"
-        self._port = free_port()
+        self._port = self._wanted_port or free_port()
         command, environment = prepare_launch([*self._args, "--host", HOST, "--port", str(self._port)])
         environment.update(self._extra_env)
         self._log.parent.mkdir(parents=True, exist_ok=True)

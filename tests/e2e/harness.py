@@ -44,6 +44,7 @@ class TierServer:
     Args:
         cache: its user's cache folder, where profiles are looked for; None: an empty one.
         packages: folders in which it looks for Python packages first.
+        port: of every start; 0 for a free one each time.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TierServer:
         cache: Path | None = None,
         *,
         packages: Sequence[Path] = (),
+        port: int = 0,
     ) -> None:
         self.switches = folder / "switches"
         self.switches.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,7 @@ class TierServer:
         if "--hcache-method" not in args:
             args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine
         self.process = ServerProcess(
-            args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400
+            args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400, port=port
         )
         self._client = httpx.Client(timeout=120, trust_env=False)
 

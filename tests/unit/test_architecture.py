@@ -41,7 +41,7 @@ OTHERS = {
     "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "pydantic", "rich", "fastapi", "prometheus_client"},
     "cli": {
         *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx"),
-        *("transformers", "tokenizers", "safetensors", "matplotlib"),
+        *("transformers", "tokenizers", "safetensors", "matplotlib", "prometheus_client", "nicegui"),
     },
     "testing": {"numpy", "xxhash", "pytest", "hypothesis"},
 }

@@ -1,0 +1,14 @@
+"""``hcache chat``: a page for several conversations with a running server. Only ``page*`` and ``app`` need NiceGUI.
+
+| module | what it is |
+|---|---|
+| ``command`` | the command: options, port, errors |
+| ``conversation`` | what was said, and how far each answer is; no I/O |
+| ``server`` | requests to the server: answers, state, flush |
+| ``watch`` | looks at the server as long as somebody looks at the page |
+| ``session`` | one browser's conversations, and the answers on their way |
+| ``layers`` | what each layer stores, from what a server says of itself |
+| ``figures`` | bars, strips and tables as HTML |
+| ``page``, ``page_*`` | the page |
+| ``app`` | page and server together, until Ctrl-C |
+"""

@@ -1,0 +1,135 @@
+"""``hcache chat``: a page in the browser that talks to a running server."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Annotated
+
+import typer
+
+from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.core.errors import ConfigError
+
+PAGE_PORT = 8088
+_PANEL = "The page"
+
+PagePort = Annotated[
+    int,
+    typer.Option(help="Port of the page; 0 takes a free one.", min=0, max=65535, rich_help_panel=_PANEL),
+]
+PageHost = Annotated[
+    str,
+    typer.Option(
+        help="Address that the page listens on. There is no login: with another one than this machine's own, "
+        "whoever reaches it can use it.",
+        rich_help_panel=_PANEL,
+    ),
+]
+OpensBrowser = Annotated[
+    bool,
+    typer.Option("--open/--no-open", help="Open the page in this machine's browser.", rich_help_panel=_PANEL),
+]
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="The SGLang server.")] = "http://127.0.0.1:30000",
+    host: PageHost = "127.0.0.1",
+    port: PagePort = PAGE_PORT,
+    opens_browser: OpensBrowser = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 1024,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: always the likeliest token. Default: the model's own.", min=0.0)
+    ] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="Sent before every conversation.")] = "",
+) -> None:
+    """Chat with a running server in the browser, and see what the tier does.
+
+    Holds several conversations at once. Each answer shows its time to the first token (TTFT), its speed, and where its
+    prompt's tokens came from: the GPU's KV cache, host memory, disk, or computed again. A panel shows the tier.
+
+    To see a restore: send a long message, press *Clear the GPU cache*, then send another one.
+
+    The server needs nothing but to run; start it with `hcache serve`, and with `--enable-metrics` to also see times of
+    restores. Without a server at hand: `hcache demo --chat`.
+
+    Conversations live in this process: they outlast a reload of the page, not this command. Nothing is written to disk.
+    Needs the extra `chat`: `pip install "sglang-hcache[chat]"`. Ctrl-C ends it.
+    """
+    address = url if "://" in url else f"http://{url}"
+    options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
+    serve_page(address, host=host, port=port, options=options, opens_browser=opens_browser)
+
+
+def serve_page(
+    url: str,
+    *,
+    host: str,
+    port: int,
+    options: AnswerOptions,
+    opens_browser: bool,
+    note: str = "",
+) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        url: of the SGLang server.
+        port: 0 for a free one.
+        note: about the model, shown in the page.
+
+    Raises:
+        ConfigError: NiceGUI is missing, or the page cannot listen there.
+    """
+    require_nicegui()
+    from sglang_hcache.cli.chat.app import PageSettings, run_page
+    from sglang_hcache.cli.chat.page import PageTexts
+    from sglang_hcache.cli.chat.starters import starters
+
+    run_page(
+        PageSettings(
+            url=url,
+            host=host,
+            port=usable_port(host, port),
+            options=options,
+            texts=PageTexts(starters=starters(), note=note),
+            opens_browser=opens_browser,
+        )
+    )
+
+
+def require_nicegui() -> None:
+    """Fail early if the page cannot be served here.
+
+    Raises:
+        ConfigError: NiceGUI is missing.
+    """
+    try:
+        import nicegui  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            'the page needs NiceGUI (the extra `chat`); install it with: pip install "sglang-hcache[chat]"'
+        ) from None
+
+
+def usable_port(host: str, port: int) -> int:
+    """``port`` if the page can listen there; a free one for 0.
+
+    Raises:
+        ConfigError: it is in use or not allowed, or ``host`` is not an address of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the page's server does
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise ConfigError(f"--host: {host!r} is not an address: {error.strerror}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"--port: {port} is in use on {host}; name another one, or 0 for a free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"--port: this user may not listen on {port}; name one above 1023") from None
+        raise ConfigError(f"--host: cannot listen on {host}: {error.strerror}") from None

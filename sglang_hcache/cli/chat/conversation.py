@@ -1,0 +1,220 @@
+"""Conversations and how far their answers are. No I/O: what the page shows can be tested without one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_hcache.cli.chat_client import Message, StreamReader, TokenSources
+
+UNTITLED = "New conversation"
+_TITLE_LENGTH = 42  # characters; more do not fit into the list
+
+
+class Phase(StrEnum):
+    """How far an answer is."""
+
+    WAITING = "waiting"
+    """Sent; no token yet."""
+    STREAMING = "streaming"
+    DONE = "done"
+    STOPPED = "stopped"
+    """By the user; what came until then stays."""
+    FAILED = "failed"
+    """By the server or on the way; can be tried again."""
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Phase.WAITING, Phase.STREAMING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """What an answer took, so far."""
+
+    ttft_s: float | None
+    """From sending the question to the first token, seconds."""
+    latest_s: float | None
+    """From sending the question to the latest token, seconds."""
+    num_tokens: int | None
+    sources: TokenSources | None
+    """None while the answer is on its way, and for one that was cut short: servers say it at the end."""
+    is_cut: bool
+    """Whether the answer reached the longest length that was asked for."""
+
+    @classmethod
+    def of(cls, reader: StreamReader) -> Measures:
+        """What ``reader`` knows by now."""
+        return cls(
+            ttft_s=reader.ttft_s,
+            latest_s=reader.latest_s,
+            num_tokens=reader.num_tokens,
+            sources=reader.sources,
+            is_cut=reader.finish_reason == "length",
+        )
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens after the first one over the time since it came; None with fewer than two."""
+        if self.ttft_s is None or self.latest_s is None or not self.num_tokens:
+            return None
+        seconds = self.latest_s - self.ttft_s
+        return (self.num_tokens - 1) / seconds if self.num_tokens > 1 and seconds > 0 else None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A question and its answer."""
+
+    question: str
+    after_clearing: bool = False
+    """Whether the GPU cache was cleared since the last answer."""
+    answer: str = ""
+    thoughts: str = ""
+    phase: Phase = Phase.WAITING
+    error: str = ""
+    measures: Measures | None = None
+    version: int = 0
+    """Grows with every change, for whoever shows it."""
+
+    def follow(self, reader: StreamReader) -> None:
+        """A piece of the answer came."""
+        self.answer, self.thoughts = reader.text, reader.thoughts
+        self.measures = Measures.of(reader)
+        if reader.ttft_s is not None:
+            self.phase = Phase.STREAMING
+        self.version += 1
+
+    def end(self, phase: Phase, error: str = "") -> None:
+        """No more will come."""
+        self.phase, self.error = phase, error
+        self.version += 1
+
+    def mark_cleared(self) -> None:
+        """The GPU cache was cleared just before the question."""
+        self.after_clearing = True
+        self.version += 1
+
+    def begin_again(self) -> None:
+        """Forget the answer: it is asked for again."""
+        self.answer = self.thoughts = self.error = ""
+        self.measures = None
+        self.phase = Phase.WAITING
+        self.version += 1
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said, in order."""
+
+    number: int
+    title: str = UNTITLED
+    exchanges: list[Exchange] = field(default_factory=list)
+    draft: str = ""
+    """Typed, not sent."""
+    is_cleared: bool = False
+    """Whether the GPU cache was cleared since the last question."""
+    is_unread: bool = False
+    """Whether an answer ended while another conversation was shown."""
+
+    @property
+    def open_exchange(self) -> Exchange | None:
+        """The one whose answer is on its way."""
+        return next((exchange for exchange in self.exchanges if exchange.phase.is_open), None)
+
+    def ask(self, question: str) -> Exchange:
+        """Add a question. The first one is the title, if there is none yet."""
+        assert self.open_exchange is None, "one answer at a time"
+        if not self.exchanges and self.title == UNTITLED:
+            self.title = title_of(question)
+        exchange = Exchange(question, after_clearing=self.is_cleared and bool(self.exchanges))
+        self.is_cleared = False
+        self.exchanges.append(exchange)
+        self.draft = ""
+        return exchange
+
+    def messages(self, exchange: Exchange, system: str) -> list[Message]:
+        """What to send for an answer to ``exchange``: all before it that was answered, and its question.
+
+        Args:
+            system: the system prompt; empty for none.
+        """
+        found = [Message(role="system", content=system)] if system else []
+        for earlier in itertools.takewhile(lambda one: one is not exchange, self.exchanges):
+            # Models expect turns to alternate: a question without an answer is left out.
+            if earlier.answer:
+                found.append(Message(role="user", content=earlier.question))
+                found.append(Message(role="assistant", content=earlier.answer))
+        return [*found, Message(role="user", content=exchange.question)]
+
+
+class Conversations:
+    """One browser's conversations, the latest first; never empty."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._items: list[Conversation] = []
+        self.selected = self.new()
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def new(self) -> Conversation:
+        """An empty one, selected. One that is still empty is used again."""
+        empty = next((item for item in self._items if not item.exchanges and item.title == UNTITLED), None)
+        if empty is None:
+            empty = Conversation(next(self._numbers))
+            self._items.insert(0, empty)
+        self.selected = empty
+        return empty
+
+    def select(self, conversation: Conversation) -> None:
+        """Show another one."""
+        conversation.is_unread = False
+        self.selected = conversation
+
+    def rename(self, conversation: Conversation, title: str) -> None:
+        """Change a title; nothing but blanks changes nothing."""
+        conversation.title = title_of(title) if title.strip() else conversation.title
+
+    def delete(self, conversation: Conversation) -> None:
+        """Forget one. Its neighbour is shown instead, or a new one."""
+        place = self._items.index(conversation)
+        self._items.remove(conversation)
+        if conversation is self.selected:
+            if self._items:
+                self.select(self._items[min(place, len(self._items) - 1)])
+            else:
+                self.new()
+
+    def lengths(self) -> dict[int, int]:
+        """Number of each conversation -> exchanges it has now."""
+        return {conversation.number: len(conversation.exchanges) for conversation in self._items}
+
+    def cache_cleared(self, lengths: Mapping[int, int]) -> None:
+        """The GPU cache was cleared: it is one for all conversations.
+
+        Args:
+            lengths: :meth:`lengths` when the server was asked to. What was asked since then came after it.
+        """
+        for conversation in self._items:
+            length = lengths.get(conversation.number, 0)
+            if 0 < length < len(conversation.exchanges):
+                conversation.exchanges[length].mark_cleared()
+            elif length:
+                conversation.is_cleared = True
+
+
+def title_of(text: str) -> str:
+    """The beginning of ``text`` on one line, cut between words if it is too long."""
+    line = " ".join(text.split())
+    if len(line) <= _TITLE_LENGTH:
+        return line or UNTITLED
+    cut = line[: _TITLE_LENGTH - 1]
+    kept = cut.rsplit(" ", 1)[0] if " " in cut[_TITLE_LENGTH // 2 :] else cut
+    return kept.rstrip(",.;:") + "…"

@@ -1,0 +1,264 @@
+"""Bars, strips and tables of the page, as HTML with every text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
+from sglang_hcache.cli.chat.server import RESTORE_PHASES
+from sglang_hcache.cli.chat.watch import Look, Reach
+from sglang_hcache.cli.chat_client import TokenSources
+from sglang_hcache.cli.plan_report import METHOD_NAMES
+from sglang_hcache.cli.store_text import counted
+from sglang_hcache.core.layout import Method
+from sglang_hcache.core.metrics import COUNTERS
+from sglang_hcache.core.units import format_bytes
+
+_SOURCE_NAMES = {"device": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed"}
+_RESULT_NAMES = {
+    "done": "done",
+    "failed": "failed",
+    "late": "late",
+    "aborted": "aborted",
+    "predicted_slower": "not started: predicted slower",
+    "no_slots": "not started: no room in the KV pool",
+}
+_FENCE = "```"
+_LOST = ("failed", "late")
+_PHASE_NAMES = {
+    "queue": "waiting to begin",
+    "read": "reading",
+    "project": "writing K and V",
+    "recompute": "recomputing layers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a bar."""
+
+    kind: str
+    """Its CSS class."""
+    name: str
+    count: int
+    percent: float
+
+
+def source_segments(sources: TokenSources) -> list[Segment]:
+    """Where a prompt's tokens came from, nearest place first; also what nothing came from."""
+    whole = max(1, sources.prompt)
+    return [
+        Segment(kind, name, getattr(sources, kind), 100 * getattr(sources, kind) / whole)
+        for kind, name in _SOURCE_NAMES.items()
+    ]
+
+
+def sources_html(sources: TokenSources) -> str:
+    """A stacked bar of a prompt's tokens with its numbers below."""
+    segments = source_segments(sources)
+    said = ", ".join(f"{segment.count:,} {segment.name}" for segment in segments)
+    parts = "".join(
+        f'<span class="seg c-{segment.kind}" style="width:{segment.percent:.3f}%"></span>'
+        for segment in segments
+        if segment.count
+    )
+    keys = "".join(
+        f'<span class="key{"" if segment.count else " none"}"><i class="dot c-{segment.kind}"></i>'
+        f"{segment.name} <b>{segment.count:,}</b></span>"
+        for segment in segments
+    )
+    label = f"Prompt of {counted(sources.prompt, 'token')} by source: {said}"
+    bar = f'<div class="bar" role="img" aria-label="{label}">{parts}</div>'
+    return f'{bar}<div class="keys" aria-hidden="true">{keys}</div>'
+
+
+def measures_text(measures: Measures) -> str:
+    """TTFT, speed and lengths on one line."""
+    parts = []
+    if measures.ttft_s is not None:
+        parts.append(f"TTFT {seconds_text(measures.ttft_s)}")
+    if measures.tokens_per_s is not None:
+        parts.append(f"{measures.tokens_per_s:.1f} tokens/s")
+    if measures.num_tokens:
+        parts.append(f"{counted(measures.num_tokens, 'token')} answered")
+    return " · ".join(parts)
+
+
+def exchange_html(exchange: Exchange) -> str:
+    """What stands below an answer: measures and the bar. Empty while nothing is known."""
+    measures = exchange.measures
+    if measures is None or measures.ttft_s is None:
+        return ""
+    text = measures_text(measures)
+    if exchange.phase is Phase.STOPPED:
+        text += " · stopped"
+    elif exchange.phase is Phase.DONE and measures.is_cut:
+        text += " (as many as were asked for)"
+    found = f'<div class="measures">{escape(text)}</div>'
+    if measures.sources is not None:
+        return found + sources_html(measures.sources)
+    if not exchange.phase.is_open:
+        return (
+            found
+            + '<div class="hint">The server says at the end of an answer where its prompt came from.</div>'
+        )
+    return found
+
+
+def answer_markdown(exchange: Exchange) -> str:
+    """The answer so far. A block of code that has not ended yet is closed, so that it looks like one already."""
+    fences = sum(line.lstrip().startswith(_FENCE) for line in exchange.answer.splitlines())
+    return f"{exchange.answer}\n{_FENCE}" if fences % 2 else exchange.answer
+
+
+def seconds_text(seconds: float) -> str:
+    """``"85 ms"``, ``"1.42 s"``."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def trouble_text(look: Look) -> str:
+    """What to say above the field; empty if nothing is wrong."""
+    if look.reach is Reach.AWAY:
+        return (
+            f"{look.problem} Your conversations stay here; this page tries again every second. "
+            "What the server was answering can be asked again."
+        )
+    if look.reach is Reach.BUSY:
+        return f"The server is busy: {look.problem} Answers come when it is done."
+    return ""
+
+
+# -- the tier ------------------------------------------------------------------------------------
+
+
+def tier_html(look: Look) -> str:
+    """The tier's state, or the line that says which flag the server lacks."""
+    if look.tier is None:
+        if not look.model:
+            return '<p class="hint">Nothing is known of the server yet.</p>'
+        return (
+            '<p class="lack">This server runs without the tier. Start it with '
+            "<code>--hierarchical-cache hcache</code> (<code>hcache serve</code> adds it).</p>"
+        )
+    return "".join(
+        (
+            _sizes_html(look.tier),
+            _hits_html(look.tier["counters"]),
+            _restores_html(look.tier["counters"]),
+            _layers_html(look),
+            _phases_html(look.phases),
+        )
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h3>{title}</h3>{content}</section>"
+
+
+def _sizes_html(state: Mapping[str, Any]) -> str:
+    host, disk = state["host"], state["disk"]
+    used = host["slots"] - host["free"]
+    note = (
+        f"{host['dirty']:,} of them not on disk yet" if disk is not None else "no disk tier (--hcache-dirs)"
+    )
+    found = _tier_html(
+        "host", "Host memory", used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"], used, note
+    )
+    if disk is not None:
+        note = f"{format_bytes(disk['written_today_bytes'])} written in 24 h"
+        found += _tier_html("disk", "Disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
+        found += "".join(
+            f'<p class="lack">{escape(directory["path"])}: {escape(directory["condition"])}'
+            f"{escape(': ' + directory['reason']) if directory['reason'] else ''}</p>"
+            for directory in disk["directories"]
+            if directory["condition"] != "healthy"
+        )
+    return _section("What the tier holds", found)
+
+
+def _tier_html(kind: str, name: str, used: int, capacity: int, chunks: int, note: str) -> str:
+    percent = min(100.0, 100 * used / max(1, capacity))
+    size = f"{format_bytes(used)} of {format_bytes(capacity)}"
+    return (
+        f'<div class="tier"><div class="line"><span>{name}</span><b>{size}</b></div>'
+        f'<div class="bar thin" role="img" aria-label="{name}: {size} used">'
+        f'<span class="seg c-{kind}" style="width:{percent:.2f}%"{"" if used else " hidden"}></span></div>'
+        f'<div class="hint">{counted(chunks, "chunk")} · {escape(note)}</div></div>'
+    )
+
+
+def _hits_html(counters: Mapping[str, int]) -> str:
+    looked, found = counters.get("lookup.requests", 0), counters.get("lookup.hits", 0)
+    if not looked:
+        return _section("Hit ratio", '<p class="hint">No request looked into the tier yet.</p>')
+    return _section(
+        "Hit ratio",
+        f'<div class="line"><span class="big">{found / looked:.0%}</span>'
+        f'<span class="hint">{found:,} of {counted(looked, "request")} found<br>something in the tier</span></div>',
+    )
+
+
+def _restores_html(counters: Mapping[str, int]) -> str:
+    rows = []
+    for event, result in restore_results().items():
+        count = counters.get(event, 0)
+        if count or result == "done":
+            style = " bad" if result in _LOST else ""
+            rows.append(_row(_RESULT_NAMES.get(result, result), f"{count:,}", style))
+    for tier in ("host", "disk"):
+        tokens = counters.get(f"restore.tokens_{tier}", 0)
+        rows.append(_row(f"tokens from {'host memory' if tier == 'host' else tier}", f"{tokens:,}"))
+    return _section("Restores since the start", "".join(rows))
+
+
+def restore_results() -> Mapping[str, str]:
+    """Counter of ``/server_info`` -> result, as in the metric ``sglang:hcache_restores_total``."""
+    return next(metric.events for metric in COUNTERS if metric.name == "restores")
+
+
+def _row(name: str, value: str, style: str = "") -> str:
+    return f'<div class="line{style}"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
+
+
+def _layers_html(look: Look) -> str:
+    if not look.layers:
+        return _section("Plan: what each layer stores", f'<p class="hint">{escape(look.layers_problem)}</p>')
+    return _section("Plan: what each layer stores", strip_html(look.layers))
+
+
+def strip_html(layers: Sequence[Method]) -> str:
+    """One cell a layer in the colour of its method, and a legend."""
+    cells = "".join(
+        f'<span class="cell c-{method}" title="layer {number}: {METHOD_NAMES[method]}"></span>'
+        for number, method in enumerate(layers)
+    )
+    used = [method for method in Method if method in layers]
+    said = [f"{METHOD_NAMES[method]}: {counted(layers.count(method), 'layer')}" for method in used]
+    keys = "".join(
+        f'<span class="key"><i class="dot c-{method}"></i>{text}</span>'
+        for method, text in zip(used, said, strict=True)
+    )
+    label = f"{counted(len(layers), 'layer')}; {', '.join(said)}"
+    return (
+        f'<div class="strip" role="img" aria-label="{label}">{cells}</div>'
+        f'<div class="line ends" aria-hidden="true"><span>layer 0</span><span>{len(layers) - 1}</span></div>'
+        f'<div class="keys" aria-hidden="true">{keys}</div>'
+    )
+
+
+def _phases_html(phases: Mapping[str, float] | None) -> str:
+    title = "Time of a restore, on average"
+    if phases is None:
+        line = "The server does not say: it was started without <code>--enable-metrics</code>."
+        return _section(title, f'<p class="hint">{line}</p>')
+    if not phases:
+        return _section(title, '<p class="hint">No restore ended yet.</p>')
+    rows = [
+        _row(_PHASE_NAMES[phase], seconds_text(phases[phase]))
+        for phase in RESTORE_PHASES
+        if phases.get(phase, 0.0) > 0
+    ]
+    return _section(title, "".join(rows))

@@ -1,0 +1,217 @@
+"""Requests to the server: answers, its state, and clearing its GPU cache."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_hcache.cli.chat_client import (
+    CHAT_PATH,
+    ChatError,
+    Message,
+    StreamReader,
+    refusal,
+    request_body,
+)
+from sglang_hcache.core.metrics import PREFIX
+
+_SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
+_CONNECT_S = 5.0
+_LOOK_S = 5.0  # a busy scheduler answers between two batches
+_FLUSH_S = 60.0
+_PHASES = f"{PREFIX}restore_phase_seconds"
+_T = TypeVar("_T")
+RESTORE_PHASES = ("queue", "read", "project", "recompute")
+"""Parts of a restore, in the order of ``docs/metrics.md``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How answers are asked for."""
+
+    max_tokens: int = 1024
+    temperature: float | None = None
+    """None: what the model's own configuration says."""
+    system: str = ""
+    """Sent before every conversation; empty for none."""
+
+
+class UnreachableError(ChatError):
+    """Nobody listens at the server's address."""
+
+
+class SilentError(ChatError):
+    """The server took the request and did not answer in time: it may be busy."""
+
+
+class ChatServer:
+    """One server, asked without blocking, from any event loop.
+
+    Requests run on a thread of their own: times must not depend on how long the page takes to draw itself.
+
+    Args:
+        url: base address, as in ``http://127.0.0.1:30000``.
+        options: of every answer.
+        transport: for tests; None for the network.
+    """
+
+    def __init__(
+        self, url: str, options: AnswerOptions, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.options = options
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="hcache-chat-requests", daemon=True
+        )
+        self._thread.start()
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], None]) -> None:
+        """Ask for one answer and read it to its end. Cancelling it aborts the request at the server.
+
+        Args:
+            on_piece: called on this loop after every line that came; perhaps once more after a cancellation.
+
+        Raises:
+            ChatError: the server refused, failed, fell silent or cannot be reached.
+        """
+        here = asyncio.get_running_loop()
+        await self._elsewhere(
+            self._answer(messages, lambda reader: here.call_soon_threadsafe(on_piece, reader))
+        )
+
+    async def info(self) -> Mapping[str, Any]:
+        """``/server_info``.
+
+        Raises:
+            UnreachableError: nobody listens.
+            SilentError: no answer in time.
+            ChatError: another answer than that of SGLang.
+        """
+        response = await self._elsewhere(self._get("/server_info"))
+        try:
+            info = dict(response.json())
+            is_ready = bool(info["internal_states"])
+        except (ValueError, TypeError, KeyError):
+            is_ready = False
+        if not is_ready:
+            raise ChatError(f"{self.url} does not answer like an SGLang server.")
+        return info
+
+    async def phase_seconds(self) -> Mapping[str, float] | None:
+        """Mean seconds of a restore's phases; empty before the first one, None without ``--enable-metrics``.
+
+        Raises:
+            ChatError: no answer.
+        """
+        try:
+            response = await self._elsewhere(self._get("/metrics"))
+        except (UnreachableError, SilentError):
+            raise
+        except ChatError:  # 404
+            return None
+        lines = [line for line in response.text.splitlines() if PREFIX in line]
+        return mean_phases("\n".join(lines) + "\n") if lines else None
+
+    async def clear_gpu_cache(self) -> None:
+        """Drop the KV cache of all conversations on the device. What the tier keeps stays; what is in host memory
+        only is written to disk.
+
+        Raises:
+            ChatError: the server refused, as it does while requests run, or cannot be reached.
+        """
+        await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))
+
+    async def close(self) -> None:
+        """End whatever is on its way, and close the connections. Once."""
+        await self._elsewhere(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What ``work`` gives on the thread for requests. A cancellation reaches it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], object]) -> None:
+        options = self.options
+        fields: dict[str, Any] = {} if options.temperature is None else {"temperature": options.temperature}
+        body = request_body(
+            messages,
+            max_completion_tokens=options.max_tokens,
+            # With counts in every chunk, also an answer that is stopped has them.
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            **fields,
+        )
+        reader = StreamReader()
+        try:
+            async with self._http.stream("POST", self.url + CHAT_PATH, json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise ChatError(refusal(response))
+                async for line in response.aiter_lines():
+                    reader.take(line)
+                    on_piece(reader)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        if not reader.is_whole:
+            raise ChatError("The server ended its answer early.")
+
+    def _get(self, path: str) -> Coroutine[Any, Any, httpx.Response]:
+        return self._request("GET", path, _LOOK_S)
+
+    async def _request(self, method: str, path: str, timeout_s: float) -> httpx.Response:
+        try:
+            response = await self._http.request(method, self.url + path, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        if response.is_error:
+            raise ChatError(refusal(response))
+        return response
+
+    def _failure(self, error: httpx.HTTPError) -> ChatError:
+        """What went wrong on the way, for people."""
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return UnreachableError(f"{self.url} cannot be reached.")
+        if isinstance(error, httpx.TimeoutException):
+            return SilentError(f"{self.url} did not answer in time.")
+        if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+            return ChatError(f"{self.url} is not an address: {error}")
+        return ChatError(f"The connection to {self.url} broke.")
+
+
+def mean_phases(text: str) -> dict[str, float]:
+    """Mean seconds of a restore's phases.
+
+    Args:
+        text: of ``/metrics``.
+    """
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            phase = sample.labels.get("phase", "")
+            if sample.name == f"{_PHASES}_sum":
+                sums[phase] = sums.get(phase, 0.0) + sample.value
+            elif sample.name == f"{_PHASES}_count":
+                counts[phase] = counts.get(phase, 0.0) + sample.value
+    return {phase: sums[phase] / counts[phase] for phase in RESTORE_PHASES if counts.get(phase)}

@@ -1,0 +1,117 @@
+"""One browser's conversations and the answers on their way. Lives in memory, and over reloads of the page."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
+from sglang_hcache.cli.chat.server import ChatServer, UnreachableError
+from sglang_hcache.cli.chat.watch import Watch
+from sglang_hcache.cli.chat_client import ChatError, StreamReader
+
+_REFUSED = "The server refuses while requests run: wait for them, or stop them."
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A short message for everybody who looks at this session."""
+
+    number: int
+    text: str
+    is_error: bool = False
+
+
+class Session:
+    """Asks, stops and asks again. Answers go on while nobody looks: a reload loses nothing. For one event loop.
+
+    Args:
+        watch: told when something happened at the server.
+    """
+
+    def __init__(self, server: ChatServer, watch: Watch) -> None:
+        self._server = server
+        self._watch = watch
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self.conversations = Conversations()
+        self.is_dark: bool | None = None
+        """None: as the system has it."""
+        self.notice = Notice(0, "")
+        """The latest one."""
+
+    def send(self, conversation: Conversation, text: str) -> bool:
+        """Ask ``text``; False if it is blank or an answer is still on its way: then nothing changes."""
+        if not text.strip() or conversation.open_exchange is not None:
+            return False
+        self._start(conversation, conversation.ask(text.strip()))
+        return True
+
+    def retry(self, conversation: Conversation, exchange: Exchange) -> None:
+        """Ask again for an answer that failed or was stopped. Only of the last exchange."""
+        if conversation.open_exchange is None and exchange is conversation.exchanges[-1]:
+            exchange.begin_again()
+            self._start(conversation, exchange)
+
+    def stop(self, conversation: Conversation) -> None:
+        """End an answer, here and at the server. What came until now stays."""
+        if task := self._answering.get(conversation.number):
+            task.cancel()
+
+    def delete(self, conversation: Conversation) -> None:
+        """Forget a conversation; its answer is stopped."""
+        self.stop(conversation)
+        self.conversations.delete(conversation)
+
+    async def clear_gpu_cache(self) -> bool:
+        """Clear it, and say in a notice what came of it. Whether it was cleared."""
+        try:
+            await self._server.clear_gpu_cache()
+        except UnreachableError as error:
+            self._tell(f"The GPU cache was not cleared. {error}", is_error=True)
+            return False
+        except ChatError as error:
+            self._tell(f"The GPU cache was not cleared. {error} {_REFUSED}", is_error=True)
+            return False
+        self._tell("GPU cache cleared. The next answer shows what the tier brings back.")
+        self._watch.hurry()
+        return True
+
+    async def close(self) -> None:
+        """Stop all answers."""
+        tasks = list(self._answering.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _tell(self, text: str, *, is_error: bool = False) -> None:
+        self.notice = Notice(self.notice.number + 1, text, is_error)
+
+    def _start(self, conversation: Conversation, exchange: Exchange) -> None:
+        task = asyncio.create_task(self._answer(conversation, exchange))
+        self._answering[conversation.number] = task
+        task.add_done_callback(lambda _: self._ended(conversation, exchange, task))
+
+    async def _answer(self, conversation: Conversation, exchange: Exchange) -> None:
+        messages = conversation.messages(exchange, self._server.options.system)
+        task = asyncio.current_task()
+
+        def follow(reader: StreamReader) -> None:
+            if self._answering.get(conversation.number) is task:  # not stopped in the meantime
+                exchange.follow(reader)
+
+        try:
+            await self._server.answer(messages, follow)
+        except ChatError as error:
+            exchange.end(Phase.FAILED, str(error))
+        else:
+            exchange.end(Phase.DONE)
+
+    def _ended(self, conversation: Conversation, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # perhaps before its first step
+            exchange.end(Phase.STOPPED)
+        elif (error := task.exception()) is not None:
+            exchange.end(Phase.FAILED, f"The page failed: {error!r}")
+        if self._answering.get(conversation.number) is task:
+            del self._answering[conversation.number]
+        conversation.is_unread = conversation is not self.conversations.selected
+        self._watch.hurry()

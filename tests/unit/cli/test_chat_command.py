@@ -1,0 +1,87 @@
+"""``hcache chat`` before its page: options, ports, a missing NiceGUI."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_hcache.cli.chat import command
+from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.cli.chat.starters import starters
+from sglang_hcache.cli.main import app
+from sglang_hcache.core.errors import ConfigError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def serve_page(url: str, **fields: Any) -> None:
+        seen.update(fields, url=url)
+
+    monkeypatch.setattr(command, "serve_page", serve_page)
+    result = CliRunner().invoke(app, ["chat", *arguments])
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = run(monkeypatch)
+    assert (seen["url"], seen["host"], seen["port"]) == ("http://127.0.0.1:30000", "127.0.0.1", 8088)
+    assert seen["options"] == AnswerOptions()
+    assert not seen["opens_browser"]
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = run(
+        monkeypatch, "--url", "gpu7:30000", "--port", "9", "--max-tokens", "5", "--temperature", "0", "--system", "s",
+        "--open",
+    )  # fmt: skip
+    assert (seen["url"], seen["port"]) == ("http://gpu7:30000", 9)
+    assert seen["options"] == AnswerOptions(max_tokens=5, temperature=0.0, system="s")
+    assert seen["opens_browser"]
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port: {port} is in use on 127.0.0.1"):
+            command.usable_port("127.0.0.1", port)
+    assert command.usable_port("127.0.0.1", port) == port
+    assert command.usable_port("127.0.0.1", 0) > 0
+
+
+def test_a_host_that_is_not_here() -> None:
+    with pytest.raises(ConfigError, match="--host"):
+        command.usable_port("192.0.2.1", 0)
+    with pytest.raises(ConfigError, match="--host: 'no such host'"):
+        command.usable_port("no such host", 0)
+
+
+def test_without_nicegui_the_extra_is_named() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['nicegui'] = None\n"
+        "sys.argv = ['hcache', 'chat', '--port', '0']\n"
+        "from sglang_hcache.cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 2
+    assert 'pip install "sglang-hcache[chat]"' in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_starters_are_worth_keeping() -> None:
+    found = starters()
+    assert found == starters()
+    assert len({starter.name for starter in found}) == len(found)
+    assert all(len(starter.text.split()) > 200 for starter in found)
