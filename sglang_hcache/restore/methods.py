@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.kv_rows import KVRows
-from sglang_hcache.device.projector import KVPool, Projector, UnrotatedProjector
+from sglang_hcache.device.key_steps import RowWriter
+from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
 from sglang_hcache.restore.lanes import Lanes
 
 _ROWS_AT_ONCE = 2048  # bounds the temporaries of one projection
@@ -39,7 +39,8 @@ class LayerRestorer:
         pool: where K and V go.
         kv_heads: KV heads of a layer.
         projector: makes K and V of hidden states; None: there are none to restore.
-        rows: writes rows to the pool quickly; None where there is no such thing: on a GPU, or without a compiler.
+        rows: finishes rows and writes them to the pool quickly. What it does not take, and all where it is None,
+            torch's operations do.
         lanes: who does it on a CPU; None: who asks for it.
     """
 
@@ -49,14 +50,14 @@ class LayerRestorer:
         pool: KVPool,
         kv_heads: int,
         projector: Projector | None,
-        rows: KVRows | None = None,
+        rows: RowWriter | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
         self.projector = projector
-        self._unrotated = projector if isinstance(projector, UnrotatedProjector) else None
+        self._unfinished = projector if isinstance(projector, UnfinishedProjector) else None
         self._rows = rows
         self._lanes = lanes
         self._local = threading.local()
@@ -111,25 +112,28 @@ class LayerRestorer:
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        projector, rows = self._unrotated, self._rows
+        projector, rows = self._unfinished, self._rows
         if rows is not None and projector is not None:
             pools = self._pool.buffers(layer)
             _, heads, head_dim = pools[0].shape
-            table = projector.rotation_table(layer, self.dtype)
-            if table is not None and rows.can_rotate(self.dtype, head_dim):
-                out = self._scratch(len(hidden), 2 * heads * head_dim)
-                key, value = projector.project_unrotated(layer, hidden, out)
-                rows.rotate_and_store(key, value, table, positions, slots, pools)
+            steps = projector.key_steps(layer, self.dtype, with_norm=rows.fuses_norm)
+            if steps is not None and rows.can_finish(steps, self.dtype, head_dim):
+                out = self._scratch(len(hidden), 2 * heads * head_dim, hidden.device)
+                leave_norm = steps.norm is not None
+                key, value = projector.project_unrotated(layer, hidden, out, leave_norm=leave_norm)
+                rows.finish(key, value, steps, positions, slots, pools)
                 return
         assert self.projector is not None, "hidden states are stored, and nothing projects them"
         self._pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
 
-    def _scratch(self, count: int, width: int) -> torch.Tensor:
+    def _scratch(self, count: int, width: int, device: torch.device) -> torch.Tensor:
         """(count, width), for each thread the same memory every time: to touch new pages takes as long as a product."""
         products = getattr(self._local, "products", None)
         if products is None or products.numel() < count * width:
             with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-                products = self._local.products = torch.empty(_ROWS_AT_ONCE * width, dtype=self.dtype)
+                products = self._local.products = torch.empty(
+                    _ROWS_AT_ONCE * width, dtype=self.dtype, device=device
+                )
         return products[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.kv_rows import KVRows
+from sglang_hcache.device.key_steps import load_row_writer
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
@@ -92,7 +92,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
-    rows, lanes = (KVRows.load(), Lanes()) if device.is_cpu else (None, None)
+    rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
     return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes)
 
 
