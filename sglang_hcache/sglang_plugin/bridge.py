@@ -20,7 +20,6 @@ from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
@@ -65,7 +64,7 @@ class Bridge:
         self._in_pass = False
         ring = StagingRing(
             [
-                torch.from_numpy(host_buffer(group.count * budget.ring_rows * group.row_bytes))
+                torch.from_numpy(device.host_memory(group.count * budget.ring_rows * group.row_bytes))
                 .view(model.dtype)
                 .view(group.count, budget.ring_rows, -1)
                 for group in tiers.layout.groups
@@ -74,7 +73,9 @@ class Bridge:
         self._assembler = Assembler(ring, tiers, model.dtype, counters)
         self._tap = Tap(ring, self._assembler.publish, counters)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
-        self._engine = RestoreEngine(tiers, restorer, counters, self.restores.on_over, budget.block_chunks)
+        self._engine = RestoreEngine(
+            tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory
+        )
         self.restores.attach_engine(self._engine)
         self._gauges = gauges
         self._closed = threading.Event()

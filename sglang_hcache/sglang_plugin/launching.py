@@ -105,7 +105,9 @@ class Launcher:
         layers, deadline_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
         if decision is not None:
             layers, deadline_s = decision.layers, min(deadline_s, decision.deadline_s(backlog_s))
-        job = RestoreJob(self._lease(keys), len(match), slots, deadline_s, layers)
+        streams = self._device.streams
+        fence = None if streams is None else streams.fence()
+        job = RestoreJob(self._lease(keys), len(match), slots, deadline_s, layers, fence)
         recomputation = None
         if decision is not None and decision.num_recompute:
             self._observer.count("restore.layers_recomputed", decision.num_recompute)

@@ -8,7 +8,9 @@ from typing import NewType, Protocol
 
 import torch
 
+from sglang_hcache.device.memory import HostMemory
 from sglang_hcache.device.projector import KVPool
+from sglang_hcache.device.streams import Streams
 
 Node = NewType("Node", object)
 """A node of the device's radix tree; opaque here."""
@@ -120,5 +122,12 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass."""
-    is_cpu: bool
-    """Whether the model computes on a CPU."""
+    streams: Streams | None
+    """Queues of a device beside the CPU; None on a CPU."""
+    host_memory: HostMemory
+    """Makes the host buffers that rows are copied from and to."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model computes on a CPU."""
+        return self.streams is None

@@ -23,9 +23,6 @@ ROOT = Path(__file__).parents[2]
 NOT_DESCRIBED = {"gpt2"}
 """Families for which nobody wrote down what their attention does."""
 
-OTHER_ROTATION = {"phi3"}
-"""Families with a rotation of their own, which the model's module does, on a GPU as well."""
-
 Results = dict[str, dict[str, Any]]
 
 
@@ -90,7 +87,7 @@ def test_the_kernel_for_a_gpu_writes_what_the_modules_do(results: Results, famil
     if family in NOT_DESCRIBED:
         assert fused is None
         return
-    assert fused["layers"] == (0 if family in OTHER_ROTATION else 3)
+    assert fused["layers"] == 3
     assert fused["norms"] == (3 if family in ("qwen3", "olmo2") else 0)
     assert fused["error"] <= (4e-7 if fused["norms"] else 0.0)
 

@@ -21,6 +21,8 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.device.memory import HostMemory, PinnedMemory, host_buffer
+from sglang_hcache.device.streams import CudaStreams, Streams
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
@@ -81,13 +83,15 @@ class HCacheRadixCache(RadixCache):
         Raises:
             HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
         """
+        streams, host_memory = beside_the_cpu(self._runner)
         device = Device(
             tree=self,
             pool=self._pool,
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
-            is_cpu=str(self._server_args.device) == "cpu",
+            streams=streams,
+            host_memory=host_memory,
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
@@ -265,6 +269,14 @@ class ControllerView:
     """What SGLang reads of a cache controller: the name of the storage in ``cached_tokens_details``."""
 
     storage_backend = type("hcache", (), {})()
+
+
+def beside_the_cpu(runner: Any) -> tuple[Streams | None, HostMemory]:
+    """What a restore works with on the device of SGLang's ``ModelRunner``; None, and plain memory, on a CPU."""
+    if runner.device == "cpu":
+        return None, host_buffer
+    device = torch.device(runner.device, runner.gpu_id)
+    return CudaStreams(device, [runner.forward_stream]), PinnedMemory()
 
 
 class DevicePool:
