@@ -216,6 +216,7 @@ class Rig:
         for start in range(0, len(slots), piece):
             end = min(start + piece, len(slots))
             self.device.forward.extend(self.tokens[:end], slots[:end], start, layers)
+        torch.get_device_module(self.runner.device).synchronize()  # nothing to do on a CPU
 
     def _compute(self) -> None:
         rows: list[list[torch.Tensor]] = [[] for _ in range(self.num_layers)]
@@ -335,7 +336,7 @@ def filled_tiers(
     """
     count = len(keys)
     chunks = [
-        layer[: count * CHUNK_TOKENS].contiguous().view(torch.uint8).reshape(count, -1).numpy()
+        layer[: count * CHUNK_TOKENS].contiguous().cpu().view(torch.uint8).reshape(count, -1).numpy()
         for layer in rows
     ]
     slots = 1 if disk is not None else count

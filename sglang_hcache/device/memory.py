@@ -38,7 +38,7 @@ class PinnedMemory:
     """Host buffers that a GPU copies from and to by itself, beside what else it does. NOT RUN ON A GPU.
 
     Registered with the driver where they are: torch's own allocator of pinned memory would round a large buffer up to a
-    power of two. They stay registered until the process ends, so they are for what lives as long.
+    power of two. They stay registered until the process ends, so they are for what lives as long, and so must this.
 
     Args:
         register: takes an address and a size; returns what went wrong, or None.
