@@ -216,7 +216,6 @@ class Rig:
         for start in range(0, len(slots), piece):
             end = min(start + piece, len(slots))
             self.device.forward.extend(self.tokens[:end], slots[:end], start, layers)
-        torch.get_device_module(self.runner.device).synchronize()  # nothing to do on a CPU
 
     def _compute(self) -> None:
         rows: list[list[torch.Tensor]] = [[] for _ in range(self.num_layers)]

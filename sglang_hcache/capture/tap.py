@@ -37,6 +37,11 @@ class Tap:
             self._observer.count("capture.rows_dropped_staging_full", dropped)
 
     @property
+    def layers_seen(self) -> int:
+        """Of this pass, so far. None, if CUDA graphs replayed the layers: no hook of Python's runs then."""
+        return self._layers_seen
+
+    @property
     def rows_wanted(self) -> int:
         """Rows of this pass that there is room for."""
         return 0 if self._span is None else self._span.count

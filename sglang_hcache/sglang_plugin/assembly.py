@@ -40,6 +40,12 @@ _TRIED = {
 }
 """What may be restored, and so is checked before serving."""
 _PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+NEVER_RUN_ON_A_GPU = (
+    "hcache: NOT TESTED ON A GPU. Nothing of this version has run on one (docs/gpu.md). The self-check has compared "
+    "restored K and V with the model's own; nothing else has been seen to work. CUDA graphs for prefill are off. "
+    "Hidden states of generated tokens are saved when those are prefilled again, or with --disable-decode-cuda-graph "
+    "at once"
+)
 
 
 def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
@@ -85,6 +91,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         undo.pop_all()
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)
+    if not device.is_cpu:
+        logger.warning(NEVER_RUN_ON_A_GPU)
     if gate is not None:
         _log_prediction(gate)
     return bridge

@@ -57,6 +57,7 @@ class Bridge:
         self.gate = gate
         self._model = model
         self._pool = device.pool
+        self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
         self._device_is_stale = False
         self._captures = config.method is not PlanKind.RECOMPUTE
@@ -83,6 +84,7 @@ class Bridge:
             [layer for layer, each in enumerate(tiers.layout.methods) if each is method]
             for method in (Method.HIDDEN, Method.KV)
         )
+        self._num_hidden = len(hidden)
         if self._captures:
             model.watch(hidden, self._on_layer)
 
@@ -127,8 +129,11 @@ class Bridge:
     ) -> None:
         """The pass succeeded, in ``seconds``; ``tokens`` has one entry a row, and so has ``slots``, int64."""
         self._in_pass = False
-        self._take_kv(slots[: self._tap.rows_wanted])
+        if self._tap.layers_seen == self._num_hidden:  # else it is dropped anyway
+            self._take_kv(slots[: self._tap.rows_wanted])
         self._tap.end_pass(requests, tokens)
+        if not self._is_cpu:
+            return  # a GPU has only been asked; how long it takes nobody knows here
         if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
             self.gate.prefilled(requests[0].count, requests[0].position, seconds)
 
