@@ -1,4 +1,4 @@
-"""What a restore asks of a device that works beside the CPU: a queue of copies and a queue of computations.
+"""What is asked of a device that works beside the CPU: a queue of copies and a queue of computations.
 
 Each queue does its work in order, and nothing orders one with the other, or with what else the device does, but marks.
 """
@@ -21,7 +21,7 @@ class Mark(Protocol):
 
 
 class Streams(Protocol):
-    """One device's two queues. Used on one thread, but for :meth:`fence`."""
+    """One device's two queues, used on one thread; and the one in which the calling thread itself does its work."""
 
     device: torch.device
 
@@ -45,6 +45,12 @@ class Streams(Protocol):
 
     def fence(self) -> Mark:
         """When all is done that the calling thread, and the model's forward passes, have queued elsewhere."""
+
+    def inline(self, work: Callable[[], None]) -> None:
+        """Queue what ``work`` does where the calling thread's own work is."""
+
+    def hold_up(self, mark: Mark) -> None:
+        """Let the calling thread's own work go on behind ``mark`` only."""
 
 
 class CudaStreams:
@@ -88,6 +94,13 @@ class CudaStreams:
     def fence(self) -> Mark:
         streams = {torch.cuda.current_stream(self.device), *self._others}
         return _Events([stream.record_event() for stream in streams])
+
+    def inline(self, work: Callable[[], None]) -> None:
+        work()
+
+    def hold_up(self, mark: Mark) -> None:
+        assert isinstance(mark, _Events)
+        mark.hold_up(torch.cuda.current_stream(self.device))
 
 
 class _Events:

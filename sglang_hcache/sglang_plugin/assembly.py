@@ -103,7 +103,7 @@ def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     rows, lanes, stage = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None, None
     if device.streams is not None:
         row_bytes = max(model.shape.hidden_row_bytes, model.shape.kv_row_bytes)
-        stage = DeviceStage(device.streams, row_bytes, ROWS_AT_ONCE, model.context_length)
+        stage = DeviceStage(device.streams(), row_bytes, ROWS_AT_ONCE, model.context_length)
     return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
 
 

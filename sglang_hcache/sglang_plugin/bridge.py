@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
@@ -72,7 +73,10 @@ class Bridge:
             ]
         )
         self._assembler = Assembler(ring, tiers, model.dtype, counters)
-        self._tap = Tap(ring, self._assembler.publish, counters)
+        on_device = None
+        if device.streams is not None:
+            on_device = DeviceRing(device.streams(), max(tiers.layout.row_bytes))
+        self._tap = Tap(ring, self._assembler.publish, counters, on_device)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
         self._engine = RestoreEngine(
             tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -122,8 +123,8 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass."""
-    streams: Streams | None
-    """Queues of a device beside the CPU; None on a CPU."""
+    streams: Callable[[], Streams] | None
+    """Makes queues of a device beside the CPU; None on a CPU."""
     host_memory: HostMemory
     """Makes the host buffers that rows are copied from and to."""
 

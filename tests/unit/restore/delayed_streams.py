@@ -84,6 +84,12 @@ class DelayedStreams:
     def fence(self) -> DelayedMark:
         return self._mark(MODEL)
 
+    def inline(self, work: Callable[[], None]) -> None:
+        self.put(MODEL, work)
+
+    def hold_up(self, mark: DelayedMark) -> None:
+        self.put(MODEL, _nothing, mark)
+
     # -- what happens ----------------------------------------------------------------------------
 
     def put(self, name: str, task: Callable[[], object], *after: DelayedMark) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,12 +272,12 @@ class ControllerView:
     storage_backend = type("hcache", (), {})()
 
 
-def beside_the_cpu(runner: Any) -> tuple[Streams | None, HostMemory]:
+def beside_the_cpu(runner: Any) -> tuple[Callable[[], Streams] | None, HostMemory]:
     """What a restore works with on the device of SGLang's ``ModelRunner``; None, and plain memory, on a CPU."""
     if runner.device == "cpu":
         return None, host_buffer
     device = torch.device(runner.device, runner.gpu_id)
-    return CudaStreams(device, [runner.forward_stream]), PinnedMemory()
+    return partial(CudaStreams, device, [runner.forward_stream]), PinnedMemory()
 
 
 class DevicePool:
