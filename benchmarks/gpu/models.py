@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from gpu.restores import Restores
 from gpu.shapes import Shape
@@ -45,7 +47,7 @@ class _Shifted:
 def measure(shape: Shape, report: Callable[[str, dict[str, Any]], None]) -> None:
     """The shape's model: what the self-check finds, whether it refuses mutants, and restores beside a prefill."""
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape.config))
+        write_model(Path(folder), shape)
         rig = Rig.load(Path(folder), TOKENS, PIECE, *_ARGUMENTS)
     with torch.inference_mode():
         found = selfcheck.run(
@@ -62,6 +64,15 @@ def measure(shape: Shape, report: Callable[[str, dict[str, Any]], None]) -> None
             report(
                 method.value, _restored(rig, found, method) | {"recompute_milliseconds": 1e3 * recompute_s}
             )
+
+
+def write_model(folder: Path, shape: Shape) -> None:
+    """What SGLang wants to see of a model with dummy weights: its configuration, and some tokenizer."""
+    (folder / "config.json").write_text(json.dumps(shape.config))
+    words = Tokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _told(found: selfcheck.SelfCheckResult) -> dict[str, Any]:
