@@ -25,7 +25,7 @@ from sglang_hcache.sglang_plugin import selfcheck
 TOKENS, PIECE, ROUNDS = 4096, 2048, 5
 _ARGUMENTS = (
     *("--load-format", "dummy", "--dtype", "bfloat16", "--attention-backend", "triton"),
-    *("--mem-fraction-static", "0.7", "--disable-cuda-graph"),
+    *("--mem-fraction-static", "0.7", "--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"),
 )
 
 

@@ -89,6 +89,7 @@ class Bridge:
             for method in (Method.HIDDEN, Method.KV)
         )
         self._num_hidden = len(hidden)
+        self._skips_decode = bool(hidden) and device.replays_decode  # nobody would see the hidden states
         if self._captures:
             model.watch(hidden, self._on_layer)
 
@@ -121,9 +122,9 @@ class Bridge:
 
     # -- forward passes --------------------------------------------------------------------------
 
-    def begin_pass(self, rids: Sequence[str], num_rows: int) -> bool:
-        """A forward pass starts; False if none of its requests is captured (then do not end it either)."""
-        self._in_pass = any(rid in self._capturing for rid in rids)
+    def begin_pass(self, rids: Sequence[str], num_rows: int, *, is_decode: bool = False) -> bool:
+        """A forward pass starts; False if nothing of it is captured (then do not end it either)."""
+        self._in_pass = not (is_decode and self._skips_decode) and any(rid in self._capturing for rid in rids)
         if self._in_pass:
             self._tap.begin_pass(num_rows)
         return self._in_pass

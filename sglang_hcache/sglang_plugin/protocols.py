@@ -128,6 +128,9 @@ class Device:
     host_memory: HostMemory
     """Makes the host buffers that rows are copied from and to."""
 
+    replays_decode: bool = False
+    """Whether CUDA graphs replay decode passes: no hook of Python's runs in those."""
+
     @property
     def is_cpu(self) -> bool:
         """Whether the model computes on a CPU."""

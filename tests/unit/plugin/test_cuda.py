@@ -10,6 +10,7 @@ import pytest
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.sglang_plugin import flags
 from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
+from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.support import device_problems
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
@@ -41,3 +42,22 @@ def test_who_starts_on_a_gpu_is_told_that_nobody_has() -> None:
     assert "NOT TESTED ON A GPU" in NEVER_RUN_ON_A_GPU
     assert "docs/gpu.md" in NEVER_RUN_ON_A_GPU
     assert "Nothing of this version has run on a GPU." in GPU_PAGE.read_text(encoding="utf-8")
+
+
+class _Passes:
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin_pass(self, num_rows: int) -> None:
+        self.begun.append(num_rows)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_decode_passes_that_are_replayed_are_left_alone(skips: bool) -> None:
+    """Their hidden states are seen by nobody, and asking for their tokens would hold the scheduler up."""
+    bridge, passes = object.__new__(Bridge), _Passes()
+    bridge._capturing, bridge._skips_decode, bridge._tap = {"a"}, skips, passes  # type: ignore[assignment]
+    assert bridge.begin_pass(["a"], 1, is_decode=True) is not skips
+    assert bridge.begin_pass(["a", "b"], 70)
+    assert not bridge.begin_pass(["b"], 9)
+    assert passes.begun == ([70] if skips else [1, 70])

@@ -93,6 +93,7 @@ class HCacheRadixCache(RadixCache):
             largest_pass=largest_pass_of(self._server_args),
             streams=streams,
             host_memory=host_memory,
+            replays_decode=streams is not None and _replays_decode(self._server_args),
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
@@ -278,6 +279,10 @@ def beside_the_cpu(runner: Any) -> tuple[Callable[[], Streams] | None, HostMemor
         return None, host_buffer
     device = torch.device(runner.device, runner.gpu_id)
     return partial(CudaStreams, device, [runner.forward_stream]), PinnedMemory()
+
+
+def _replays_decode(server_args: Any) -> bool:
+    return str(server_args.cuda_graph_config.decode.backend) != "disabled"
 
 
 class DevicePool:
