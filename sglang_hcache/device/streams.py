@@ -53,6 +53,11 @@ class Streams(Protocol):
         """Let the calling thread's own work go on behind ``mark`` only."""
 
 
+def device_name(kind: str, index: int) -> str:
+    """What a profile's numbers belong to: ``cpu``, or the name of a GPU."""
+    return kind if kind == "cpu" else torch.cuda.get_device_name(index)
+
+
 class CudaStreams:
     """CUDA's. NOT RUN ON A GPU (``docs/gpu.md``).
 

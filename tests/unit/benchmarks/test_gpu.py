@@ -93,7 +93,7 @@ def test_one_part_stops_no_other(
         seen.append(json.loads(path.read_text()))
 
     monkeypatch.setattr(command, "write_json", write_json)
-    chosen = [parts.Part(name, 3.0 if name == "hanging" else 60.0, "") for name in SCRIPTS]
+    chosen = [parts.Part(name, 8.0 if name == "hanging" else 120.0, "") for name in SCRIPTS]
     assert not command.run_all(chosen, tmp_path, {"date": "today"})
     data = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: found["status"] for name, found in data["parts"].items()} == EXPECTED

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.device.streams import device_name
 from sglang_hcache.sglang_plugin import flags
 from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
 from sglang_hcache.sglang_plugin.bridge import Bridge
@@ -42,6 +43,10 @@ def test_who_starts_on_a_gpu_is_told_that_nobody_has() -> None:
     assert "NOT TESTED ON A GPU" in NEVER_RUN_ON_A_GPU
     assert "docs/gpu.md" in NEVER_RUN_ON_A_GPU
     assert "Nothing of this version has run on a GPU." in GPU_PAGE.read_text(encoding="utf-8")
+
+
+def test_a_profile_made_on_a_cpu_keeps_its_name() -> None:
+    assert device_name("cpu", 0) == "cpu"
 
 
 class _Passes:

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.memory import HostMemory, PinnedMemory, host_buffer
-from sglang_hcache.device.streams import CudaStreams, Streams
+from sglang_hcache.device.streams import CudaStreams, Streams, device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
@@ -97,7 +97,7 @@ class HCacheRadixCache(RadixCache):
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
-        machine = machine_name(str(self._server_args.device), backend, config.dirs)
+        machine = machine_name(device_name(self._runner.device, self._runner.gpu_id), backend, config.dirs)
         model = ServedModel.of(self._runner.model, self._model_config)
         self._bridge = assemble(config, model, device, machine)
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
