@@ -17,7 +17,7 @@ import torch
 
 from common.header import make_header
 from common.results import write_json
-from gpu.parts import NOT_BUILT, PARTS, Part, part_command, run_apart, run_here, told
+from gpu.parts import NOT_SHOWN, PARTS, Part, part_command, run_apart, run_here, told
 
 UNAVAILABLE = "not available here: no CUDA device"
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> bool:
     """Run parts one after the other; ``gpu.json`` is written anew after every result. Whether all passed."""
-    data: dict[str, Any] = {"header": header, "parts": {}, "not_shown": NOT_BUILT}
+    data: dict[str, Any] = {"header": header, "parts": {}, "not_shown": NOT_SHOWN}
     path = out / "gpu.json"
     for part in parts:
         found: dict[str, Any] = {"status": "running", "results": {}}
@@ -94,7 +94,7 @@ def _print_plan(parts: list[Part]) -> None:
             f"{part.name}: at most {part.budget_s:g} s: {part.what}\n    {json.dumps(part_command(part.name))}"
         )
     print(f"at most {sum(part.budget_s for part in parts):g} s together")
-    for what, why in NOT_BUILT.items():
+    for what, why in NOT_SHOWN.items():
         print(f"not shown: {what}: {why}")
 
 

@@ -35,7 +35,7 @@ def test_a_dry_run_says_what_would_be_run(bench: Callable[[str], Any]) -> None:
     assert result.returncode == 0, result.stderr
     for part in parts.PARTS:
         assert f"{part.name}: at most {part.budget_s:g} s" in result.stdout
-    for what in parts.NOT_BUILT:
+    for what in parts.NOT_SHOWN:
         assert f"not shown: {what}" in result.stdout
     assert run("--dry-run", "--only", "kernel").stdout.count("--part") == 1
 
@@ -99,7 +99,7 @@ def test_one_part_stops_no_other(
     assert {name: found["status"] for name, found in data["parts"].items()} == EXPECTED
     assert data["parts"]["broken"]["why"] == "ValueError: it broke"
     assert data["parts"]["hanging"]["results"] == {"a": {"ok": True}}
-    assert data["not_shown"] == parts.NOT_BUILT
+    assert data["not_shown"] == parts.NOT_SHOWN
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
     assert "hanging: timeout in" in capsys.readouterr().out
     while_it_hung = [each["parts"]["hanging"] for each in seen if "hanging" in each["parts"]]
