@@ -31,7 +31,7 @@ from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.assembly import restorer_of
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool, beside_the_cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.launching import Launcher
@@ -120,8 +120,8 @@ class Rig:
         model = ServedModel.of(runner.model, runner.model_config)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
-        is_cpu = not torch.cuda.is_available()
-        device = Device(view, pool, Idle(), forward, piece, is_cpu)  # type: ignore[arg-type]
+        streams, memory = beside_the_cpu(runner)
+        device = Device(view, pool, Idle(), forward, piece, streams, memory)  # type: ignore[arg-type]
         _, projector = next(model.projectors())
         restorer = restorer_of(model, device).with_projector(projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
@@ -335,7 +335,7 @@ def filled_tiers(
     """
     count = len(keys)
     chunks = [
-        layer[: count * CHUNK_TOKENS].contiguous().view(torch.uint8).reshape(count, -1).numpy()
+        layer[: count * CHUNK_TOKENS].contiguous().cpu().view(torch.uint8).reshape(count, -1).numpy()
         for layer in rows
     ]
     slots = 1 if disk is not None else count

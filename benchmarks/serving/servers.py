@@ -51,7 +51,7 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
             names = {"hicache": "SGLang's HiCache", "lmcache": "LMCache"}
             return f"not available here: {names[method]} needs a GPU"
         return "not available here: this version compares on a CPU only"
-    return "not available here: this version's tier serves on a CPU only" if gpu else None
+    return "not available here: this version's tier has run on a CPU only" if gpu else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,8 @@ class Assembler:
             case RequestBegins():
                 self._begin(event)
             case RowsCaptured():
+                if event.ready is not None:
+                    event.ready.wait()
                 for rows in event.requests:
                     request = self._open.get(rows.rid)
                     if request is not None:

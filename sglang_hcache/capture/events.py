@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from sglang_hcache.capture.staging import RowSpan
 from sglang_hcache.core.keys import Namespace
+from sglang_hcache.device.streams import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,13 @@ class RowsCaptured:
     """One forward pass: whose rows, their tokens, and where their hidden states lie.
 
     ``tokens`` has one entry a row of the pass; rows at or past ``span.count`` (all, without a span) were dropped.
+    The others are there once ``ready`` is reached; None: now.
     """
 
     requests: tuple[RequestRows, ...]
     tokens: array[int]
     span: RowSpan | None
+    ready: Mark | None = None
 
 
 @dataclass(frozen=True, slots=True)

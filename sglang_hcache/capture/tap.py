@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import Event, RequestRows, RowsCaptured
 from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.observer import Observer
@@ -16,10 +17,20 @@ class Tap:
     """Receives the rows of one forward pass at a time. All calls come from the serving thread.
 
     ``begin_pass`` -> ``layer`` for every layer -> ``end_pass``. Outside of a pass ``layer`` does nothing.
+
+    Args:
+        device: brings rows from a device beside the CPU into the ring; None: they are in this memory.
     """
 
-    def __init__(self, ring: StagingRing, publish: Callable[[Event], None], observer: Observer) -> None:
+    def __init__(
+        self,
+        ring: StagingRing,
+        publish: Callable[[Event], None],
+        observer: Observer,
+        device: DeviceRing | None = None,
+    ) -> None:
         self._ring = ring
+        self._device = device
         self._publish = publish
         self._observer = observer
         self._num_layers = ring.num_layers
@@ -35,6 +46,11 @@ class Tap:
         dropped = num_rows - (self._span.count if self._span else 0)
         if dropped:
             self._observer.count("capture.rows_dropped_staging_full", dropped)
+
+    @property
+    def layers_seen(self) -> int:
+        """Of this pass, so far. None, if CUDA graphs replayed the layers: no hook of Python's runs then."""
+        return self._layers_seen
 
     @property
     def rows_wanted(self) -> int:
@@ -53,12 +69,15 @@ class Tap:
             # Not the pass that was announced (a graph's warm-up, a draft model): keep nothing of it.
             self._drop()
             return
+        self._layers_seen += 1
         rows, column = self._ring.layer(index, span), 0
+        if self._device is not None:
+            self._device.take([part[: span.count] for part in parts], rows)
+            return
         for part in parts:
             width = part.shape[1]
             rows[:, column : column + width].copy_(part[: span.count])
             column += width
-        self._layers_seen += 1
 
     def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:
         """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped."""
@@ -67,7 +86,8 @@ class Tap:
         span, self._span = self._span, None
         if span is not None:
             self._observer.count("capture.rows", span.count)
-        self._publish(RowsCaptured(tuple(requests), tokens, span))
+        ready = None if self._device is None or span is None else self._device.taken()
+        self._publish(RowsCaptured(tuple(requests), tokens, span, ready))
 
     def abandon_pass(self) -> None:
         """The pass failed: forget its rows."""

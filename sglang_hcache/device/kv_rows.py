@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import logging
 from importlib import resources
+from typing import ClassVar
 
 import torch
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.device.compiled import ensure_library
+from sglang_hcache.device.key_steps import KeySteps
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,13 @@ _Int = ctypes.c_int64
 
 
 class KVRows:
-    """Writes rows to the pool's buffers.
+    """Writes rows to the pool's buffers. A :class:`~.key_steps.RowWriter`.
 
     Args:
         library: built from ``kv_rows.c``.
     """
+
+    fuses_norm: ClassVar[bool] = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -46,27 +50,35 @@ class KVRows:
             logger.warning("hcache: restores are slower than they could be: %s", error)
             return None
 
-    def can_rotate(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether :meth:`rotate_and_store` takes rows of ``dtype`` with heads of ``head_dim``."""
-        return dtype in _ROTATIONS and head_dim <= _MOST_HEAD_DIM
+    def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
+        """True for the rotation of whole heads, in halves, that torch's operations do."""
+        rotation = steps.rotation
+        return (
+            steps.norm is None
+            and rotation is not None
+            and rotation.pairs_halves
+            and rotation.rounds_products
+            and rotation.table.dtype == dtype
+            and rotation.dim == head_dim <= _MOST_HEAD_DIM
+            and dtype in _ROTATIONS
+        )
 
-    def rotate_and_store(
+    def finish(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        table: torch.Tensor,
+        steps: KeySteps,
         positions: torch.Tensor,
         slots: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Rotate ``key`` by its positions (RoPE, halves of a head as pairs), then write both rows to ``slots``.
+        """As in the protocol.
 
-        Args:
-            key, value: (n, kv_heads * head_dim) of a dtype and size that :meth:`can_rotate` allows; columns contiguous.
-            table: (positions, head_dim) of the same dtype, contiguous: cosines, then sines.
-            positions, slots: (n,) int64, contiguous.
-            pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.
+        Raises:
+            IndexError: a position that the table does not have.
         """
+        assert steps.rotation is not None
+        table = steps.rotation.table
         if int(positions.max()) >= len(table):
             raise IndexError(f"position {int(positions.max())} is not in the table of {len(table)}")
         key_pool, value_pool = pools
@@ -82,13 +94,6 @@ class KVRows:
     def store(
         self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Write rows of K and V side by side to ``slots``.
-
-        Args:
-            rows: (n, 2 * kv_heads * head_dim), contiguous, K first.
-            slots: (n,) int64, contiguous.
-            pools: K and V, each (slots, kv_heads, head_dim) of the rows' dtype, contiguous.
-        """
         row_bytes = rows.shape[1] // 2 * rows.element_size()
         arguments = (*(_address(each) for each in (rows, slots, *pools)), _Int(row_bytes))
         function = self._library["store_rows"]

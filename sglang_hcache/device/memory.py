@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from sglang_hcache.core.config import flag_of
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import format_bytes
+
+HostMemory: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
+"""Makes host buffers of so many bytes: page-aligned, zeroed, uint8, 1-D."""
 
 _WORTH_HUGE_PAGES = 4 * 2**20
 
@@ -22,6 +32,48 @@ def host_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8, count=num_bytes)
+
+
+class PinnedMemory:
+    """Host buffers that a GPU copies from and to by itself, beside what else it does. NOT RUN ON A GPU.
+
+    Registered with the driver where they are: torch's own allocator of pinned memory would round a large buffer up to a
+    power of two. They stay registered until the process ends, so they are for what lives as long, and so must this.
+
+    Args:
+        register: takes an address and a size; returns what went wrong, or None.
+    """
+
+    def __init__(self, register: Callable[[int, int], str | None] | None = None) -> None:
+        self._register = register_with_cuda if register is None else register
+        self._kept: list[npt.NDArray[np.uint8]] = []
+
+    def __call__(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """A :data:`HostMemory`.
+
+        Raises:
+            ConfigError: there is not so much, or it cannot be pinned.
+        """
+        available = available_host_bytes()
+        # Pinning takes all pages at once, and a cgroup's limit would end the server without a word.
+        problem = f"{format_bytes(available)} available" if num_bytes > available else None
+        if problem is None:
+            buffer = host_buffer(num_bytes)
+            problem = self._register(buffer.ctypes.data, buffer.nbytes)
+        if problem is not None:
+            raise ConfigError(
+                f"{flag_of('host_size')}: {format_bytes(num_bytes)} of it cannot be pinned ({problem}); lower it, or "
+                "raise the limit of locked memory (ulimit -l) or of the container"
+            )
+        self._kept.append(buffer)  # never unmapped while the driver knows it
+        return buffer
+
+
+def register_with_cuda(address: int, num_bytes: int) -> str | None:
+    """Pin memory with ``cudaHostRegister``; what went wrong, or None."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(address, num_bytes, 0)
+    return None if int(error) == 0 else str(runtime.cudaGetErrorString(error))
 
 
 def available_host_bytes() -> int:

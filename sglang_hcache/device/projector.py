@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from sglang_hcache.device.attention import AttentionForm, kv_rows
-
-_PLAIN_ROTATION = "RotaryEmbedding.forward_native"
-"""SGLang's implementation of the rotation that ``KVRows`` knows; variants with one of their own are left to it."""
+from sglang_hcache.device.key_steps import (
+    KeySteps,
+    Rotation,
+    is_plain_rotation,
+    plain_norm,
+    rotates_in_float32,
+)
 
 
 class Projector(Protocol):
@@ -35,22 +39,24 @@ class Projector(Protocol):
 
 
 @runtime_checkable
-class UnrotatedProjector(Projector, Protocol):
-    """One that can leave the rotation of K to somebody else."""
+class UnfinishedProjector(Projector, Protocol):
+    """One that can leave what follows the matrix product to somebody else."""
+
+    def key_steps(self, layer: int, dtype: torch.dtype, *, with_norm: bool) -> KeySteps | None:
+        """What remains to be done to K of ``dtype`` after :meth:`project_unrotated`; None if it cannot be said.
+
+        Args:
+            with_norm: a norm counts among it, where it can be said.
+        """
 
     def project_unrotated(
-        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None
+        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None, *, leave_norm: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K before its rotation and V, each (n, kv_heads * head_dim).
 
         Args:
             out: (n, 2 * kv_heads * head_dim) of the model's dtype, contiguous, overwritten; new memory if None.
-        """
-
-    def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Cosines and sines by position, (positions, head_dim) of ``dtype``; None if K is rotated in another way.
-
-        The plain rotation pairs the halves of a head. What scaling of positions there is, the table has it.
+            leave_norm: K before its norm as well, because it is among the steps.
         """
 
 
@@ -78,7 +84,7 @@ class DescribedProjector:
         return key.reshape(shape), value.reshape(shape)
 
     def project_unrotated(
-        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None
+        self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None, *, leave_norm: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.forms[layer]
         weight, bias = kv_rows(form.projection, form.q_size)
@@ -86,25 +92,27 @@ class DescribedProjector:
         if form.clip is not None:
             both.clamp_(min=-form.clip, max=form.clip)
         key, value = both.chunk(2, dim=-1)
-        if form.key_norm is not None:
+        if form.key_norm is not None and not leave_norm:
             key = form.key_norm(key.reshape(-1, form.norm_size)).view(-1, form.kv_size)
         return key, value
 
-    def rotation_table(self, layer: int, dtype: torch.dtype) -> torch.Tensor | None:
-        form = self.forms[layer]
-        rotary, table = form.rotary, getattr(form.rotary, "cos_sin_cache", None)
-        native = getattr(type(rotary), "forward_native", None)
-        is_plain = getattr(native, "__qualname__", "") == _PLAIN_ROTATION
-        covers_head = getattr(rotary, "rotary_dim", 0) == form.head_dim and form.head_dim % 2 == 0
-        if not (is_plain and covers_head and getattr(rotary, "is_neox_style", False)):
-            return None
-        if not isinstance(table, torch.Tensor) or hasattr(rotary, "sin_cos_cache"):
-            return None
-        assert rotary is not None
-        return self._converted(rotary, table, dtype)
+    def key_steps(self, layer: int, dtype: torch.dtype, *, with_norm: bool) -> KeySteps | None:
+        form, rotary, norm, rotation = self.forms[layer], self.forms[layer].rotary, None, None
+        if with_norm and form.key_norm is not None:
+            norm = plain_norm(form.key_norm, dtype)
+        if rotary is not None:
+            if not is_plain_rotation(rotary, form.head_dim):
+                return None
+            in_float32 = rotates_in_float32(rotary)
+            table = self._converted(rotary, torch.float32 if in_float32 else dtype)
+            is_halves = bool(getattr(rotary, "is_neox_style", False))
+            rotation = Rotation(table, is_halves, rounds_products=not in_float32)
+        return KeySteps(norm, rotation)
 
-    def _converted(self, rotary: nn.Module, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``table`` of the layers that share ``rotary``, until the model gets another one."""
+    def _converted(self, rotary: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        """The table of the layers that share ``rotary``, until the model gets another one."""
+        table = rotary.cos_sin_cache
+        assert isinstance(table, torch.Tensor)
         source, converted = self._tables.get(id(rotary), (None, table))
         if source is not table or converted.dtype != dtype:
             converted = table.to(dtype).contiguous()

@@ -15,6 +15,7 @@ from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, Resto
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
@@ -32,6 +33,7 @@ class RestoreEngine:
     Args:
         block_chunks: most chunks of a job's block.
         on_over: called on the compute thread after each job, whatever its outcome.
+        memory: makes the buffers that are read into.
     """
 
     def __init__(
@@ -41,13 +43,14 @@ class RestoreEngine:
         observer: Observer,
         on_over: OnOver,
         block_chunks: int,
+        memory: HostMemory = host_buffer,
     ) -> None:
         self._chunk_layer_bytes = tiers.layout.chunk_layer_bytes
         self._observer = observer
         self._may_warn = Throttle()
         self._on_over = on_over
         self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="hcache-read")
-        self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks)
+        self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks, memory)
         self._stopping = threading.Event()
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hcache-restore", daemon=True)

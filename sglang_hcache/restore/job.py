@@ -22,6 +22,7 @@ import torch
 
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.device.streams import Mark
 from sglang_hcache.tier.tiered import ChunkLease
 
 
@@ -43,6 +44,7 @@ class RestoreJob:
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission after which the restore is abandoned.
         layers: the layers to bring back, in the order in which they are read. Somebody else computes the others.
+        fence: what the device may still do with the slots, for whoever had them before; None: nothing.
     """
 
     blocks: tuple[ChunkLease, ...]
@@ -50,6 +52,7 @@ class RestoreJob:
     slots: torch.Tensor
     deadline_s: float
     layers: tuple[int, ...]
+    fence: Mark | None = None
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     submitted: float = field(default_factory=time.monotonic)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.kv_rows import KVRows
-from sglang_hcache.device.projector import KVPool, Projector, UnrotatedProjector
+from sglang_hcache.device.key_steps import RowWriter
+from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
+from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.lanes import Lanes
+from sglang_hcache.restore.stage import DeviceStage
 
-_ROWS_AT_ONCE = 2048  # bounds the temporaries of one projection
+ROWS_AT_ONCE = 2048
+"""Bounds the temporaries of one projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,26 @@ class StoredRows:
     method: Method
     rows: torch.Tensor
 
+    def part(self, part: slice) -> StoredRows:
+        """Some of the tokens."""
+        return StoredRows(self.layer, self.method, self.rows[part])
+
+    def moved(self, rows: torch.Tensor) -> StoredRows:
+        """The same rows in other memory."""
+        return StoredRows(self.layer, self.method, rows)
+
+
+class Writing(Protocol):
+    """Rows that are on their way into the pool."""
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> bool:
+        """Do not begin with it; False if it has begun."""
+
+    def result(self) -> object:
+        """Wait for the end; its error."""
+
 
 class LayerRestorer:
     """Restores layers.
@@ -39,8 +62,10 @@ class LayerRestorer:
         pool: where K and V go.
         kv_heads: KV heads of a layer.
         projector: makes K and V of hidden states; None: there are none to restore.
-        rows: writes rows to the pool quickly; None where there is no such thing: on a GPU, or without a compiler.
+        rows: finishes rows and writes them to the pool quickly. What it does not take, and all where it is None,
+            torch's operations do.
         lanes: who does it on a CPU; None: who asks for it.
+        stage: how rows come to a device that works beside the CPU; then no lanes.
     """
 
     def __init__(
@@ -49,24 +74,29 @@ class LayerRestorer:
         pool: KVPool,
         kv_heads: int,
         projector: Projector | None,
-        rows: KVRows | None = None,
+        rows: RowWriter | None = None,
         lanes: Lanes | None = None,
+        stage: DeviceStage | None = None,
     ) -> None:
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
         self.projector = projector
-        self._unrotated = projector if isinstance(projector, UnrotatedProjector) else None
+        self._unfinished = projector if isinstance(projector, UnfinishedProjector) else None
         self._rows = rows
         self._lanes = lanes
+        self._stage = stage
         self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
-        return LayerRestorer(self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes)
+        return LayerRestorer(
+            self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes, self._stage
+        )
 
     def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """:meth:`start` with one layer, and wait."""
+        """:meth:`start` with one layer, after all that the calling thread has asked for, and wait."""
+        self.after(self.fence(), reading=True)  # the rows may be on the device as well
         for part in self.start([stored], positions, slots):
             part.result()
 
@@ -76,60 +106,75 @@ class LayerRestorer:
         positions: torch.Tensor,
         slots: torch.Tensor,
         before_layer: Callable[[], object] = lambda: None,
-    ) -> list[Future[None]]:
+    ) -> Sequence[Writing]:
         """Begin to write K and V of some layers to ``slots``; what is not done yet.
 
         Args:
             stored: of the same n tokens, of ``dtype``; not changed before all is done.
-            positions: (n,) int64, position of each token in its sequence.
+            positions: (n,) int64, position of each token in its sequence, as :meth:`positions` has them.
             slots: (n,) int64.
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
         """
+        if self._stage is not None:
+            return self._stage.start(stored, positions, slots, self._write, before_layer)
 
         def work(part: slice) -> None:
             for of_layer in stored:
                 before_layer()
-                self._write(
-                    of_layer.layer, of_layer.method, of_layer.rows[part], positions[part], slots[part]
-                )
+                self._write(of_layer.part(part), positions[part], slots[part])
 
         if self._lanes is not None:
             return self._lanes.start(work, len(slots))
         work(slice(None))
         return []
 
-    def _write(
-        self, layer: int, method: Method, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        if method is Method.KV:
+    def positions(self, first: int, end: int) -> torch.Tensor:
+        """Positions [first, end), int64, where :meth:`start` wants them."""
+        return torch.arange(first, end) if self._stage is None else self._stage.positions(first, end)
+
+    def fence(self) -> Mark | None:
+        """What the calling thread and the model have asked the device for so far; None where that is done."""
+        return None if self._stage is None else self._stage.fence()
+
+    def after(self, mark: Mark | None, *, reading: bool = False) -> None:
+        """Write nothing into the pool before ``mark``; with ``reading``, read no rows either."""
+        if mark is not None and self._stage is not None:
+            self._stage.after(mark, reading=reading)
+
+    def _write(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        layer, rows = stored.layer, stored.rows
+        if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            block = slice(first, first + _ROWS_AT_ONCE)
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            block = slice(first, first + ROWS_AT_ONCE)
             self._project(layer, rows[block], positions[block], slots[block])
 
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        projector, rows = self._unrotated, self._rows
+        projector, rows = self._unfinished, self._rows
         if rows is not None and projector is not None:
             pools = self._pool.buffers(layer)
             _, heads, head_dim = pools[0].shape
-            table = projector.rotation_table(layer, self.dtype)
-            if table is not None and rows.can_rotate(self.dtype, head_dim):
-                out = self._scratch(len(hidden), 2 * heads * head_dim)
-                key, value = projector.project_unrotated(layer, hidden, out)
-                rows.rotate_and_store(key, value, table, positions, slots, pools)
+            steps = projector.key_steps(layer, self.dtype, with_norm=rows.fuses_norm)
+            if steps is not None and rows.can_finish(steps, self.dtype, head_dim):
+                out = self._scratch(len(hidden), 2 * heads * head_dim, hidden.device)
+                leave_norm = steps.norm is not None
+                key, value = projector.project_unrotated(layer, hidden, out, leave_norm=leave_norm)
+                rows.finish(key, value, steps, positions, slots, pools)
                 return
         assert self.projector is not None, "hidden states are stored, and nothing projects them"
         self._pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
 
-    def _scratch(self, count: int, width: int) -> torch.Tensor:
+    def _scratch(self, count: int, width: int, device: torch.device) -> torch.Tensor:
         """(count, width), for each thread the same memory every time: to touch new pages takes as long as a product."""
         products = getattr(self._local, "products", None)
         if products is None or products.numel() < count * width:
             with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-                products = self._local.products = torch.empty(_ROWS_AT_ONCE * width, dtype=self.dtype)
+                products = self._local.products = torch.empty(
+                    ROWS_AT_ONCE * width, dtype=self.dtype, device=device
+                )
         return products[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:

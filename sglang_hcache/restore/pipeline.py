@@ -6,10 +6,11 @@ a step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
@@ -19,9 +20,9 @@ import torch
 
 from sglang_hcache.core.errors import HCacheError, RestoreTimeoutError, StoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
-from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows, Writing
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 NUM_BUFFERS = 4
@@ -75,14 +76,16 @@ class _Write:
     """A step that was read and is being restored."""
 
     read: _Read
-    parts: list[Future[None]] = field(default_factory=list)
+    parts: list[Writing] = field(default_factory=list)
 
     def is_over(self) -> bool:
         return all(part.done() for part in self.parts)
 
     def stop(self) -> None:
         """Begin with no more parts, and wait for those that go on."""
-        wait([part for part in self.parts if not part.cancel()])
+        for part in [part for part in self.parts if not part.cancel()]:
+            with contextlib.suppress(Exception):  # why the job ends is known already
+                part.result()
 
 
 class LayerPipeline:
@@ -91,6 +94,7 @@ class LayerPipeline:
     Args:
         readers: threads that read; they outlive the pipeline.
         block_chunks: most chunks of a job's block.
+        memory: makes the buffers that are read into.
     """
 
     def __init__(
@@ -99,11 +103,13 @@ class LayerPipeline:
         restorer: LayerRestorer,
         readers: ThreadPoolExecutor,
         block_chunks: int,
+        memory: HostMemory = host_buffer,
     ) -> None:
         self._tiers = tiers
         self._restorer = restorer
         self._readers = readers
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
+        self._memory = memory
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._replace_buffers()
 
@@ -115,6 +121,7 @@ class LayerPipeline:
             StoreError: a read failed or its bytes are wrong.
         """
         self._replace_buffers()
+        self._restorer.after(job.fence)
         steps, reads, writes = deque(self._steps(job)), deque[_Read](), deque[_Write]()
         try:
             while steps or reads or writes:
@@ -139,7 +146,7 @@ class LayerPipeline:
     def _replace_buffers(self) -> None:
         # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
         while len(self._spare) < NUM_BUFFERS:
-            self._spare.append(host_buffer(self._buffer_bytes))
+            self._spare.append(self._memory(self._buffer_bytes))
 
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
@@ -167,7 +174,7 @@ class LayerPipeline:
         first = step.first_token
         for piece in zip(*(self._rows(write.read, layer) for layer in step.layers), strict=True):
             end = first + len(piece[0].rows)
-            positions = torch.arange(job.first_position + first, job.first_position + end)
+            positions = self._restorer.positions(job.first_position + first, job.first_position + end)
             write.parts.extend(self._restorer.start(piece, positions, job.slots[first:end], job.remaining_s))
             first = end
         job.written_s += time.monotonic() - began

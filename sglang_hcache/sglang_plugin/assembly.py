@@ -10,13 +10,13 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.kv_rows import KVRows
-from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.device.key_steps import load_row_writer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
-from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
@@ -40,6 +40,12 @@ _TRIED = {
 }
 """What may be restored, and so is checked before serving."""
 _PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+NEVER_RUN_ON_A_GPU = (
+    "hcache: NOT TESTED ON A GPU. Nothing of this version has run on one (docs/gpu.md). The self-check has compared "
+    "restored K and V with the model's own; nothing else has been seen to work. CUDA graphs for prefill are off. "
+    "Hidden states of generated tokens are saved when those are prefilled again, or with --disable-decode-cuda-graph "
+    "at once"
+)
 
 
 def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
@@ -73,7 +79,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
         budget = _budget(config, layout, device.largest_pass)
-        tiers = _tiers(config, layout, budget, disk, counters)
+        tiers = _tiers(config, layout, budget, disk, counters, device)
         gate = None
         if profile is not None and config.method in _PREDICTED:
             may_recompute = check is not None and check.may_recompute
@@ -85,6 +91,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         undo.pop_all()
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)
+    if not device.is_cpu:
+        logger.warning(NEVER_RUN_ON_A_GPU)
     if gate is not None:
         _log_prediction(gate)
     return bridge
@@ -92,8 +100,11 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
-    rows, lanes = (KVRows.load(), Lanes()) if device.is_cpu else (None, None)
-    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes)
+    rows, lanes, stage = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None, None
+    if device.streams is not None:
+        row_bytes = max(model.shape.hidden_row_bytes, model.shape.kv_row_bytes)
+        stage = DeviceStage(device.streams(), row_bytes, ROWS_AT_ONCE, model.context_length)
+    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
 
 
 def _check(
@@ -136,9 +147,14 @@ def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int) -> Hos
 
 
 def _tiers(
-    config: HCacheConfig, layout: StateLayout, budget: HostBudget, disk: DiskStore | None, counters: Counters
+    config: HCacheConfig,
+    layout: StateLayout,
+    budget: HostBudget,
+    disk: DiskStore | None,
+    counters: Counters,
+    device: Device,
 ) -> TieredStore:
-    memory = host_buffer(budget.num_slots * layout.chunk_bytes)
+    memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
     host = HostTier(memory, layout, counters, keep_dirty=disk is not None)
     return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=config.run_chunks)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
@@ -20,7 +21,6 @@ from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
@@ -58,6 +58,7 @@ class Bridge:
         self.gate = gate
         self._model = model
         self._pool = device.pool
+        self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
         self._device_is_stale = False
         self._captures = config.method is not PlanKind.RECOMPUTE
@@ -65,16 +66,21 @@ class Bridge:
         self._in_pass = False
         ring = StagingRing(
             [
-                torch.from_numpy(host_buffer(group.count * budget.ring_rows * group.row_bytes))
+                torch.from_numpy(device.host_memory(group.count * budget.ring_rows * group.row_bytes))
                 .view(model.dtype)
                 .view(group.count, budget.ring_rows, -1)
                 for group in tiers.layout.groups
             ]
         )
         self._assembler = Assembler(ring, tiers, model.dtype, counters)
-        self._tap = Tap(ring, self._assembler.publish, counters)
+        on_device = None
+        if device.streams is not None:
+            on_device = DeviceRing(device.streams(), max(tiers.layout.row_bytes))
+        self._tap = Tap(ring, self._assembler.publish, counters, on_device)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
-        self._engine = RestoreEngine(tiers, restorer, counters, self.restores.on_over, budget.block_chunks)
+        self._engine = RestoreEngine(
+            tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory
+        )
         self.restores.attach_engine(self._engine)
         self._gauges = gauges
         self._closed = threading.Event()
@@ -82,6 +88,8 @@ class Bridge:
             [layer for layer, each in enumerate(tiers.layout.methods) if each is method]
             for method in (Method.HIDDEN, Method.KV)
         )
+        self._num_hidden = len(hidden)
+        self._skips_decode = bool(hidden) and device.replays_decode  # nobody would see the hidden states
         if self._captures:
             model.watch(hidden, self._on_layer)
 
@@ -114,9 +122,9 @@ class Bridge:
 
     # -- forward passes --------------------------------------------------------------------------
 
-    def begin_pass(self, rids: Sequence[str], num_rows: int) -> bool:
-        """A forward pass starts; False if none of its requests is captured (then do not end it either)."""
-        self._in_pass = any(rid in self._capturing for rid in rids)
+    def begin_pass(self, rids: Sequence[str], num_rows: int, *, is_decode: bool = False) -> bool:
+        """A forward pass starts; False if nothing of it is captured (then do not end it either)."""
+        self._in_pass = not (is_decode and self._skips_decode) and any(rid in self._capturing for rid in rids)
         if self._in_pass:
             self._tap.begin_pass(num_rows)
         return self._in_pass
@@ -126,8 +134,11 @@ class Bridge:
     ) -> None:
         """The pass succeeded, in ``seconds``; ``tokens`` has one entry a row, and so has ``slots``, int64."""
         self._in_pass = False
-        self._take_kv(slots[: self._tap.rows_wanted])
+        if self._tap.layers_seen == self._num_hidden:  # else it is dropped anyway
+            self._take_kv(slots[: self._tap.rows_wanted])
         self._tap.end_pass(requests, tokens)
+        if not self._is_cpu:
+            return  # a GPU has only been asked; how long it takes nobody knows here
         if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
             self.gate.prefilled(requests[0].count, requests[0].position, seconds)
 

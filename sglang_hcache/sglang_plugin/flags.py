@@ -108,6 +108,8 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
     args.enable_hierarchical_cache = True
     args.hicache_storage_backend = BACKEND
     args.hicache_storage_backend_extra_config = config.model_dump_json()
+    if args.device != "cpu":
+        args.disable_prefill_cuda_graph = True  # a captured forward pass runs no hook when it is replayed
 
 
 def _read_file(path: str) -> dict[str, Any]:

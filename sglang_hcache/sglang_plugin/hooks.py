@@ -99,7 +99,8 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
     requests = batches.rows_of(forward_batch) if bridge is not None else None
     num_rows = sum(rows.count for rows in requests or ())
-    if bridge is None or not requests or not bridge.begin_pass([rows.rid for rows in requests], num_rows):
+    rids, is_decode = [rows.rid for rows in requests or ()], forward_batch.forward_mode.is_decode()
+    if bridge is None or not requests or not bridge.begin_pass(rids, num_rows, is_decode=is_decode):
         return original(runner, forward_batch, *args, **kwargs)
     try:
         tokens: array[int] = batches.tokens_of(forward_batch, num_rows)

@@ -126,8 +126,8 @@ class Bench:
     @torch.inference_mode()
     def _restore_one(self, method: Method, length: int) -> float:
         width = self.model.row_bytes(method) // self.model.dtype.itemsize
-        rows = torch.ones(length, width, dtype=self.model.dtype)
-        slots, positions = self.forward.allocate(length), torch.arange(length)
+        slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
+        rows = torch.ones(length, width, dtype=self.model.dtype, device=positions.device)
         began = time.monotonic()
         stored = [StoredRows(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
         for part in self.restorer.start(stored, positions, slots[:length]):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
 import torch
 
+from sglang_hcache.device.memory import HostMemory
 from sglang_hcache.device.projector import KVPool
+from sglang_hcache.device.streams import Streams
 
 Node = NewType("Node", object)
 """A node of the device's radix tree; opaque here."""
@@ -120,5 +123,15 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass."""
-    is_cpu: bool
-    """Whether the model computes on a CPU."""
+    streams: Callable[[], Streams] | None
+    """Makes queues of a device beside the CPU; None on a CPU."""
+    host_memory: HostMemory
+    """Makes the host buffers that rows are copied from and to."""
+
+    replays_decode: bool = False
+    """Whether CUDA graphs replay decode passes: no hook of Python's runs in those."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model computes on a CPU."""
+        return self.streams is None

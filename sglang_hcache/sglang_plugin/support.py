@@ -84,10 +84,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         problems.append(
             f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
         )
-    if str(server_args.device) != "cpu":
-        problems.append(
-            f"{_FLAG} runs with --device cpu in this version, not {server_args.device!r}: the CUDA path is not built"
-        )
+    problems += device_problems(str(server_args.device), server_args.cuda_graph_config.prefill.backend)
     if server_args.disable_radix_cache:
         problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
     if getattr(server_args, "enable_streaming_session", False):
@@ -101,6 +98,22 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     row_bytes = sizes.get(config.method, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     HostBudget.of(config, layout, largest_pass_of(server_args))
+
+
+def device_problems(device: str, prefill_graphs: str) -> list[str]:
+    """Why the tier does not run on ``device``.
+
+    Args:
+        prefill_graphs: SGLang's backend of CUDA graphs for prefill.
+    """
+    if device not in ("cpu", "cuda"):
+        return [f"{_FLAG} runs with --device cpu and cuda, not {device!r}"]
+    if device == "cuda" and prefill_graphs != "disabled":
+        return [
+            f"{_FLAG} cannot be used with CUDA graphs for prefill ({prefill_graphs}): replayed layers do not show "
+            "their hidden states; leave out --cuda-graph-backend-prefill, and prefill in --cuda-graph-config"
+        ]
+    return []
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:

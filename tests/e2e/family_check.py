@@ -26,10 +26,13 @@ from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.attention import AttentionForm
 from sglang_hcache.device.projector import DescribedProjector, Projector
-from sglang_hcache.restore.methods import StoredRows
+from sglang_hcache.device.triton_rows import TritonRows
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows
 from sglang_hcache.sglang_plugin import selfcheck
 
 LENGTH, PIECE, TAIL = 320, 128, 64
+FUSED = 12
+"""Tokens that go through the GPU's kernel, in Triton's interpreter, which takes 10 ms for each and layer."""
 BOTH = (Method.HIDDEN, Method.KV)
 
 
@@ -50,6 +53,7 @@ def check_family(folder: Path, dtype: str) -> dict[str, Any]:
         "restored_tokens": LENGTH - TAIL,
         "self_check": {str(method): worst.error for method, worst in found.errors.items()},
         "restored": {name: _restored(rig, each) for name, each in rig.model.projectors()},
+        "fused": _fused(rig),
         "continued": _continued(rig, found),
         "without_projector": _without_projector(rig),
         "mutants": {name: _is_taken(rig, each) for name, each in _mutants(rig)},
@@ -73,6 +77,29 @@ def _restored(rig: Rig, projector: Projector) -> float | str:
         return f"{type(error).__name__}: {error}"
     finally:
         rig.view.free(slots)
+
+
+@torch.inference_mode()
+def _fused(rig: Rig) -> dict[str, Any] | None:
+    """What the GPU's kernel writes, beside what the model's own modules do; None: its attention is not described."""
+    projector = next(iter(dict(rig.model.projectors()).values()))
+    if not isinstance(projector, DescribedProjector):
+        return None
+    dtype, pool, heads = rig.model.dtype, rig.device.pool, rig.model.shape.num_kv_heads
+    steps = [projector.key_steps(layer, dtype, with_norm=True) for layer in range(rig.num_layers)]
+    found: dict[str, Any] = {"layers": sum(each is not None for each in steps), "norms": 0, "error": 0.0}
+    slots = [rig.view.allocate(FUSED) for _ in range(2)]
+    positions = torch.arange(LENGTH - FUSED, LENGTH)
+    for layer, step in enumerate(steps):
+        found["norms"] += step is not None and step.norm is not None
+        rows = StoredRows(layer, Method.HIDDEN, rig.hidden[layer][positions])
+        for writer, into in zip((TritonRows(), None), slots, strict=True):
+            LayerRestorer(dtype, pool, heads, projector, writer).restore(rows, positions, into)
+        for mine, true in zip(*(pool.read(layer, into) for into in slots), strict=True):
+            found["error"] = max(found["error"], float((mine - true).abs().max() / true.abs().max()))
+    for each in slots:
+        rig.view.free(each)
+    return found
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     with log.open("w") as errors:
         process = subprocess.run(
             [sys.executable, str(Path(__file__).parent / "family_check.py"), "float32", *models],
-            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -78,6 +78,18 @@ def test_a_prompt_comes_back_by_every_projector(results: Results, family: str) -
     for name, error in found["restored"].items():
         assert isinstance(error, float), f"{name}: {error}"
         assert error <= found["tolerance"], name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernel_for_a_gpu_writes_what_the_modules_do(results: Results, family: str) -> None:
+    """In Triton's interpreter. Norms sum in another order; all else has the same bits."""
+    fused = seen(results, family)["fused"]
+    if family in NOT_DESCRIBED:
+        assert fused is None
+        return
+    assert fused["layers"] == 3
+    assert fused["norms"] == (3 if family in ("qwen3", "olmo2") else 0)
+    assert fused["error"] <= (4e-7 if fused["norms"] else 0.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,7 +35,7 @@ OTHERS = {
     "plan": {"numpy"},
     "store": {"numpy", "xxhash", "nixl"},
     "tier": {"numpy"},
-    "device": {"numpy", "torch"},
+    "device": {"numpy", "torch", "triton"},
     "capture": {"numpy", "torch"},
     "restore": {"numpy", "torch"},
     "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "pydantic", "rich", "fastapi", "prometheus_client"},

@@ -77,17 +77,17 @@ def _patch_restorer(switches):
 
     write = LayerRestorer._write
 
-    def damaged(self, layer, method, rows, positions, slots):
+    def damaged(self, stored, positions, slots):
         if (switches / "slow_restore").exists():
             time.sleep(_SLOW_S)
         while (switches / "hold_restore").exists():
             time.sleep(_LET_GO_S)
         if (switches / "break_restore").exists():
             raise RuntimeError("injected by a test")
-        write(self, layer, method, rows, positions, slots)
+        write(self, stored, positions, slots)
         if (switches / "corrupt_restored_key").exists():
-            key, value = self._pool.read(layer, slots)
-            self._pool.write(layer, slots, key * 1.05, value)
+            key, value = self._pool.read(stored.layer, slots)
+            self._pool.write(stored.layer, slots, key * 1.05, value)
 
     LayerRestorer._write = damaged
 
@@ -179,9 +179,9 @@ def _patch_projector(switches):
 
     write = LayerRestorer._write
 
-    def at_wrong_positions(self, layer, method, rows, positions, slots):
-        shift = method is Method.HIDDEN and (switches / "projector_positions").exists()
-        write(self, layer, method, rows, positions + int(shift), slots)
+    def at_wrong_positions(self, stored, positions, slots):
+        shift = stored.method is Method.HIDDEN and (switches / "projector_positions").exists()
+        write(self, stored, positions + int(shift), slots)
 
     LayerRestorer._write = at_wrong_positions
 

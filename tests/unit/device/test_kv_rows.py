@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_hcache.device.key_steps import KeyNorm, KeySteps, Rotation
 from sglang_hcache.device.kv_rows import KVRows
 
 HEADS, HEAD_DIM, SLOTS, POSITIONS = 3, 16, 3000, 500
@@ -49,7 +50,7 @@ def test_rotated_rows_land_in_their_slots_with_the_same_bits(
     slots = torch.randperm(SLOTS, generator=generator)[:count]
     key, value = both.chunk(2, dim=1)
     mine, expected = pools(dtype, head_dim), pools(dtype, head_dim)
-    rows.rotate_and_store(key, value, table, positions, slots, mine)
+    rows.finish(key, value, KeySteps(None, Rotation(table, True, True)), positions, slots, mine)
     expected[0][slots] = rotated(key.contiguous(), table, positions)
     expected[1][slots] = value.reshape(count, HEADS, head_dim)
     assert torch.equal(mine[0], expected[0])
@@ -71,15 +72,38 @@ def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count
 
 def test_a_position_outside_the_table_is_refused(rows: KVRows) -> None:
     key = torch.zeros(2, WIDTH)
+    steps = KeySteps(None, Rotation(torch.zeros(POSITIONS, HEAD_DIM), True, True))
     with pytest.raises(IndexError, match="position 500 is not in the table of 500"):
-        rows.rotate_and_store(
-            key, key, torch.zeros(POSITIONS, HEAD_DIM), torch.tensor([0, 500]), torch.tensor([0, 1]), pools(key.dtype)
-        )  # fmt: skip
+        rows.finish(key, key, steps, torch.tensor([0, 500]), torch.tensor([0, 1]), pools(key.dtype))
 
 
-def test_only_types_it_knows_are_rotated(rows: KVRows) -> None:
-    assert [rows.can_rotate(dtype, HEAD_DIM) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
-    assert [rows.can_rotate(DTYPES[0], dim) for dim in (1024, 1026)] == [True, False]
+def rotation(
+    dtype: torch.dtype, dim: int = HEAD_DIM, *, halves: bool = True, rounds: bool = True
+) -> Rotation:
+    return Rotation(torch.zeros(2, dim, dtype=dtype), halves, rounds)
+
+
+def test_only_what_it_knows_is_finished(rows: KVRows) -> None:
+    def can(steps: KeySteps, dtype: torch.dtype = torch.bfloat16, head_dim: int = HEAD_DIM) -> bool:
+        return rows.can_finish(steps, dtype, head_dim)
+
+    known = rotation(torch.bfloat16)
+    assert [can(KeySteps(None, rotation(dtype)), dtype) for dtype in (*DTYPES, torch.float16)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [can(KeySteps(None, rotation(torch.bfloat16, dim)), head_dim=dim) for dim in (1024, 1026)] == [
+        True,
+        False,
+    ]
+    assert can(KeySteps(None, known))
+    assert not can(KeySteps(None, None))
+    assert not can(KeySteps(KeyNorm(torch.ones(HEAD_DIM), 1e-6, False), known))
+    assert not can(KeySteps(None, rotation(torch.bfloat16, halves=False)))
+    assert not can(KeySteps(None, rotation(torch.bfloat16, rounds=False)))
+    assert not can(KeySteps(None, rotation(torch.float32)))
+    assert not can(KeySteps(None, rotation(torch.bfloat16, HEAD_DIM // 2)))
 
 
 def test_without_a_compiler_there_is_a_line_in_the_log(

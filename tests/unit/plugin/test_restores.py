@@ -14,6 +14,7 @@ from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
@@ -172,7 +173,8 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
-            is_cpu=True,
+            streams=None,
+            host_memory=host_buffer,
         )
         self.coordinator = RestoreCoordinator(
             device, self.tiers, HCacheConfig(), self.counters, block_chunks=2, gate=gate

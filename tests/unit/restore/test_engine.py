@@ -1,120 +1,26 @@
-"""Restores from a real host tier into a pretend KV pool, with a projector that can be checked by hand."""
+"""The engine's jobs, with lanes, without them, and on a device that works beside the CPU."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
-from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError, StoreTimeoutError
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
-from sglang_hcache.core.observer import Counters
-from sglang_hcache.restore import pipeline
-from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.lanes import Lanes
-from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
-
-LAYERS, WIDTH, SLOTS = 5, 8, 1024
-BLOCK_CHUNKS = 2
-LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+from tests.unit.restore.bench import LAYERS, Bench, DoubleAndPosition
+from tests.unit.restore.delayed_streams import DelayedStreams
 
 
-class ReadHook(TieredStore):
-    """A tiered store whose reads can be disturbed."""
-
-    before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
-
-    def read_layer(self, lease, layer, out) -> None:  # type: ignore[no-untyped-def]
-        self.before_read(layer)
-        super().read_layer(lease, layer, out)
-
-
-class DoubleAndPosition:
-    """K is twice the hidden state, V is the position."""
-
-    def project(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return hidden[:, None, :] * 2, positions[:, None, None].expand(-1, 1, WIDTH).float()
-
-
-class Pool:
-    def __init__(self) -> None:
-        self.k = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
-        self.v = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.k[layer][slots] = key
-        self.v[layer][slots] = value
-
-
-class Bench:
-    """Chunks in every other slot, so that they are read; or in slots that follow each other."""
-
-    def __init__(self, chunks: int = 3, *, in_place: bool = False, lanes: int | None = None) -> None:
-        self.counters = Counters()
-        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
-        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
-        self.tiers = ReadHook(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
-        self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
-        taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]
-        used = taken[:chunks] if in_place else taken[: 2 * chunks : 2]
-        for slot in set(taken) - set(used):
-            host.release(slot)
-        for index, (slot, key) in enumerate(zip(used, self.keys, strict=True)):
-            rows = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
-            for layer in range(LAYERS):
-                host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
-            self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
-        self.pool = Pool()
-        self.over = threading.Event()
-        self.engine = RestoreEngine(
-            self.tiers,
-            LayerRestorer(torch.float32, self.pool, 1, DoubleAndPosition(), None, lanes and Lanes(lanes)),
-            self.counters,
-            lambda _job: self.over.set(),
-            BLOCK_CHUNKS,
-        )
-
-    def run(
-        self,
-        *,
-        first: int = 1,
-        deadline_s: float = 10.0,
-        cancel: bool = False,
-        layers: tuple[int, ...] = tuple(range(LAYERS)),
-    ) -> RestoreJob:
-        """Restore the chunks from ``first`` on and wait for the outcome."""
-        keys = self.keys[first:]
-        starts = range(0, len(keys), BLOCK_CHUNKS)
-        blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
-        slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
-        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers)
-        if cancel:
-            job.cancel()
-        self.engine.submit(job)
-        assert self.over.wait(10)
-        self.over.clear()
-        return job
-
-    def assert_nothing_is_pinned(self) -> None:
-        taken = [self.tiers.host.reserve() for _ in range(8)]
-        assert None not in taken
-
-
-@pytest.fixture(params=[None, 2], ids=["alone", "lanes"])
+@pytest.fixture(params=["alone", "lanes", "device"])
 def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(lanes=request.param)
+    return Bench(
+        lanes=2 if request.param == "lanes" else None,
+        streams=DelayedStreams() if request.param == "device" else None,
+    )
 
 
 def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
@@ -209,7 +115,7 @@ def test_no_memory_for_new_buffers_fails_restores_instead_of_leaving_them_out(
 
     bench.tiers.before_read = hang  # type: ignore[method-assign]
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "host_buffer", refuse)
+        patch.setattr(bench.engine._pipeline, "_memory", refuse)
         assert [bench.run().state for _ in range(3)] == [RestoreState.FAILED] * 3
         bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
         assert bench.run().state is RestoreState.FAILED, "nothing was read"

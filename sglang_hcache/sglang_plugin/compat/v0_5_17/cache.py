@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.device.memory import HostMemory, PinnedMemory, host_buffer
+from sglang_hcache.device.streams import CudaStreams, Streams, device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
@@ -82,17 +85,20 @@ class HCacheRadixCache(RadixCache):
         Raises:
             HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
         """
+        streams, host_memory = beside_the_cpu(self._runner)
         device = Device(
             tree=self,
             pool=self._pool,
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
-            is_cpu=str(self._server_args.device) == "cpu",
+            streams=streams,
+            host_memory=host_memory,
+            replays_decode=streams is not None and _replays_decode(self._server_args),
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
-        machine = machine_name(str(self._server_args.device), backend, config.dirs)
+        machine = machine_name(device_name(self._runner.device, self._runner.gpu_id), backend, config.dirs)
         model = ServedModel.of(self._runner.model, self._model_config)
         self._bridge = assemble(config, model, device, machine)
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
@@ -267,6 +273,18 @@ class ControllerView:
     """What SGLang reads of a cache controller: the name of the storage in ``cached_tokens_details``."""
 
     storage_backend = type("hcache", (), {})()
+
+
+def beside_the_cpu(runner: Any) -> tuple[Callable[[], Streams] | None, HostMemory]:
+    """What a restore works with on the device of SGLang's ``ModelRunner``; None, and plain memory, on a CPU."""
+    if runner.device == "cpu":
+        return None, host_buffer
+    device = torch.device(runner.device, runner.gpu_id)
+    return partial(CudaStreams, device, [runner.forward_stream]), PinnedMemory()
+
+
+def _replays_decode(server_args: Any) -> bool:
+    return str(server_args.cuda_graph_config.decode.backend) != "disabled"
 
 
 class DevicePool:

@@ -45,6 +45,10 @@ class ForwardOf:
         self, new_tokens: list[int], slots: torch.Tensor, start: int, last: torch.nn.Module | None
     ) -> None:
         """Run the model until ``last`` of its modules has run: all models have layers, few have a way to stop."""
+        # Passes of the scheduler's that a GPU still works on use the same memory of the attention backend; and who
+        # asked for this one takes the time. Nothing to wait for on a CPU.
+        device = torch.get_device_module(self._runner.device)
+        device.synchronize()
         table = self._cache.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
         batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
@@ -58,6 +62,7 @@ class ForwardOf:
         finally:
             if stop is not None:
                 stop.remove()
+            device.synchronize()
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))

@@ -1,0 +1,1 @@
+"""What only a GPU can show: ``run.py`` runs all of it."""

@@ -1,0 +1,142 @@
+"""What ``run.py`` runs, each part in a process of its own: one that fails, hangs or dies stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu.shapes import SHAPES, shape_named
+
+Report = Callable[[str, dict[str, Any]], None]
+
+_NO_SERVER = "no part starts a server yet"
+NOT_SHOWN = {
+    "a server with the tier, CUDA graphs on": _NO_SERVER,
+    "200 concurrent requests with eviction": _NO_SERVER,
+    "TTFT under Zipf skew 0, 1 and 2": _NO_SERVER,
+    "time between tokens beside capture and restores": _NO_SERVER,
+    "SGLang's HiCache on the same host memory": _NO_SERVER,
+    "reading from disks, GPUDirect Storage": "restores from host memory only are measured here",
+}
+"""What a GPU should show, and no part does -> why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    budget_s: float
+    what: str
+
+
+PARTS = (
+    Part(
+        "kernel",
+        75,
+        "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
+    ),
+    Part("restores", 100, "engine, streams and pinned memory on random layers of every shape; efficiency"),
+    *(
+        Part(
+            f"model {shape.name}",
+            55,
+            "SGLang's model with dummy weights: self-check, its mutants, restores, prefill",
+        )
+        for shape in SHAPES
+    ),
+)
+
+
+def run_here(name: str, report: Report) -> None:
+    """Carry out a part in this process."""
+    measure_of(name)(report)
+
+
+def measure_of(name: str) -> Callable[[Report], None]:
+    # Imported where they are used: the list of parts is for machines without a GPU as well.
+    kind, _, shape = name.partition(" ")
+    if kind == "kernel":
+        from gpu import kernel
+
+        return kernel.measure
+    if kind == "restores":
+        from gpu import restores
+
+        return restores.measure
+    from gpu import models
+
+    return functools.partial(models.measure, shape_named(shape))
+
+
+def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) -> dict[str, Any]:
+    """Run ``command``, which prints results as lines ``RESULT {...}``, within the part's budget.
+
+    Args:
+        log: receives what else it says.
+        on_result: gets each result as soon as it is there.
+
+    Returns:
+        The part's outcome: ``status`` is passed, failed (its results say so), error or timeout.
+    """
+    began, results = time.monotonic(), 0
+    all_ok = True
+    with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        seen = 0
+        status = None
+        while status is None:
+            status = process.poll()
+            lines = _results(log.with_suffix(".out"))
+            for name, found in lines[seen:]:
+                on_result(name, found)
+                all_ok = all_ok and bool(found.get("ok", True)) and not found.get("mutants_taken")
+            seen, results = len(lines), len(lines)
+            if status is None and time.monotonic() - began > part.budget_s:
+                break
+            time.sleep(0.05)
+        _end(process)
+    outcome = {"seconds": time.monotonic() - began, "results": results}
+    if status is None:
+        return {"status": "timeout", "why": f"took longer than {part.budget_s:g} s", **outcome}
+    if status != 0:
+        return {"status": "error", "why": _last_line(log) or f"exit status {status}", **outcome}
+    return {"status": "passed" if all_ok and results else "failed", **outcome}
+
+
+def told(name: str, found: dict[str, Any]) -> str:
+    """A result as a line for :func:`run_apart`."""
+    return "RESULT " + json.dumps({"name": name, **found})
+
+
+def part_command(name: str) -> list[str]:
+    return [sys.executable, str(Path(__file__).parent / "run.py"), "--part", name]
+
+
+def _results(output: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for line in output.read_text(errors="replace").splitlines(keepends=True):
+        if line.startswith("RESULT ") and line.endswith("\n"):
+            data = json.loads(line[len("RESULT ") :])
+            found.append((data.pop("name"), data))
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the part and all that it started; its session is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""

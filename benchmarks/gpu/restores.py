@@ -1,0 +1,232 @@
+"""Restores from pinned host memory with the server's own engine, on layers with random weights; no SGLang in it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu.kernel import timed
+from gpu.layers import MOST_ULPS, Pools, RandomLayers, error_ulps
+from gpu.shapes import SHAPES, Shape
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.key_steps import RowWriter
+from sglang_hcache.device.memory import HostMemory, PinnedMemory
+from sglang_hcache.device.streams import CudaStreams, Streams
+from sglang_hcache.device.triton_rows import TritonRows
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+TOKENS, LAYERS, ROUNDS = 4096, 8, 7
+BLOCK_CHUNKS = 64
+
+
+class LayerPool:
+    """K and V of some layers."""
+
+    def __init__(
+        self, shape: Shape, layers: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layers: list[Pools] = [
+            tuple(
+                torch.zeros(slots, shape.kv_heads, shape.head_dim, dtype=dtype, device=device) for _ in "kv"
+            )  # type: ignore[misc]
+            for _ in range(layers)
+        ]
+
+    def buffers(self, layer: int) -> Pools:
+        return self._layers[layer]
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for buffer, rows in zip(self._layers[layer], (key, value), strict=True):
+            buffer[slots] = rows
+
+    def read(self, layer: int, slots: torch.Tensor) -> Pools:
+        key, value = self._layers[layer]
+        return key[slots], value[slots]
+
+    def clear(self) -> None:
+        for buffers in self._layers:
+            for buffer in buffers:
+                buffer.fill_(torch.nan)
+
+
+class Restores:
+    """Chunks of one prefix in the host tier, and an engine that brings them back.
+
+    Args:
+        rows: of each layer, (tokens, width), on any device.
+        keep_apart: leave an empty slot after each chunk, so that they must be read into buffers.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        rows: Sequence[torch.Tensor],
+        restorer: LayerRestorer,
+        memory: HostMemory,
+        *,
+        keep_apart: bool,
+    ) -> None:
+        self._restorer = restorer
+        row_bytes = rows[0].shape[1] * rows[0].element_size()
+        layout = StateLayout((method,) * len(rows), (row_bytes,) * len(rows))
+        count, stride = len(rows[0]) // CHUNK_TOKENS, 2 if keep_apart else 1
+        host = HostTier(memory(stride * count * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
+        self._tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=16)
+        self.keys = [ChunkKey(index.to_bytes(32, "little")) for index in range(1, count + 1)]
+        taken = [host.reserve() for _ in range(stride * count)]
+        for index, key in enumerate(self.keys):
+            slot, tokens = taken[stride * index], slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            assert slot is not None
+            for layer, of_layer in enumerate(rows):
+                host.layer_of(slot, layer)[:] = of_layer[tokens].cpu().view(torch.uint8).reshape(-1).numpy()
+            self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+        self._over = threading.Event()
+        self._engine = RestoreEngine(
+            self._tiers, restorer, Counters(), lambda _job: self._over.set(), BLOCK_CHUNKS, memory
+        )
+
+    def run(self, slots: torch.Tensor) -> float:
+        """Seconds of bringing all chunks into ``slots``."""
+        began = time.monotonic()
+        leases = tuple(
+            self._tiers.lease(self.keys[first : first + BLOCK_CHUNKS])
+            for first in range(0, len(self.keys), BLOCK_CHUNKS)
+        )
+        layers = tuple(range(self._tiers.layout.num_layers))
+        job = RestoreJob(leases, 0, slots, 60.0, layers, self._restorer.fence())
+        self._over.clear()
+        self._engine.submit(job)
+        self._over.wait()
+        if job.state is not RestoreState.DONE:
+            raise RuntimeError(f"a restore ended as {job.state.value}: {job.error!r}")
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class RestoreCheck:
+    """One shape's layers, stored by one method."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        method: Method,
+        streams: Streams,
+        writer: RowWriter,
+        memory: HostMemory,
+        *,
+        tokens: int,
+        layers: int,
+        dtype: torch.dtype,
+        keep_apart: bool = False,
+    ) -> None:
+        device = streams.device
+        self.layers = RandomLayers.of(shape, layers, tokens, dtype, device)
+        self.positions = torch.arange(tokens, device=device)
+        draw = torch.Generator(device).manual_seed(2)
+        hidden = [
+            torch.randn(tokens, shape.hidden_size, generator=draw, device=device).to(dtype)
+            for _ in range(layers)
+        ]
+        self.true = [self.layers.project(layer, rows, self.positions) for layer, rows in enumerate(hidden)]
+        self.rows = hidden
+        if method is Method.KV:
+            self.rows = [torch.cat([part.flatten(1) for part in pair], dim=1) for pair in self.true]
+        self.pool = LayerPool(shape, layers, 2 * tokens, dtype, device)
+        self.slots = torch.randperm(2 * tokens, generator=draw, device=device)[:tokens]
+        row_bytes = max(rows.shape[1] * rows.element_size() for rows in self.rows)
+        self.stage = DeviceStage(streams, row_bytes, ROWS_AT_ONCE, tokens)
+        restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
+        self.restores = Restores(method, self.rows, restorer, memory, keep_apart=keep_apart)
+
+    def error(self) -> float:
+        """Of one restore into a poisoned pool, units in the last place.
+
+        V that is projected may differ as K may: other shapes of a product round in another order.
+        """
+        self.pool.clear()
+        self.restores.run(self.slots)
+        return max(
+            error_ulps(mine, true)
+            for layer, pair in enumerate(self.true)
+            for mine, true in zip(self.pool.read(layer, self.slots), pair, strict=True)
+        )
+
+    def close(self) -> None:
+        self.restores.close()
+
+
+def measure(report: Callable[[str, dict[str, Any]], None]) -> None:
+    """Hidden states and K and V of every shape, in place and read into buffers; times and floors."""
+    device, memory = torch.device("cuda", 0), PinnedMemory()  # which must live as long as the process
+    with torch.inference_mode():
+        for shape in SHAPES:
+            for method in (Method.HIDDEN, Method.KV):
+                for keep_apart in (False, True):
+                    name = f"{shape.name}, {method.value}, {'scattered' if keep_apart else 'in place'}"
+                    report(name, _measure_one(shape, method, device, memory, keep_apart=keep_apart))
+                    torch.cuda.empty_cache()
+
+
+def _measure_one(
+    shape: Shape, method: Method, device: torch.device, memory: HostMemory, *, keep_apart: bool
+) -> dict[str, Any]:
+    check = RestoreCheck(
+        shape,
+        method,
+        CudaStreams(device),
+        TritonRows(),
+        memory,
+        tokens=TOKENS,
+        layers=LAYERS,
+        dtype=torch.bfloat16,
+        keep_apart=keep_apart,
+    )
+    ulps = max(check.error() for _ in range(3))
+    seconds = statistics.median(check.restores.run(check.slots) for _ in range(ROUNDS))
+    copy_s, compute_s = _floors(check, method)
+    check.close()
+    return {
+        "ulps": ulps,
+        "ok": ulps <= MOST_ULPS,
+        "milliseconds": 1e3 * seconds,
+        "tokens_per_s_a_layer": TOKENS * LAYERS / seconds,
+        "copy_milliseconds": 1e3 * copy_s,
+        "compute_milliseconds": 1e3 * compute_s,
+        "efficiency": max(copy_s, compute_s) / seconds,
+    }
+
+
+def _floors(check: RestoreCheck, method: Method) -> tuple[float, float]:
+    """Seconds of the copies alone, pinned and large, and of the products and the kernel alone."""
+    pinned = [rows.cpu().pin_memory() for rows in check.rows]
+    target = torch.empty_like(check.rows[0])
+    copy_s = timed(lambda: [target.copy_(rows, non_blocking=True) for rows in pinned], rounds=ROUNDS)
+    writer = TritonRows()
+
+    def compute() -> None:
+        for layer, rows in enumerate(check.rows):
+            if method is Method.KV:
+                writer.store(rows, check.slots, check.pool.buffers(layer))
+                continue
+            key, value = check.layers.project_unrotated(layer, rows)
+            writer.finish(
+                key, value, check.layers.steps, check.positions, check.slots, check.pool.buffers(layer)
+            )
+
+    return copy_s, timed(compute, rounds=ROUNDS)

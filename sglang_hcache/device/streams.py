@@ -1,0 +1,126 @@
+"""What is asked of a device that works beside the CPU: a queue of copies and a queue of computations.
+
+Each queue does its work in order, and nothing orders one with the other, or with what else the device does, but marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in what a device does."""
+
+    def is_reached(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Hold up the calling thread until it is reached."""
+
+
+class Streams(Protocol):
+    """One device's two queues, used on one thread; and the one in which the calling thread itself does its work."""
+
+    device: torch.device
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy. ``source`` must not change, and ``into`` not be used, before it is done."""
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Queue what ``work`` does on the device."""
+
+    def copied(self) -> Mark:
+        """When all copies so far are done."""
+
+    def computed(self) -> Mark:
+        """When all computations so far are done."""
+
+    def copy_after(self, mark: Mark) -> None:
+        """Begin with no further copy before ``mark``."""
+
+    def compute_after(self, mark: Mark) -> None:
+        """Begin with no further computation before ``mark``."""
+
+    def fence(self) -> Mark:
+        """When all is done that the calling thread, and the model's forward passes, have queued elsewhere."""
+
+    def inline(self, work: Callable[[], None]) -> None:
+        """Queue what ``work`` does where the calling thread's own work is."""
+
+    def hold_up(self, mark: Mark) -> None:
+        """Let the calling thread's own work go on behind ``mark`` only."""
+
+
+def device_name(kind: str, index: int) -> str:
+    """What a profile's numbers belong to: ``cpu``, or the name of a GPU."""
+    return kind if kind == "cpu" else torch.cuda.get_device_name(index)
+
+
+class CudaStreams:
+    """CUDA's. NOT RUN ON A GPU (``docs/gpu.md``).
+
+    The queue of computations has the lowest priority that there is. SGLang 0.5.17 makes its own streams with the same
+    one, so requests that run do not go first unless those get a higher one.
+
+    Args:
+        others: streams that forward passes run on, besides the calling thread's current one.
+    """
+
+    def __init__(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> None:
+        self.device = device
+        self._others = tuple(others)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._computations = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copies):
+            into.copy_(source, non_blocking=True)
+
+    def compute(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._computations):
+            work()
+
+    def copied(self) -> Mark:
+        return _Events([self._copies.record_event()])
+
+    def computed(self) -> Mark:
+        return _Events([self._computations.record_event()])
+
+    def copy_after(self, mark: Mark) -> None:
+        assert isinstance(mark, _Events)
+        mark.hold_up(self._copies)
+
+    def compute_after(self, mark: Mark) -> None:
+        assert isinstance(mark, _Events)
+        mark.hold_up(self._computations)
+
+    def fence(self) -> Mark:
+        streams = {torch.cuda.current_stream(self.device), *self._others}
+        return _Events([stream.record_event() for stream in streams])
+
+    def inline(self, work: Callable[[], None]) -> None:
+        work()
+
+    def hold_up(self, mark: Mark) -> None:
+        assert isinstance(mark, _Events)
+        mark.hold_up(torch.cuda.current_stream(self.device))
+
+
+class _Events:
+    """A :class:`Mark` of one or several streams."""
+
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = tuple(events)
+
+    def is_reached(self) -> bool:
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        for event in self._events:
+            stream.wait_event(event)

@@ -1,0 +1,98 @@
+"""K and V rows into the KV pool on a GPU: norm, rotation and scatter in one pass over memory.
+
+What ``kv_rows.c`` is on a CPU. Tested on a CPU with Triton's interpreter; NOT RUN ON A GPU (``docs/gpu.md``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import triton
+
+from sglang_hcache.device.key_steps import KeySteps
+from sglang_hcache.device.triton_kernels import HEAD_NORM, NO_NORM, ROW_NORM, finish_rows
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_HEAD_DIM = 1024
+_VALUES_AT_ONCE = 2048
+"""Of a token's row, in each tensor that a program holds: 16 values for each of 128 threads."""
+_VALUES_OF_A_WARP = 256
+"""Eight a thread: 16 bytes of a half type."""
+_NOTHING = KeySteps(None, None)
+
+
+class TritonRows:
+    """Writes rows to the pool's buffers, on the current stream. A :class:`~.key_steps.RowWriter`."""
+
+    fuses_norm: ClassVar[bool] = True
+
+    def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM
+
+    def finish(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        steps: KeySteps,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        if not len(slots):
+            return  # a grid of no programs is an error
+        norm, rotation = steps.norm, steps.rotation
+        key_pool, value_pool = pools
+        _, heads, head_dim = key_pool.shape
+        finish_rows[(len(slots),)](
+            key,
+            value,
+            key if rotation is None else rotation.table,  # a pointer that nothing is read from
+            positions,
+            slots,
+            key if norm is None else norm.weight,
+            key_pool,
+            value_pool,
+            key.stride(0),
+            value.stride(0),
+            0 if rotation is None else len(rotation.table),
+            0.0 if norm is None else norm.epsilon,
+            **constants_of(steps, heads, head_dim),
+        )
+
+    def store(
+        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        key, value = rows.chunk(2, dim=1)
+        self.finish(key, value, _NOTHING, slots, slots, pools)
+
+
+def constants_of(steps: KeySteps, heads: int, head_dim: int) -> dict[str, Any]:
+    """What the kernel is compiled for, and how.
+
+    Raises:
+        ValueError: a norm that is neither one of each head nor one of K's whole row.
+    """
+    norm, rotation = steps.norm, steps.rotation
+    if norm is not None and norm.size not in (head_dim, heads * head_dim):
+        raise ValueError(f"a norm of {norm.size} values for {heads} heads of {head_dim}")
+    kind = NO_NORM if norm is None else HEAD_NORM if norm.size == head_dim else ROW_NORM
+    dim = 0 if rotation is None else rotation.dim
+    pairs, rest = triton.next_power_of_2(max(dim // 2, 1)), triton.next_power_of_2(max(head_dim - dim, 1))
+    at_once = min(triton.next_power_of_2(heads), max(1, _VALUES_AT_ONCE // max(pairs, rest)))
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": dim,
+        "PAIRS_HALVES": rotation is None or rotation.pairs_halves,
+        "ROUNDS_PRODUCTS": rotation is not None and rotation.rounds_products,
+        "NORM": kind,
+        "ROUNDS_FIRST": norm is not None and norm.rounds_before_weight,
+        "AT_ONCE": at_once,
+        "PAIRS": pairs,
+        "REST": rest,
+        "BLOCK": min(_VALUES_AT_ONCE, triton.next_power_of_2(heads * head_dim)),
+        "num_warps": min(4, max(1, at_once * max(pairs, rest) // _VALUES_OF_A_WARP)),
+        # A product that must be rounded before it is added must not be kept exact in a fused operation.
+        "enable_fp_fusion": rotation is None or not rotation.rounds_products,
+    }

@@ -1,0 +1,133 @@
+"""Rows from host memory through a few buffers on the device into the KV pool: what ``lanes.py`` is on a CPU.
+
+Copies and computations overlap: while one part of rows is projected, the next one is copied into another buffer. ::
+
+    copies        | part 1 -> A | part 2 -> B |  (A is free)  | part 3 -> A | ...
+    computations                | part 1 of A | part 2 of B   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_hcache.device.streams import Mark, Streams
+
+if TYPE_CHECKING:
+    from sglang_hcache.restore.methods import StoredRows
+
+NUM_BUFFERS = 3
+"""One is computed from, one is copied into, and one lies ready."""
+
+Write = Callable[["StoredRows", torch.Tensor, torch.Tensor], None]
+"""Brings rows on the device into slots (n,) at positions (n,), on the current stream."""
+
+
+class QueuedWrite:
+    """Rows on their way into the pool; asked like a future."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+
+    def done(self) -> bool:
+        return self._mark.is_reached()
+
+    def cancel(self) -> bool:
+        """A device does what it was asked for."""
+        return False
+
+    def result(self) -> None:
+        """Wait until K and V are in the pool, and the rows in host memory may change."""
+        self._mark.wait()
+
+
+class DeviceStage:
+    """A ring of buffers on the device. Used by one thread at a time.
+
+    Args:
+        row_bytes: of the widest row.
+        rows_at_once: rows of a buffer; also bounds the temporaries of one projection.
+        num_positions: positions [0, num_positions) of sequences are known.
+    """
+
+    def __init__(self, streams: Streams, row_bytes: int, rows_at_once: int, num_positions: int) -> None:
+        self._streams = streams
+        self._rows_at_once = rows_at_once
+        with torch.inference_mode(False):  # else nobody outside of that mode could write to it
+            self._buffers = [
+                torch.empty(rows_at_once * row_bytes, dtype=torch.uint8, device=streams.device)
+                for _ in range(NUM_BUFFERS)
+            ]
+            self._positions = torch.arange(num_positions, device=streams.device)
+        self._free: list[Mark | None] = [None] * NUM_BUFFERS
+        """When each buffer has been computed from."""
+        self._next = 0
+        made_here = streams.fence()
+        streams.copy_after(made_here)
+        streams.compute_after(made_here)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it holds."""
+        return sum(buffer.nbytes for buffer in self._buffers) + self._positions.nbytes
+
+    def positions(self, first: int, end: int) -> torch.Tensor:
+        """Positions [first, end), int64, on the device.
+
+        Raises:
+            IndexError: they are more than the model has.
+        """
+        if end > len(self._positions):
+            raise IndexError(f"position {end - 1} of {len(self._positions)}")
+        return self._positions[first:end]
+
+    def fence(self) -> Mark:
+        """What the calling thread and the model have queued on the device."""
+        return self._streams.fence()
+
+    def after(self, mark: Mark, *, reading: bool) -> None:
+        """Write nothing outside of the buffers before ``mark``; with ``reading``, read nothing either."""
+        self._streams.compute_after(mark)
+        if reading:
+            self._streams.copy_after(mark)
+
+    def start(
+        self,
+        stored: Sequence[StoredRows],
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        write: Write,
+        before_layer: Callable[[], object],
+    ) -> list[QueuedWrite]:
+        """Queue copies and ``write`` for layers of the same tokens; what was queued, also if ``before_layer`` raises.
+
+        Args:
+            stored: rows in host memory, pinned for speed, or on the device; not changed before the result is there.
+            positions, slots: (n,) int64 on the device.
+        """
+        try:
+            for of_layer in stored:
+                before_layer()
+                for first in range(0, len(slots), self._rows_at_once):
+                    part = slice(first, first + self._rows_at_once)
+                    self._queue(of_layer.part(part), positions[part], slots[part], write)
+        except BaseException:
+            # Nobody would know what to wait for.
+            self._streams.copied().wait()
+            self._streams.computed().wait()
+            raise
+        return [QueuedWrite(self._streams.computed())]
+
+    def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
+        index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
+        rows, is_free = stored.rows, self._free[index]
+        on_device = self._buffers[index][: rows.nbytes].view(rows.dtype).view(rows.shape)
+        if is_free is not None:
+            self._streams.copy_after(is_free)
+        self._streams.copy(on_device, rows)
+        self._streams.compute_after(self._streams.copied())
+        staged = stored.moved(on_device)
+        self._streams.compute(lambda: write(staged, positions, slots))
+        self._free[index] = self._streams.computed()

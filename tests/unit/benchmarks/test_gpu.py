@@ -1,0 +1,138 @@
+"""The GPU's command without a GPU: what it says, and that one part stops no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+RUN = Path(__file__).parents[3] / "benchmarks" / "gpu" / "run.py"
+MOST_SECONDS = 9 * 60
+ISSUE_SHAPES = {"llama-2-7b", "llama-2-13b", "opt-30b", "llama-3-8b", "qwen3-8b", "gemma-7b"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "results"))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "not available here: no CUDA device"
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_dry_run_says_what_would_be_run(bench: Callable[[str], Any]) -> None:
+    parts = bench("gpu.parts")
+    result = run("--dry-run")
+    assert result.returncode == 0, result.stderr
+    for part in parts.PARTS:
+        assert f"{part.name}: at most {part.budget_s:g} s" in result.stdout
+    for what in parts.NOT_SHOWN:
+        assert f"not shown: {what}" in result.stdout
+    assert run("--dry-run", "--only", "kernel").stdout.count("--part") == 1
+
+
+def test_all_parts_together_keep_to_the_time(bench: Callable[[str], Any]) -> None:
+    parts = bench("gpu.parts").PARTS
+    assert sum(part.budget_s for part in parts) < MOST_SECONDS
+    assert len({part.name for part in parts}) == len(parts)
+    assert {
+        part.name.removeprefix("model ") for part in parts if part.name.startswith("model ")
+    } == ISSUE_SHAPES
+
+
+def test_an_unknown_part_is_refused() -> None:
+    result = run("--only", "everything")
+    assert result.returncode == 2
+    assert "invalid choice: 'everything'" in result.stderr
+
+
+SCRIPTS = {
+    "good": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True)",
+    "wrong": "print('RESULT ' + json.dumps({'name': 'a', 'ok': False}), flush=True)",
+    "blind": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True, 'mutants_taken': ['m']}), flush=True)",
+    "silent": "pass",
+    "broken": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); raise ValueError('it broke')",
+    "hanging": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); time.sleep(600)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+}
+EXPECTED = {
+    "good": "passed",
+    "wrong": "failed",
+    "blind": "failed",
+    "silent": "failed",
+    "broken": "error",
+    "hanging": "timeout",
+    "killed": "error",
+}
+
+
+def test_one_part_stops_no_other(
+    bench: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    monkeypatch.setattr(
+        command, "part_command", lambda name: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]]
+    )
+    seen: list[dict[str, Any]] = []
+    write = command.write_json
+
+    def write_json(path: Path, data: dict[str, Any]) -> None:
+        write(path, data)
+        seen.append(json.loads(path.read_text()))
+
+    monkeypatch.setattr(command, "write_json", write_json)
+    chosen = [parts.Part(name, 8.0 if name == "hanging" else 120.0, "") for name in SCRIPTS]
+    assert not command.run_all(chosen, tmp_path, {"date": "today"})
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: found["status"] for name, found in data["parts"].items()} == EXPECTED
+    assert data["parts"]["broken"]["why"] == "ValueError: it broke"
+    assert data["parts"]["hanging"]["results"] == {"a": {"ok": True}}
+    assert data["not_shown"] == parts.NOT_SHOWN
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "hanging: timeout in" in capsys.readouterr().out
+    while_it_hung = [each["parts"]["hanging"] for each in seen if "hanging" in each["parts"]]
+    assert {"status": "running", "results": {"a": {"ok": True}}} in while_it_hung, (
+        "written as soon as it was known"
+    )
+
+
+def test_all_parts_well_is_a_passed_run(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    script = "import json\n" + SCRIPTS["good"]
+    monkeypatch.setattr(command, "part_command", lambda _name: [sys.executable, "-c", script])
+    assert command.run_all([parts.Part("good", 60.0, "")], tmp_path, {})
+
+
+def test_the_picture_takes_what_there_is(bench: Callable[[str], Any], tmp_path: Path) -> None:
+    kernel = {"results": {"llama-2-7b": {"of_a_plain_copy": 0.8}, "63 tokens": {"ok": True}}}
+    model = {"results": {"hidden": {"milliseconds": 3.0, "recompute_milliseconds": 20.0}, "self-check": {}}}
+    data = {"header": {}, "parts": {"kernel": kernel, "restores": {}, "model llama-2-7b": model}}
+    bench("gpu.picture").draw(data, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_configurations_are_those_of_the_shapes(bench: Callable[[str], Any]) -> None:
+    """Read as SGLang reads them."""
+    from transformers import AutoConfig
+
+    for shape in bench("gpu.shapes").SHAPES:
+        config = AutoConfig.for_model(**shape.config)
+        assert config.num_hidden_layers == shape.num_layers
+        assert config.hidden_size == shape.hidden_size
+        assert config.num_attention_heads == shape.heads
+        assert getattr(config, "num_key_value_heads", shape.heads) == shape.kv_heads
+        assert getattr(config, "head_dim", None) in (None, shape.head_dim)

@@ -1,0 +1,156 @@
+"""Saving from a device beside the CPU: rows are those of the moment, though they are copied much later.
+
+The device is simulated (``tests/unit/restore/delayed_streams.py``). All layers of all passes have their rows in one
+piece of memory, which the next layer overwrites.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
+from sglang_hcache.capture.events import RequestBegins, RequestRows
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedMark, DelayedStreams
+
+NAMESPACE = Namespace(model=b"m", layout="test")
+LAYERS, WIDTH, ROWS_AT_ONCE = 7, 6, 40
+LAYOUT = StateLayout.of((Method.HIDDEN, Method.KV) * 3 + (Method.HIDDEN,), 4 * WIDTH, 8 * WIDTH)
+PROMPT = array("q", range(1000, 1000 + 3 * CHUNK_TOKENS))
+
+
+class SavePath:
+    """The serving thread of a model on ``streams``, which saves one prompt."""
+
+    def __init__(self, streams: DelayedStreams) -> None:
+        self.streams = streams
+        self.counters = Counters()
+        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
+        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        ring = StagingRing([torch.zeros(group.count, 256, group.row_bytes // 4) for group in LAYOUT.groups])
+        self.assembler = Assembler(ring, self.tiers, torch.float32, self.counters)
+        on_device = DeviceRing(streams, max(LAYOUT.row_bytes), ROWS_AT_ONCE)
+        self.tap = Tap(ring, self.assembler.publish, self.counters, on_device)
+        self.shared = torch.zeros(len(PROMPT), 2 * WIDTH)
+
+    def save(self, cuts: Sequence[int]) -> None:
+        """Passes over the prompt's pieces, as the scheduler has them: nobody waits for the device in between."""
+        self.assembler.publish(RequestBegins("a", NAMESPACE, array("q")))
+        for first, end in zip([0, *cuts], [*cuts, len(PROMPT)], strict=True):
+            self.tap.begin_pass(end - first)
+            for layer in range(LAYERS):
+                self._layer(layer, first, end)
+            self.tap.end_pass([RequestRows("a", first, 0, end - first)], PROMPT[first:end])
+
+    def _layer(self, layer: int, first: int, end: int) -> None:
+        rows = self.shared[: end - first]
+        self.streams.put(MODEL, lambda: rows.copy_(true_rows(layer, first, end)))
+        is_kv = LAYOUT.methods[layer] is Method.KV
+        self.tap.layer(layer, *((rows[:, :WIDTH], rows[:, WIDTH:]) if is_kv else (rows[:, :WIDTH],)))
+        self.streams.put(MODEL, lambda: rows.fill_(torch.nan))  # the model's memory is somebody else's now
+
+    def wrong(self) -> list[str]:
+        """What is stored wrongly, or not at all."""
+        self.assembler.close()
+        found = []
+        for index, key in enumerate(chunk_keys(NAMESPACE.root_key(), PROMPT)):
+            slot = self.tiers.host.pin(key)
+            if slot is None:
+                found.append(f"chunk {index} is missing")
+                continue
+            for layer in range(LAYERS):
+                width = LAYOUT.row_bytes[layer] // 4
+                rows = (
+                    torch.from_numpy(self.tiers.host.layer_of(slot, layer))
+                    .view(torch.float32)
+                    .view(-1, width)
+                )
+                true = true_rows(layer, index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)[:, :width]
+                if not torch.equal(rows, true):
+                    found.append(f"chunk {index}, layer {layer}")
+        return found
+
+
+def true_rows(layer: int, first: int, end: int) -> torch.Tensor:
+    positions = torch.arange(first, end).float()[:, None]
+    return 1e4 * layer + 16 * positions + torch.arange(2 * WIDTH)
+
+
+def saved_wrongly(order: str, seed: int, eager: int = 0) -> list[str]:
+    path = SavePath(DelayedStreams(order, seed, eager))
+    path.save([100, 101, 150])
+    return path.wrong()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("eager", [0, 1])
+def test_rows_are_those_of_the_moment(order: str, eager: int) -> None:
+    for seed in range(4):
+        assert not saved_wrongly(order, seed, eager)
+
+
+def _ignored(*_: object) -> None:
+    pass
+
+
+def _reached(streams: DelayedStreams) -> DelayedMark:
+    return DelayedMark(streams, ())
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a buffer is filled before it is copied": lambda patch: patch.setattr(
+        DelayedStreams, "hold_up", _ignored
+    ),
+    "a buffer is copied before it is filled": lambda patch: patch.setattr(
+        DelayedStreams, "copy_after", _ignored
+    ),
+    "rows are read before they are there": lambda patch: patch.setattr(
+        DeviceRing, "taken", lambda ring: _reached(ring._streams)
+    ),
+    "rows are taken later than asked": lambda patch: patch.setattr(
+        DelayedStreams, "inline", DelayedStreams.compute
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    assert any(saved_wrongly(order, seed, eager) for order in ORDERS for seed in range(3) for eager in (0, 1))
+
+
+def test_the_serving_thread_never_waits_for_the_device() -> None:
+    streams = DelayedStreams()
+    path = SavePath(streams)
+    serving, waited = threading.get_ident(), []
+    go_on = streams.go_on
+
+    def watched(*args: Any, **named: Any) -> bool:
+        waited.append(threading.get_ident() == serving)
+        return go_on(*args, **named)
+
+    streams.go_on = watched  # type: ignore[method-assign]
+    path.save([100])
+    assert not path.wrong()
+    assert waited
+    assert not any(waited)
+
+
+def test_its_memory_is_bounded() -> None:
+    assert DeviceRing(DelayedStreams(), 24, 10).num_bytes == NUM_BUFFERS * 240

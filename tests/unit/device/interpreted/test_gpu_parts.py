@@ -1,0 +1,80 @@
+"""The checks of ``benchmarks/gpu`` on a CPU: the kernel in the interpreter, on a simulated device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hcache.core.layout import Method
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.device.triton_rows import TritonRows
+from tests.unit.restore.delayed_streams import DelayedStreams
+
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+SMALL = {"kv_heads": 2, "head_dim": 16, "hidden_size": 48, "heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "gpu"]:
+        del sys.modules[name]
+
+
+def small(name: str) -> Any:
+    from gpu.shapes import shape_named
+
+    return replace(shape_named(name), **SMALL)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "opt-30b", "qwen3-8b"])
+def test_the_kernel_is_right_and_its_mutants_are_seen(name: str) -> None:
+    from gpu.kernel import KernelCheck
+
+    check = KernelCheck(small(name), TritonRows(), torch.device("cpu"), torch.bfloat16, 5, 20)
+    found = check.check()
+    assert found["ok"], found
+    assert not found["mutants_taken"]
+
+
+def test_a_slot_too_many_is_seen() -> None:
+    from gpu.kernel import KernelCheck
+    from gpu.layers import WRONG
+
+    check = KernelCheck(small("llama-2-7b"), TritonRows(), torch.device("cpu"), torch.bfloat16, 5, 20)
+    pools = check.pools()
+    check.run(pools)
+    free = next(slot for slot in range(20) if slot not in check.slots.tolist())
+    pools[1][free] = 1.0
+    assert check.error(pools) == WRONG
+
+
+@pytest.mark.parametrize("keep_apart", [False, True], ids=["in place", "scattered"])
+@pytest.mark.parametrize("method", [Method.HIDDEN, Method.KV])
+def test_restores_are_right_and_wrong_ones_are_seen(method: Method, keep_apart: bool) -> None:
+    from gpu.layers import MOST_ULPS
+    from gpu.restores import RestoreCheck
+
+    check = RestoreCheck(
+        small("qwen3-8b"),
+        method,
+        DelayedStreams(),
+        TritonRows(),
+        host_buffer,
+        tokens=64,
+        layers=2,
+        dtype=torch.float32,
+        keep_apart=keep_apart,
+    )
+    with torch.inference_mode():
+        assert check.error() <= MOST_ULPS
+        check.true[1][0][3] += check.true[1][0].abs().max() / 100
+        assert check.error() > MOST_ULPS
+    check.close()

@@ -1,0 +1,132 @@
+"""Restores from a real host tier into a pretend KV pool, with a projector that can be checked by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.streams import Mark, Streams
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.lanes import Lanes
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+LAYERS, WIDTH, SLOTS = 5, 8, 1024
+BLOCK_CHUNKS = 2
+STAGED_ROWS = 50
+"""Of a buffer on a device: chunks are cut."""
+LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+
+
+class ReadHook(TieredStore):
+    """A tiered store whose reads can be disturbed."""
+
+    before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
+
+    def read_layer(self, lease, layer, out) -> None:  # type: ignore[no-untyped-def]
+        self.before_read(layer)
+        super().read_layer(lease, layer, out)
+
+
+class DoubleAndPosition:
+    """K is twice the hidden state, V is the position."""
+
+    def project(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden[:, None, :] * 2, positions[:, None, None].expand(-1, 1, WIDTH).float()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.k = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
+        self.v = torch.zeros(LAYERS, SLOTS, 1, WIDTH)
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.k[layer][slots] = key
+        self.v[layer][slots] = value
+
+
+class Bench:
+    """Chunks in every other slot, so that they are read; or in slots that follow each other."""
+
+    def __init__(
+        self,
+        chunks: int = 3,
+        *,
+        in_place: bool = False,
+        lanes: int | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.streams: Any = streams
+        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
+        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = ReadHook(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
+        self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
+        taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]
+        used = taken[:chunks] if in_place else taken[: 2 * chunks : 2]
+        for slot in set(taken) - set(used):
+            host.release(slot)
+        for index, (slot, key) in enumerate(zip(used, self.keys, strict=True)):
+            rows = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            for layer in range(LAYERS):
+                host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
+            self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+        self.pool = Pool()
+        self.over = threading.Event()
+        self.engine = RestoreEngine(
+            self.tiers,
+            LayerRestorer(
+                torch.float32,
+                self.pool,
+                1,
+                DoubleAndPosition(),
+                None,
+                lanes and Lanes(lanes),
+                streams and DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS),
+            ),
+            self.counters,
+            lambda _job: self.over.set(),
+            BLOCK_CHUNKS,
+        )
+
+    def run(
+        self,
+        *,
+        first: int = 1,
+        deadline_s: float = 10.0,
+        cancel: bool = False,
+        layers: tuple[int, ...] = tuple(range(LAYERS)),
+        slots: torch.Tensor | None = None,
+        fence: Mark | None = None,
+    ) -> RestoreJob:
+        """Restore the chunks from ``first`` on and wait for the outcome."""
+        keys = self.keys[first:]
+        starts = range(0, len(keys), BLOCK_CHUNKS)
+        blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
+        if slots is None:
+            slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
+        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence)
+        if cancel:
+            job.cancel()
+        self.engine.submit(job)
+        assert self.over.wait(10)
+        self.over.clear()
+        return job
+
+    def assert_nothing_is_pinned(self) -> None:
+        taken = [self.tiers.host.reserve() for _ in range(8)]
+        assert None not in taken

@@ -1,0 +1,180 @@
+"""A device beside the CPU: nobody uses what is not there yet, or overwrites what is still needed.
+
+The device is simulated. It does its work at the worst moments that its queues allow, so a wait that is missing shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.device.streams import Mark
+from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite
+from tests.unit.restore.bench import (
+    BLOCK_CHUNKS,
+    LAYERS,
+    SLOTS,
+    STAGED_ROWS,
+    WIDTH,
+    Bench,
+    DoubleAndPosition,
+    Pool,
+)
+from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+
+CHUNKS = 4
+
+
+def restored_right(bench: Bench, first: int = 0) -> bool:
+    """Run one job, behind a forward pass that still writes into its slots; whether the pool is right at its end."""
+    streams = bench.streams
+    slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * (CHUNKS - first)]
+
+    def last_pass() -> None:
+        bench.pool.k[:, slots] = -1.0
+        bench.pool.v[:, slots] = -1.0
+
+    streams.put(MODEL, last_pass)
+    job = bench.run(first=first, slots=slots, fence=streams.fence())
+    assert job.state is RestoreState.DONE, job.error
+    streams.fence().wait()  # where the job did not wait for the pass, that comes now
+    start = first * CHUNK_TOKENS
+    positions = torch.arange(start, start + len(slots)).float()
+    return all(
+        torch.equal(bench.pool.k[layer][slots, 0], bench.hidden[layer, start:] * 2)
+        and torch.equal(bench.pool.v[layer][slots, 0, 0], positions)
+        for layer in range(LAYERS)
+    )
+
+
+def device_bench(order: str, seed: int, *, in_place: bool, eager: int = 0) -> Bench:
+    return Bench(CHUNKS, in_place=in_place, streams=DelayedStreams(order, seed, eager))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["read", "in place"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("eager", [0, 1])
+def test_the_pool_is_right_when_the_job_is_done(order: str, in_place: bool, eager: int) -> None:
+    for seed in range(4):
+        bench = device_bench(order, seed, in_place=in_place, eager=eager)
+        for first in (0, 2, 1):
+            assert restored_right(bench, first)
+            assert not bench.streams.num_waiting, "the job is over, and so is all that it asked for"
+        bench.engine.close()
+
+
+def _ignored(*_: object) -> None:
+    pass
+
+
+def _no_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueuedWrite, "done", lambda _self: True)
+    monkeypatch.setattr(QueuedWrite, "result", lambda _self: None)
+
+
+MUTANTS: dict[str, Any] = {
+    "copies into a buffer that is computed from": lambda patch: patch.setattr(
+        DelayedStreams, "copy_after", _ignored
+    ),
+    "computes from rows that are not copied": lambda patch: patch.setattr(
+        DelayedStreams, "copied", lambda _self: _there(_self)
+    ),
+    "writes before the last pass is over": lambda patch: patch.setattr(DeviceStage, "after", _no_after),
+    "is done before the device is": _no_wait_at_the_end,
+    "one buffer too few is waited for": lambda patch: patch.setattr(
+        DelayedStreams, "computed", lambda self: _one_less(self)
+    ),
+}
+
+
+def _no_after(_stage: DeviceStage, _mark: Mark, *, reading: bool) -> None:
+    del reading
+
+
+def _there(streams: DelayedStreams) -> Mark:
+    return type(streams._mark())(streams, ())
+
+
+def _one_less(streams: DelayedStreams) -> Mark:
+    mark = streams._mark("computations")
+    return type(mark)(streams, tuple((name, count - 1) for name, count in mark.counts))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    seen = []
+    for order in ORDERS:
+        for in_place in (False, True):
+            bench = device_bench(order, 1, in_place=in_place)
+            seen += [restored_right(bench, first) for first in (0, 2, 1)]
+            bench.engine.close()
+    assert not all(seen)
+
+
+def test_a_cancelled_job_leaves_nothing_in_the_queues() -> None:
+    bench = device_bench("copies first", 0, in_place=False)
+    asked: list[int] = []
+
+    def cancel_at_the_third(_layer: int) -> None:
+        asked.append(0)
+        if len(asked) == 3:
+            raise ZeroDivisionError
+
+    bench.tiers.before_read = cancel_at_the_third  # type: ignore[method-assign]
+    assert bench.run(first=0).state is RestoreState.FAILED
+    assert not bench.streams.num_waiting, "somebody else may have the slots now"
+
+
+def test_an_error_between_two_layers_waits_for_the_first() -> None:
+    streams = DelayedStreams("copies first")
+    stage = DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS)
+    calls: list[int] = []
+
+    def at_the_second() -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+
+    rows = [StoredRows(layer, Method.HIDDEN, torch.ones(4, WIDTH)) for layer in range(3)]
+    with pytest.raises(ZeroDivisionError):
+        stage.start(rows, stage.positions(0, 4), torch.arange(4), lambda *_: None, at_the_second)
+    assert not streams.num_waiting
+
+
+def test_rows_of_both_methods_on_the_device() -> None:
+    """As the self-check does it: the model wrote them a moment ago."""
+    streams, pool = DelayedStreams("the model first"), Pool()
+    stage = DeviceStage(streams, 2 * 4 * WIDTH, STAGED_ROWS, SLOTS)
+    restorer = LayerRestorer(torch.float32, pool, 1, DoubleAndPosition(), stage=stage)
+    count = 3 * STAGED_ROWS + 1
+    hidden, both = torch.zeros(count, WIDTH), torch.zeros(count, 2 * WIDTH)
+    true_hidden, true_both = torch.randn(count, WIDTH), torch.randn(count, 2 * WIDTH)
+    streams.put(MODEL, lambda: hidden.copy_(true_hidden))
+    streams.put(MODEL, lambda: both.copy_(true_both))
+    slots, positions = torch.randperm(SLOTS)[:count], restorer.positions(5, 5 + count)
+    assert torch.equal(positions, torch.arange(5, 5 + count))
+    restorer.restore(StoredRows(0, Method.HIDDEN, hidden), positions, slots)
+    restorer.restore(StoredRows(1, Method.KV, both), positions, slots)
+    assert torch.equal(pool.k[0][slots, 0], true_hidden * 2)
+    assert torch.equal(pool.k[1][slots, 0], true_both[:, :WIDTH])
+    assert torch.equal(pool.v[1][slots, 0], true_both[:, WIDTH:])
+
+
+def test_its_memory_is_bounded_and_made_once() -> None:
+    streams = DelayedStreams()
+    stage = DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS)
+    assert stage.num_bytes == NUM_BUFFERS * STAGED_ROWS * 4 * WIDTH + 8 * SLOTS
+    assert BLOCK_CHUNKS * CHUNK_TOKENS > STAGED_ROWS, "else parts are not tried here"
+
+
+def test_a_position_that_the_model_does_not_have_is_an_error() -> None:
+    stage = DeviceStage(DelayedStreams(), 4, 1, 100)
+    assert stage.positions(98, 100).tolist() == [98, 99]
+    with pytest.raises(IndexError, match="position 100 of 100"):
+        stage.positions(98, 101)
