@@ -75,7 +75,7 @@ class ChatPage:
             .classes("side") as self._left
         ):
             with ui.element("nav") as navigation:
-                self._sidebar = Sidebar(session)
+                self._sidebar = Sidebar(session, self._refresh)
             labelled(navigation, "Conversations")
         with (
             ui.right_drawer(bordered=True, bottom_corner=True)

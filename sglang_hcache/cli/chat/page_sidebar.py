@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,10 +22,15 @@ class _Row:
 
 
 class Sidebar:
-    """Rows are changed in place: one that is built anew would lose the keyboard's focus."""
+    """Rows are changed in place: one that is built anew would lose the keyboard's focus.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        on_change: draws the page again, at once: what is typed next belongs to the conversation that was chosen.
+    """
+
+    def __init__(self, session: Session, on_change: Callable[[], None]) -> None:
         self._session = session
+        self._on_change = on_change
         self._rows: dict[int, _Row] = {}
         with ui.element("div").classes("sidebar-top"):
             ui.button("New conversation", icon="add", on_click=self._new).props("unelevated no-caps").classes(
@@ -75,10 +81,12 @@ class Sidebar:
 
     def _select(self, conversation: Conversation) -> None:
         self._session.conversations.select(conversation)
+        self._on_change()
         ui.run_javascript("hcacheCloseDrawers()")
 
     def _new(self) -> None:
         self._session.conversations.new()
+        self._on_change()
         ui.run_javascript("hcacheCloseDrawers(); hcacheFocus('.composer textarea')")
 
     async def _rename(self, conversation: Conversation) -> None:
