@@ -38,8 +38,8 @@ from sglang_hcache.plan.planner import Split, make_plan
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.methods import StoredRows
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Read, _Step, layers_of_steps
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.tiered import ChunkLease

@@ -92,18 +92,6 @@ class RowWriter(Protocol):
         """
 
 
-def load_row_writer(*, is_cpu: bool) -> RowWriter | None:
-    """The one for this device; None where torch's operations must do (no C compiler)."""
-    # Imported where they are used: Triton is slow to import, and a CPU has no use for it.
-    if is_cpu:
-        from sglang_hcache.device.kv_rows import KVRows
-
-        return KVRows.load()
-    from sglang_hcache.device.triton_rows import TritonRows
-
-    return TritonRows()
-
-
 def plain_norm(module: nn.Module, dtype: torch.dtype) -> KeyNorm | None:
     """The norm that a module of SGLang computes; None if it may be another one, or in other precision."""
     native = getattr(type(module), "forward_native", None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -14,44 +12,11 @@ from sglang_hcache.device.key_steps import RowWriter
 from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.lanes import Lanes
+from sglang_hcache.restore.rows import StoredRows, Writing
 from sglang_hcache.restore.stage import DeviceStage
 
 ROWS_AT_ONCE = 2048
 """Bounds the temporaries of one projection."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """Rows of one layer as they were captured.
-
-    Args:
-        method: what the rows are: ``HIDDEN`` or ``KV``.
-        rows: (n, width), contiguous.
-    """
-
-    layer: int
-    method: Method
-    rows: torch.Tensor
-
-    def part(self, part: slice) -> StoredRows:
-        """Some of the tokens."""
-        return StoredRows(self.layer, self.method, self.rows[part])
-
-    def moved(self, rows: torch.Tensor) -> StoredRows:
-        """The same rows in other memory."""
-        return StoredRows(self.layer, self.method, rows)
-
-
-class Writing(Protocol):
-    """Rows that are on their way into the pool."""
-
-    def done(self) -> bool: ...
-
-    def cancel(self) -> bool:
-        """Do not begin with it; False if it has begun."""
-
-    def result(self) -> object:
-        """Wait for the end; its error."""
 
 
 class LayerRestorer:

@@ -22,7 +22,8 @@ from sglang_hcache.core.errors import HCacheError, RestoreTimeoutError, StoreTim
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows, Writing
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows, Writing
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 NUM_BUFFERS = 4

@@ -9,19 +9,16 @@ Copies and computations overlap: while one part of rows is projected, the next o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_hcache.device.streams import Mark, Streams
-
-if TYPE_CHECKING:
-    from sglang_hcache.restore.methods import StoredRows
+from sglang_hcache.restore.rows import StoredRows
 
 NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
-Write = Callable[["StoredRows", torch.Tensor, torch.Tensor], None]
+Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
 """Brings rows on the device into slots (n,) at positions (n,), on the current stream."""
 
 

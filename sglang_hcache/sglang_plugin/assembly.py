@@ -10,7 +10,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.key_steps import load_row_writer
+from sglang_hcache.device.row_writers import load_row_writer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate

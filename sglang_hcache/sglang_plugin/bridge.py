@@ -90,6 +90,9 @@ class Bridge:
         )
         self._num_hidden = len(hidden)
         self._skips_decode = bool(hidden) and device.replays_decode  # nobody would see the hidden states
+        self._stored = (
+            tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
+        )
         if self._captures:
             model.watch(hidden, self._on_layer)
 
@@ -232,6 +235,7 @@ class Bridge:
             # Not read for this: the weights may be away now, or on their way.
             "namespace": None if self._namespace is None else self._namespace.namespace_id().hex(),
             "saving": self.is_saving,
+            "layers": [str(method) for method in self._stored],
             "host": {
                 "slots": self.tiers.host.num_slots,
                 "free": free,

@@ -18,7 +18,8 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
 from sglang_hcache.sglang_plugin.scratch import NUM_LAYERS, ScratchReads

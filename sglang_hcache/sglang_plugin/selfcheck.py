@@ -15,7 +15,8 @@ import torch
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.projector import KVPool, Projector
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
 

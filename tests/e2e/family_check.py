@@ -27,7 +27,8 @@ from sglang_hcache.core.layout import Method
 from sglang_hcache.device.attention import AttentionForm
 from sglang_hcache.device.projector import DescribedProjector, Projector
 from sglang_hcache.device.triton_rows import TritonRows
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin import selfcheck
 
 LENGTH, PIECE, TAIL = 320, 128, 64

@@ -224,8 +224,6 @@ def _row(name: str, value: str, style: str = "") -> str:
 
 
 def _layers_html(look: Look) -> str:
-    if not look.layers:
-        return _section("Plan: what each layer stores", f'<p class="hint">{escape(look.layers_problem)}</p>')
     return _section("Plan: what each layer stores", strip_html(look.layers))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sglang_hcache.cli.chat.layers import UnknownLayersError, stored_layers
 from sglang_hcache.cli.chat.server import ChatServer, SilentError, UnreachableError
 from sglang_hcache.cli.chat_client import ChatError
 from sglang_hcache.core.layout import Method
@@ -40,8 +39,7 @@ class Look:
     tier: Mapping[str, Any] | None = None
     """The tier's state; None without the tier."""
     layers: tuple[Method, ...] = ()
-    """What each layer stores."""
-    layers_problem: str = ""
+    """What each layer stores; none without the tier."""
     phases: Mapping[str, float] | None = None
     """Mean seconds of a restore's phases; None without ``--enable-metrics``."""
 
@@ -50,20 +48,12 @@ def look_of(info: Mapping[str, Any], phases: Mapping[str, float] | None) -> Look
     """What ``/server_info`` says."""
     state = info["internal_states"][0]
     tier = state.get("hcache")
-    layers: tuple[Method, ...] = ()
-    problem = ""
-    if tier is not None:
-        try:
-            layers = stored_layers(info)
-        except UnknownLayersError as error:
-            problem = str(error)
     name = str(info.get("served_model_name") or info.get("model_path") or "")
     return Look(
         reach=Reach.UP,
         model=name.rstrip("/").rpartition("/")[2],
         tier=tier,
-        layers=layers,
-        layers_problem=problem,
+        layers=() if tier is None else tuple(map(Method, tier["layers"])),
         phases=phases,
     )
 

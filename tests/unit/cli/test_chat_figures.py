@@ -132,11 +132,6 @@ def test_phases(phases: dict[str, float] | None, said: str) -> None:
     assert "waiting to begin" not in shown
 
 
-def test_an_unknown_plan_says_why() -> None:
-    assert "cannot read <b>" not in tier_html(tier_look(layers_problem="cannot read <b>"))
-    assert "cannot read &lt;b&gt;" in tier_html(tier_look(layers_problem="cannot read <b>"))
-
-
 def test_the_strip_has_a_cell_a_layer() -> None:
     html = strip_html((Method.KV,) * 2 + (Method.HIDDEN,) * 6)
     assert re.findall(r'class="cell c-(\w+)"', html) == ["kv"] * 2 + ["hidden"] * 6

@@ -23,6 +23,7 @@ from sglang_hcache.cli.chat.server import (
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.watch import Look, Reach, Watch, look_of
 from sglang_hcache.cli.chat_client import ChatError
+from sglang_hcache.core.layout import Method
 from tests.unit.cli.test_top import state
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -286,7 +287,7 @@ def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[s
             await until(lambda: watch.look.reach is Reach.UP)
             assert watch.look.model == "name"
             assert watch.look.phases == phases
-            assert "config.json" in watch.look.layers_problem
+            assert watch.look.layers == (Method.KV, Method.HIDDEN)
             is_up = False
             watch.hurry()
             await until(lambda: watch.look.reach is Reach.AWAY)
@@ -303,7 +304,7 @@ def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[s
 
 def test_a_server_without_the_tier() -> None:
     look = look_of(info(None), None)
-    assert (look.reach, look.tier, look.layers, look.layers_problem) == (Reach.UP, None, (), "")
+    assert (look.reach, look.tier, look.layers) == (Reach.UP, None, ())
 
 
 @pytest.mark.parametrize(

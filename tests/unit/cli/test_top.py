@@ -15,6 +15,7 @@ def state(**counters: int) -> dict[str, Any]:
         "counters": {name.replace("__", "."): count for name, count in counters.items()},
         "namespace": "00ff",
         "saving": False,
+        "layers": ["kv", "hidden"],
         "host": {"slots": 10, "free": 4, "clean": 1, "dirty": 5, "chunk_bytes": 1000},
         "disk": {
             "chunks": 1234,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows
 
 KV_HEADS, HEAD_DIM, HIDDEN, SLOTS = 2, 3, 8, 40
 

@@ -13,7 +13,8 @@ import torch
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.job import RestoreState
-from sglang_hcache.restore.methods import LayerRestorer, StoredRows
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite
 from tests.unit.restore.bench import (
     BLOCK_CHUNKS,
