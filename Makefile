@@ -2,7 +2,7 @@
 
 # Read only when .venv is made: Python 3.11 to 3.13.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Tests start servers, which mostly import: two at a time fit two cores and 16 GB. One after the other: TEST_WORKERS=0.
+# End-to-end tests run one by one however many there are (tests/conftest.py). None: TEST_WORKERS=0.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ONE_SERVER = Path(__file__).parent / "e2e" / "one_server"
+END_TO_END = Path(__file__).parent / "e2e"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: a file's tests stay on one, and so do those that share one server."""
+    """With several workers: a file's tests stay on one, and end-to-end tests, which fill two cores, run one by one."""
     for item in items:
-        group = ONE_SERVER if ONE_SERVER in item.path.parents else item.path
+        group = END_TO_END if END_TO_END in item.path.parents else item.path
         item.add_marker(pytest.mark.xdist_group(str(group)))

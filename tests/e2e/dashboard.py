@@ -21,8 +21,8 @@ from sglang_hcache.cli.server_process import free_port
 from tests.e2e.harness import wait_for
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-_VARIABLES = {"$model_name": ".*", "$instance": ".*", "$__rate_interval": "1m"}
-_RANGE_S = 120
+_VARIABLES = {"$model_name": ".*", "$instance": ".*", "$__rate_interval": "10m"}
+_RANGE_S = 180
 _COLUMN, _ROW = 0.75, 0.42  # inches of a cell of Grafana's grid
 
 

@@ -80,6 +80,6 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         demo.kill()
         demo.wait()
-    _, alive = psutil.wait_procs(servers, timeout=5)
+    _, alive = psutil.wait_procs(servers, timeout=30)
     assert not alive
     assert not list(tmp_path.glob("hcache-demo-*"))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.units import parse_size
-from tests.e2e.harness import TierServer, random_prompt
+from tests.e2e.harness import TierServer, random_prompt, wait_for
 from tests.e2e.load import Context, DiskUsage, Load
 
 CONTEXTS = 12
@@ -58,12 +58,21 @@ class Device:
     @contextmanager
     def read_only(self) -> Iterator[None]:
         """Nothing can be opened for writing; it is not gone for a moment either, for the new mount hides the other."""
-        self.attach()
+        wait_for(self._mount_read_only, "a moment in which the server opens nothing for writing")
         try:
-            _run("mount", "-o", "remount,bind,ro", self.mounted)
             yield
         finally:
             _run("umount", "--lazy", self.mounted)
+
+    def _mount_read_only(self) -> bool:
+        """False where a file was opened for writing between both steps: then the mount cannot become read-only."""
+        self.attach()
+        try:
+            _run("mount", "-o", "remount,bind,ro", self.mounted)
+        except subprocess.CalledProcessError:
+            _run("umount", "--lazy", self.mounted)
+            return False
+        return True
 
 
 @dataclass(frozen=True)
