@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_hcache.device.streams import Mark, Streams
+from sglang_hcache.device.streams import BufferRing, Mark, Streams
 
 NUM_BUFFERS = 4
 ROWS_AT_ONCE = 2048
@@ -27,19 +27,12 @@ class DeviceRing:
     def __init__(self, streams: Streams, row_bytes: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
         self._streams = streams
         self._rows_at_once = rows_at_once
-        with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-            self._buffers = [
-                torch.empty(rows_at_once * row_bytes, dtype=torch.uint8, device=streams.device)
-                for _ in range(NUM_BUFFERS)
-            ]
-        self._copied: list[Mark | None] = [None] * NUM_BUFFERS
-        """When what was last in each buffer is in host memory."""
-        self._next = 0
+        self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Device memory that it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return self._buffers.num_bytes
 
     def take(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Copy rows, as they are at this point of the pass, beside each other into host memory.
@@ -57,9 +50,7 @@ class DeviceRing:
         return self._streams.copied()
 
     def _take(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
-        copied = self._copied[index]
-        on_device = self._buffers[index][: into.nbytes].view(into.dtype).view(into.shape)
+        on_device, copied = self._buffers.take(into)
 
         def gather() -> None:
             column = 0
@@ -72,4 +63,4 @@ class DeviceRing:
         self._streams.inline(gather)
         self._streams.copy_after(self._streams.fence())
         self._streams.copy(into, on_device)
-        self._copied[index] = self._streams.copied()
+        self._buffers.give_back(self._streams.copied())

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 PREFIX = "sglang:hcache_"
+RESTORE_PHASES = ("queue", "read", "project", "recompute")
+"""Parts of a restore."""
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _GB_PER_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -132,7 +134,7 @@ HISTOGRAMS = (
         "Parts of it. queue: behind earlier restores; read: waiting for reads; project: writing K and V, from hidden "
         "states or as stored; recompute: layers run by the model.",
         "seconds", "phase",
-        {f"restore.{phase}_seconds": phase for phase in ("queue", "read", "project", "recompute")},
+        {f"restore.{phase}_seconds": phase for phase in RESTORE_PHASES},
         _SECONDS,
     ),
     HistogramMetric(

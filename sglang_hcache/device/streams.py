@@ -53,6 +53,35 @@ class Streams(Protocol):
         """Let the calling thread's own work go on behind ``mark`` only."""
 
 
+class BufferRing:
+    """Buffers on a device, used in turn.
+
+    Args:
+        num_bytes: of each.
+    """
+
+    def __init__(self, device: torch.device, count: int, num_bytes: int) -> None:
+        with torch.inference_mode(False):  # else nobody outside of that mode could write to it
+            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._used_until: list[Mark | None] = [None] * count
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it holds."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, Mark | None]:
+        """The next buffer, as ``rows`` are, and until when its last use goes on; None: it had none."""
+        buffer = self._buffers[self._next][: rows.nbytes].view(rows.dtype).view(rows.shape)
+        return buffer, self._used_until[self._next]
+
+    def give_back(self, until: Mark) -> None:
+        """What was taken is used until then."""
+        self._used_until[self._next] = until
+        self._next = (self._next + 1) % len(self._buffers)
+
+
 def device_name(kind: str, index: int) -> str:
     """What a profile's numbers belong to: ``cpu``, or the name of a GPU."""
     return kind if kind == "cpu" else torch.cuda.get_device_name(index)

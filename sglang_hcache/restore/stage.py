@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_hcache.device.streams import Mark, Streams
+from sglang_hcache.device.streams import BufferRing, Mark, Streams
 from sglang_hcache.restore.rows import StoredRows
 
 NUM_BUFFERS = 3
@@ -52,15 +52,9 @@ class DeviceStage:
     def __init__(self, streams: Streams, row_bytes: int, rows_at_once: int, num_positions: int) -> None:
         self._streams = streams
         self._rows_at_once = rows_at_once
-        with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-            self._buffers = [
-                torch.empty(rows_at_once * row_bytes, dtype=torch.uint8, device=streams.device)
-                for _ in range(NUM_BUFFERS)
-            ]
+        self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
+        with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
-        self._free: list[Mark | None] = [None] * NUM_BUFFERS
-        """When each buffer has been computed from."""
-        self._next = 0
         made_here = streams.fence()
         streams.copy_after(made_here)
         streams.compute_after(made_here)
@@ -68,7 +62,7 @@ class DeviceStage:
     @property
     def num_bytes(self) -> int:
         """Device memory that it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers) + self._positions.nbytes
+        return self._buffers.num_bytes + self._positions.nbytes
 
     def positions(self, first: int, end: int) -> torch.Tensor:
         """Positions [first, end), int64, on the device.
@@ -118,13 +112,11 @@ class DeviceStage:
         return [QueuedWrite(self._streams.computed())]
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
-        index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
-        rows, is_free = stored.rows, self._free[index]
-        on_device = self._buffers[index][: rows.nbytes].view(rows.dtype).view(rows.shape)
-        if is_free is not None:
-            self._streams.copy_after(is_free)
-        self._streams.copy(on_device, rows)
+        on_device, computed = self._buffers.take(stored.rows)
+        if computed is not None:
+            self._streams.copy_after(computed)
+        self._streams.copy(on_device, stored.rows)
         self._streams.compute_after(self._streams.copied())
         staged = stored.moved(on_device)
         self._streams.compute(lambda: write(staged, positions, slots))
-        self._free[index] = self._streams.computed()
+        self._buffers.give_back(self._streams.computed())

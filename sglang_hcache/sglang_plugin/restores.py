@@ -106,7 +106,7 @@ class RestoreCoordinator:
         self._resolve(ticket)
         is_hit = ticket.phase is Phase.PENDING
         self._observer.count("lookup.hits" if is_hit else "lookup.misses")
-        ticket.life.add(f"queued with {len(keys)} whole chunks, a {'hit' if is_hit else 'miss'}")
+        ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore."""
@@ -129,7 +129,7 @@ class RestoreCoordinator:
             sources = ticket.restore.job.sources[:used]
             host = sum(source == HOST for source in sources)
             disk = used - host
-        ticket.life.add(f"admitted with {prefix_tokens} cached tokens")
+        ticket.note("admitted with %d cached tokens", prefix_tokens)
         self._let_go(ticket)
         return Admission(host * CHUNK_TOKENS, disk * CHUNK_TOKENS, ticket.life)
 
@@ -137,7 +137,7 @@ class RestoreCoordinator:
         """The request was aborted or left the queue otherwise."""
         ticket = self._tickets.pop(rid, None)
         if ticket is not None:
-            ticket.life.add("left the queue")
+            ticket.note("left the queue")
             logger.debug("hcache: request %s: %s", rid, ticket.life)
             self._let_go(ticket)
 
@@ -209,7 +209,7 @@ class RestoreCoordinator:
                 if ticket.age_s < _PENDING_LIMIT_S:
                     return  # first come, first served: later requests must not take the slots it waits for
                 self._observer.count("restore.no_slots")
-                ticket.life.add("no room for a restore")
+                ticket.note("no room for a restore")
                 ticket.give_up()
 
     def _start(self, ticket: Ticket) -> bool:
@@ -225,7 +225,7 @@ class RestoreCoordinator:
         decision, backlog_s = self._launcher.decide(keys, len(match)), self._backlog_s()
         if not self._launcher.pays(decision, backlog_s):
             self._observer.count("restore.declined_slower")
-            ticket.life.add(f"not restored: {decision}, behind {backlog_s:.3f} s of others")
+            ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
             ticket.give_up()
             return True
         count = CHUNK_TOKENS * len(keys)
@@ -243,7 +243,7 @@ class RestoreCoordinator:
         ticket.restore = restore
         self._running.append(restore)
         ticket.attempts += 1
-        ticket.life.add(f"restore of {count} tokens behind {len(match)} starts: {decision or 'as stored'}")
+        ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision or "as stored")
         ticket.enter(Phase.RUNNING)
         self._in_flight.update(keys)
         assert self._engine is not None
@@ -283,7 +283,7 @@ class RestoreCoordinator:
             self._tree.free(restore.job.slots)
             self._tree.unlock(restore.node)
             if ticket is not None:
-                ticket.life.add(f"restore ends without a result: {restore.job.error!r}")
+                ticket.note("restore ends without a result: %s", repr(restore.job.error))
                 ticket.restore = None
                 ticket.give_up()
 
@@ -302,7 +302,7 @@ class RestoreCoordinator:
         self._tree.lock(node)
         self._tree.unlock(restore.node)
         ticket.pinned_node = node
-        ticket.life.add(f"restored in {restore.seconds:.3f} s")
+        ticket.note("restored in %.3f s", restore.seconds)
         ticket.enter(Phase.PINNED)
 
     def _let_go(self, ticket: Ticket) -> None:
@@ -339,7 +339,7 @@ class RestoreCoordinator:
         ]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")
-            ticket.life.add("what was restored is given back")
+            ticket.note("what was restored is given back")
             self._unpin(ticket)
         return bool(pinned)
 

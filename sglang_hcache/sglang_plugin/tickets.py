@@ -80,13 +80,14 @@ class Life:
     """What happened to a request, each with the seconds since it was queued: a line of the debug log."""
 
     began: float = field(default_factory=time.monotonic)
-    events: list[str] = field(default_factory=list)
+    events: list[tuple[float, str, tuple[object, ...]]] = field(default_factory=list)
 
-    def add(self, event: str) -> None:
-        self.events.append(f"+{time.monotonic() - self.began:.3f} {event}")
+    def add(self, event: str, *values: object) -> None:
+        """Note what happens now; ``values`` go into ``event`` as in a log, when somebody reads it."""
+        self.events.append((time.monotonic() - self.began, event, values))
 
     def __str__(self) -> str:
-        return "; ".join(self.events)
+        return "; ".join(f"+{at:.3f} {event % values}" for at, event, values in self.events)
 
 
 @dataclass(slots=True)
@@ -100,6 +101,10 @@ class Ticket:
     since: float = field(default_factory=time.monotonic)
     attempts: int = 0
     seen_evictions: int = 0
+
+    def note(self, event: str, *values: object) -> None:
+        """As :meth:`Life.add`."""
+        self.life.add(event, *values)
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -18,6 +18,7 @@ import httpx
 import yaml
 
 from sglang_hcache.cli.server_process import free_port
+from sglang_hcache.core.units import format_bytes
 from tests.e2e.harness import wait_for
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -206,9 +207,5 @@ def _text(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
     if unit in ("bytes", "Bps"):
-        rate = "/s" if unit == "Bps" else ""
-        for power, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-            if abs(value) >= power:
-                return f"{value / power:.3g} {name}{rate}"
-        return f"{value:.0f} B{rate}"
+        return format_bytes(int(value)) + ("/s" if unit == "Bps" else "")
     return f"{value:.3g}"

@@ -8,13 +8,12 @@ from html import escape
 from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
-from sglang_hcache.cli.chat.server import RESTORE_PHASES
 from sglang_hcache.cli.chat.watch import Look, Reach
 from sglang_hcache.cli.chat_client import TokenSources
 from sglang_hcache.cli.plan_report import METHOD_NAMES
 from sglang_hcache.cli.store_text import counted
 from sglang_hcache.core.layout import Method
-from sglang_hcache.core.metrics import COUNTERS
+from sglang_hcache.core.metrics import COUNTERS, RESTORE_PHASES
 from sglang_hcache.core.units import format_bytes
 
 _SOURCE_NAMES = {"device": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed"}

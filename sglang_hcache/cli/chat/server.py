@@ -19,7 +19,7 @@ from sglang_hcache.cli.chat_client import (
     refusal,
     request_body,
 )
-from sglang_hcache.core.metrics import PREFIX
+from sglang_hcache.core.metrics import PREFIX, RESTORE_PHASES
 
 _SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
 _CONNECT_S = 5.0
@@ -27,8 +27,6 @@ _LOOK_S = 5.0  # a busy scheduler answers between two batches
 _FLUSH_S = 60.0
 _PHASES = f"{PREFIX}restore_phase_seconds"
 _T = TypeVar("_T")
-RESTORE_PHASES = ("queue", "read", "project", "recompute")
-"""Parts of a restore, in the order of ``docs/metrics.md``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

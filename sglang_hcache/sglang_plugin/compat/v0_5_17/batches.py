@@ -65,7 +65,7 @@ def log_life(req: Req) -> None:
     if life is None:
         return
     cached = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
-    life.add(f"over after {len(req.output_ids)} tokens")
+    life.add("over after %d tokens", len(req.output_ids))
     logger.debug(
         "hcache: request %s: prompt of %d tokens = %d device + %d host + %d storage + %d computed: %s",
         req.rid, len(req.origin_input_ids), *cached, len(req.origin_input_ids) - sum(cached), life,
