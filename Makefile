@@ -2,7 +2,7 @@
 
 # Read only when .venv is made: Python 3.11 to 3.13.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# End-to-end tests run one by one however many there are (tests/conftest.py). None: TEST_WORKERS=0.
+# Each takes whole files, the slow ones first, in this order. No workers: TEST_WORKERS=0.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.hcache-setup
-TEST_DIRS := $(wildcard tests/unit tests/faults tests/e2e)
+TEST_DIRS := $(wildcard tests/e2e tests/faults tests/unit)
 LINTED := $(wildcard sglang_hcache tests benchmarks)
 
 .PHONY: help setup lock test demo lint docs clean
@@ -23,7 +23,7 @@ setup: $(STAMP) ## Make .venv with the locked dependencies and `hcache` (PYTHON=
 	@:
 
 test: setup ## Run the unit tests, the fault suite, then the end-to-end tests (PYTEST_ARGS=... is passed on).
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) $(TEST_DIRS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) $(TEST_DIRS)
 
 demo: setup ## Multi-turn conversations with and without the tier, side by side (DEMO_ARGS=... is passed on).
 	$(BIN)/hcache demo $(DEMO_ARGS)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-END_TO_END = Path(__file__).parent / "e2e"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sglang-hcache")
@@ -46,10 +44,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="tests/e2e: put screenshots and the picture of the dashboard here",
     )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: a file's tests stay on one, and end-to-end tests, which fill two cores, run one by one."""
-    for item in items:
-        group = END_TO_END if END_TO_END in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
