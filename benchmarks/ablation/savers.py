@@ -39,12 +39,12 @@ class Saver(Protocol):
     def begin(self, rids: Sequence[str], num_tokens: int) -> None:
         """Requests start, each with at most ``num_tokens`` tokens."""
 
-    def begin_pass(self, rows: Sequence[RequestRows]) -> None: ...
+    def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None: ...
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
         """One layer's rows, (rows of the pass, hidden size), in the middle of the pass."""
 
-    def end_pass(self, tokens: array[int]) -> None:
+    def end_pass(self) -> None:
         """The pass is over; ``tokens`` has one entry a row."""
 
     def end(self) -> None:
@@ -68,21 +68,16 @@ class TwoStageSaver:
         self._disk, self._writes = open_disk(folder, IOKind.WRITE)
         slots = max(64, HOST_BYTES // self._layout.chunk_bytes)
         arena = host_buffer(slots * self._layout.chunk_bytes)
-        ring = [
-            torch.from_numpy(host_buffer(group.count * 2 * largest_pass * group.row_bytes))
-            .view(rig.model.dtype)
-            .view(group.count, 2 * largest_pass, -1)
-            for group in self._layout.groups
-        ]
-        for memory in (torch.from_numpy(arena), *ring):
-            memory.zero_()  # a server that has run for a while has all its pages
+        staging = host_buffer(2 * largest_pass * sum(self._layout.row_bytes))
+        for memory in (arena, staging):
+            memory[:] = 0  # a server that has run for a while has all its pages
         host = HostTier(arena, self._layout, self.observer, keep_dirty=True)
         self._tiers = TieredStore(
             host, self._disk, self.observer, write_policy=WritePolicy.WRITE_THROUGH, run_chunks=RUN_CHUNKS
         )
-        staging = StagingRing(ring)
-        self._assembler = Assembler(staging, self._tiers, rig.model.dtype, self.observer)
-        self._tap = Tap(staging, self._assembler.publish, self.observer)
+        ring = StagingRing(torch.from_numpy(staging), self._layout, rig.model.dtype)
+        self._assembler = Assembler(ring, self._tiers, rig.model.dtype, self.observer)
+        self._tap = Tap(ring, self._assembler.publish, self.observer)
         self._rows: Sequence[RequestRows] = ()
         self._rids: Sequence[str] = ()
         self._sessions = 0
@@ -96,15 +91,15 @@ class TwoStageSaver:
         for rid in rids:
             self._assembler.publish(RequestBegins(rid, self._namespace(rid), array("q")))
 
-    def begin_pass(self, rows: Sequence[RequestRows]) -> None:
+    def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None:
         self._rows = rows
-        self._tap.begin_pass(sum(each.count for each in rows))
+        self._tap.begin_pass(torch.frombuffer(tokens, dtype=torch.int64))
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
         self._tap.layer(index, hidden)
 
-    def end_pass(self, tokens: array[int]) -> None:
-        self._tap.end_pass(self._rows, tokens)
+    def end_pass(self) -> None:
+        self._tap.end_pass(self._rows)
 
     def end(self) -> None:
         for rid in self._rids:
@@ -159,7 +154,7 @@ class DirectSaver:
             self._files[rid] = os.open(self._folder / rid, self._flags, 0o600)
             os.posix_fallocate(self._files[rid], 0, size)
 
-    def begin_pass(self, rows: Sequence[RequestRows]) -> None:
+    def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None:
         self._rows = rows
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
@@ -174,7 +169,7 @@ class DirectSaver:
                 self._writes += 1
                 self._bytes += written
 
-    def end_pass(self, tokens: array[int]) -> None: ...
+    def end_pass(self) -> None: ...
 
     def end(self) -> None: ...
 

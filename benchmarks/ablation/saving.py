@@ -198,10 +198,10 @@ def _timed(
     """One pass over the tokens ``new``, with what saving does before and after it."""
     began = time.monotonic()
     if saver is not None:
-        saver.begin_pass(rows)
+        saver.begin_pass(rows, new)
     result = run()
     if saver is not None:
-        saver.end_pass(new)
+        saver.end_pass()
     return result, time.monotonic() - began
 
 

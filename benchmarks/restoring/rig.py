@@ -24,14 +24,14 @@ from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.attention import kv_rows
-from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.device.memory import PinnedMemory, host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.assembly import restorer_of
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool, beside_the_cpu
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool, device_buffers
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.launching import Launcher
@@ -120,8 +120,9 @@ class Rig:
         model = ServedModel.of(runner.model, runner.model_config)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
-        streams, memory = beside_the_cpu(runner)
-        device = Device(view, pool, Idle(), forward, piece, streams, memory)  # type: ignore[arg-type]
+        beside = device_buffers(runner, PlanKind.AUTO)
+        memory = host_buffer if beside is None else PinnedMemory()
+        device = Device(view, pool, Idle(), forward, piece, beside, memory)  # type: ignore[arg-type]
         _, projector = next(model.projectors())
         restorer = restorer_of(model, device).with_projector(projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))

@@ -47,7 +47,7 @@ class Assembler:
     """Consumes capture events and seals chunks.
 
     Args:
-        ring: where captured rows lie, in groups as those of the tiers' layout.
+        ring: where captured rows lie, of the tiers' layout.
         tiers: where chunks go.
         dtype: element type of the rows.
     """
@@ -110,10 +110,11 @@ class Assembler:
             case RowsCaptured():
                 if event.ready is not None:
                     event.ready.wait()
+                tokens = array("q", event.tokens.tolist())
                 for rows in event.requests:
                     request = self._open.get(rows.rid)
                     if request is not None:
-                        self._add_rows(request, rows, event)
+                        self._add_rows(request, rows, tokens, event.span)
             case RequestEnds(rid=None):
                 self._end_all()
             case RequestEnds(rid=str() as rid):
@@ -129,7 +130,9 @@ class Assembler:
         parent = keys[-1] if keys else root
         self._open[event.rid] = _OpenRequest(event.namespace.namespace_id(), parent, len(keys))
 
-    def _add_rows(self, request: _OpenRequest, rows: RequestRows, event: RowsCaptured) -> None:
+    def _add_rows(
+        self, request: _OpenRequest, rows: RequestRows, tokens: array[int], span: RowSpan | None
+    ) -> None:
         if rows.position != request.next_position:
             # Rows of another life of this request id, or a gap: nothing after it can be placed.
             self._observer.count("capture.requests_out_of_order")
@@ -140,9 +143,9 @@ class Assembler:
             filled = len(request.tokens)
             count = min(CHUNK_TOKENS - filled, rows.count - done)
             first = rows.row + done
-            request.tokens.extend(event.tokens[first : first + count])
+            request.tokens.extend(tokens[first : first + count])
             if self._is_worth_copying(request):
-                self._copy(request, event.span, first, filled, count)
+                self._copy(request, span, first, filled, count)
             if len(request.tokens) == CHUNK_TOKENS:
                 self._seal(request)
             done += count
@@ -163,7 +166,7 @@ class Assembler:
         if request.slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
-        for chunks, rows in zip(self._chunks, self._ring.groups(span.first + first, count), strict=True):
+        for chunks, rows in zip(self._chunks, self._ring.groups(span, first, count), strict=True):
             chunks[request.slot, :, filled : filled + count].copy_(rows)
 
     def _seal(self, request: _OpenRequest) -> None:

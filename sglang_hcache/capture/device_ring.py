@@ -6,7 +6,8 @@ copies them to the host. The pass waits only where all buffers are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -20,14 +21,13 @@ class DeviceRing:
     """Buffers on the device, used in turn. Called on the serving thread.
 
     Args:
-        row_bytes: of the widest row.
-        rows_at_once: rows of a buffer.
+        buffer_bytes: of each; a row of one layer must fit.
     """
 
-    def __init__(self, streams: Streams, row_bytes: int, rows_at_once: int = ROWS_AT_ONCE) -> None:
+    def __init__(self, streams: Streams, buffer_bytes: int) -> None:
         self._streams = streams
-        self._rows_at_once = rows_at_once
-        self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
+        self._buffer_bytes = buffer_bytes
+        self._buffers = BufferRing(streams.device, NUM_BUFFERS, buffer_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -38,16 +38,32 @@ class DeviceRing:
         """Copy rows, as they are at this point of the pass, beside each other into host memory.
 
         Args:
-            parts: each (n, width), on the device.
-            into: (n, all widths) of pinned host memory, contiguous; there once :meth:`taken` is reached.
+            parts: each (layers, n, width), on the device.
+            into: (layers, n, all widths) of pinned host memory, contiguous; there once :meth:`taken` is reached.
         """
-        for first in range(0, len(into), self._rows_at_once):
-            rows = slice(first, first + self._rows_at_once)
-            self._take([part[rows] for part in parts], into[rows])
+        for layers, rows in self._pieces(into):
+            self._take([part[layers, rows] for part in parts], into[layers, rows])
+
+    def values(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of ``source``, as it is at this point of the pass, in host memory of its own; there as rows are."""
+        kept = torch.empty_like(source)
+        self._streams.inline(partial(_copy, kept, source))
+        self._streams.copy_after(self._streams.fence())
+        return self._streams.download(kept)
 
     def taken(self) -> Mark:
-        """When all rows so far are in host memory."""
+        """When all that was taken so far is in host memory."""
         return self._streams.copied()
+
+    def _pieces(self, into: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+        """Of layers and rows: what fits into a buffer. Whole layers if they do, else rows of one."""
+        num_layers, num_rows, _ = into.shape
+        row_bytes = into.nbytes // (num_layers * num_rows)
+        rows_at_once = min(num_rows, self._buffer_bytes // row_bytes)
+        layers_at_once = max(1, self._buffer_bytes // (num_rows * row_bytes))
+        for layer in range(0, num_layers, layers_at_once):
+            for row in range(0, num_rows, rows_at_once):
+                yield slice(layer, layer + layers_at_once), slice(row, row + rows_at_once)
 
     def _take(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         on_device, copied = self._buffers.take(into)
@@ -55,8 +71,9 @@ class DeviceRing:
         def gather() -> None:
             column = 0
             for part in parts:
-                on_device[:, column : column + part.shape[1]].copy_(part)
-                column += part.shape[1]
+                width = part.shape[-1]
+                on_device[..., column : column + width].copy_(part)
+                column += width
 
         if copied is not None:
             self._streams.hold_up(copied)
@@ -64,3 +81,7 @@ class DeviceRing:
         self._streams.copy_after(self._streams.fence())
         self._streams.copy(into, on_device)
         self._buffers.give_back(self._streams.copied())
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source)

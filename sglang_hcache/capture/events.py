@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from sglang_hcache.capture.staging import RowSpan
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.device.streams import Mark
@@ -35,14 +37,14 @@ class RequestRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsCaptured:
-    """One forward pass: whose rows, their tokens, and where their hidden states lie.
+    """One forward pass: whose rows, their tokens, and where what is stored of them lies.
 
-    ``tokens`` has one entry a row of the pass; rows at or past ``span.count`` (all, without a span) were dropped.
-    The others are there once ``ready`` is reached; None: now.
+    ``tokens``, (rows,) int64, has one entry a row of the pass; rows at or past ``span.count`` (all, without a span)
+    were dropped. Tokens and rows are there once ``ready`` is reached; None: now.
     """
 
     requests: tuple[RequestRows, ...]
-    tokens: array[int]
+    tokens: torch.Tensor
     span: RowSpan | None
     ready: Mark | None = None
 

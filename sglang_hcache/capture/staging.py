@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from sglang_hcache.core.layout import StateLayout
 
 
 @dataclass(slots=True)
@@ -22,33 +23,39 @@ class RowSpan:
 class StagingRing:
     """A ring of token rows for all layers. Spans are reserved in order and may be released in any order.
 
+    A span lies in one piece, layer by layer, so that a device can bring all of a small pass by one copy.
+
     Args:
-        buffers: the memory of the ring, a tensor (layers, rows, width) for each group of the layout. A row is what the
-            layout stores of a token.
+        memory: uint8, 1-D; as many rows as fit into it.
+        layout: what a row holds of each layer.
+        dtype: element type of the rows.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = tuple(buffers)
-        self._layers = [layer for buffer in buffers for layer in buffer.unbind()]
+    def __init__(self, memory: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._widths = [size // dtype.itemsize for size in layout.row_bytes]
+        self._row_values = sum(self._widths)
+        self.num_rows = memory.nbytes // (self._row_values * dtype.itemsize)
+        self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
         self._lock = threading.Lock()
         self._spans: deque[RowSpan] = deque()
 
     @property
-    def num_rows(self) -> int:
-        return self._buffers[0].shape[1]
-
-    @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return self._layout.num_layers
 
-    def layer(self, index: int, span: RowSpan) -> torch.Tensor:
-        """Rows of one layer, a view: (span.count, width)."""
-        rows = self._layers[index]
-        return rows[span.first : span.first + span.count]
+    def layers(self, span: RowSpan, first: int, count: int) -> torch.Tensor:
+        """The span's rows of ``count`` neighbouring layers of equal rows: a view (count, span.count, width)."""
+        width = self._widths[first]
+        begin = span.first * self._row_values + span.count * sum(self._widths[:first])
+        return self._values[begin : begin + count * span.count * width].view(count, span.count, width)
 
-    def groups(self, first: int, count: int) -> list[torch.Tensor]:
-        """Rows [first, first + count) of all layers, group by group, views: (layers, count, width) each."""
-        return [buffer[:, first : first + count] for buffer in self._buffers]
+    def groups(self, span: RowSpan, first: int, count: int) -> list[torch.Tensor]:
+        """Rows [first, first + count) of the span, group by group of the layout: views (layers, count, width)."""
+        return [
+            self.layers(span, group.first, group.count)[:, first : first + count]
+            for group in self._layout.groups
+        ]
 
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""

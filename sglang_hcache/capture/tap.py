@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from sglang_hcache.core.observer import Observer
 class Tap:
     """Receives the rows of one forward pass at a time. All calls come from the serving thread.
 
-    ``begin_pass`` -> ``layer`` for every layer -> ``end_pass``. Outside of a pass ``layer`` does nothing.
+    ``begin_pass`` -> ``layer`` or ``layers`` for every layer -> ``end_pass``. Outside of a pass they do nothing.
 
     Args:
         device: brings rows from a device beside the CPU into the ring; None: they are in this memory.
@@ -33,13 +32,15 @@ class Tap:
         self._device = device
         self._publish = publish
         self._observer = observer
-        self._num_layers = ring.num_layers
+        self._tokens = torch.empty(0, dtype=torch.int64)
         self._span: RowSpan | None = None
         self._layers_seen = 0
 
-    def begin_pass(self, num_rows: int) -> None:
-        """A forward pass over ``num_rows`` rows starts. Takes what staging has room for; the rest is dropped."""
+    def begin_pass(self, tokens: torch.Tensor) -> None:
+        """A forward pass over ``tokens``, (rows,), starts. Takes what staging has room for; the rest is dropped."""
         self._layers_seen = 0
+        self._tokens = tokens.clone() if self._device is None else self._device.values(tokens)
+        num_rows = len(tokens)
         self._span = self._ring.reserve(num_rows)
         if self._span is None and num_rows > self._ring.num_rows:
             self._span = self._ring.reserve(self._ring.num_rows)
@@ -49,7 +50,7 @@ class Tap:
 
     @property
     def layers_seen(self) -> int:
-        """Of this pass, so far. None, if CUDA graphs replayed the layers: no hook of Python's runs then."""
+        """Of this pass, so far. None, if it is replayed: no hook of Python's runs then."""
         return self._layers_seen
 
     @property
@@ -62,32 +63,37 @@ class Tap:
 
         Hidden states are one part, K and V are two.
         """
+        self.layers(index, *(part[None] for part in parts))
+
+    def layers(self, first: int, *parts: torch.Tensor) -> None:
+        """As :meth:`layer`, of neighbouring layers of equal rows at a time: (layers, rows, width)."""
         span = self._span
         if span is None:
             return
-        if parts[0].shape[0] < span.count:
-            # Not the pass that was announced (a graph's warm-up, a draft model): keep nothing of it.
+        count, num_rows, _ = parts[0].shape
+        if num_rows < span.count:
+            # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
             return
-        self._layers_seen += 1
-        rows, column = self._ring.layer(index, span), 0
+        self._layers_seen += count
+        rows, column = self._ring.layers(span, first, count), 0
         if self._device is not None:
-            self._device.take([part[: span.count] for part in parts], rows)
+            self._device.take([part[:, : span.count] for part in parts], rows)
             return
         for part in parts:
-            width = part.shape[1]
-            rows[:, column : column + width].copy_(part[: span.count])
+            width = part.shape[-1]
+            rows[..., column : column + width].copy_(part[:, : span.count])
             column += width
 
-    def end_pass(self, requests: Sequence[RequestRows], tokens: array[int]) -> None:
+    def end_pass(self, requests: Sequence[RequestRows]) -> None:
         """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped."""
-        if self._span is not None and self._layers_seen != self._num_layers:
+        if self._span is not None and self._layers_seen != self._ring.num_layers:
             self._drop()
         span, self._span = self._span, None
         if span is not None:
             self._observer.count("capture.rows", span.count)
-        ready = None if self._device is None or span is None else self._device.taken()
-        self._publish(RowsCaptured(tuple(requests), tokens, span, ready))
+        ready = None if self._device is None else self._device.taken()
+        self._publish(RowsCaptured(tuple(requests), self._tokens, span, ready))
 
     def abandon_pass(self) -> None:
         """The pass failed: forget its rows."""

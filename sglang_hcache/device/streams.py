@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+_STREAMS = 32  # that torch has of a device and a priority
+
 
 class Mark(Protocol):
     """A point in what a device does."""
@@ -51,6 +53,12 @@ class Streams(Protocol):
 
     def hold_up(self, mark: Mark) -> None:
         """Let the calling thread's own work go on behind ``mark`` only."""
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of ``source`` into host memory of its own. ``source`` is kept, and must not change meanwhile."""
+
+    def is_recording(self) -> bool:
+        """Whether the calling thread's own work is recorded, to be done again later, and not done now."""
 
 
 class BufferRing:
@@ -100,8 +108,8 @@ class CudaStreams:
     def __init__(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device = device
         self._others = tuple(others)
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._computations = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._copies = _another_stream(device, self._others)
+        self._computations = _another_stream(device, [*self._others, self._copies])
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._copies):
@@ -135,6 +143,22 @@ class CudaStreams:
     def hold_up(self, mark: Mark) -> None:
         assert isinstance(mark, _Events)
         mark.hold_up(torch.cuda.current_stream(self.device))
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._copies):
+            into = source.to("cpu", non_blocking=True)  # pinned memory, which torch keeps for the next one
+        source.record_stream(self._copies)
+        return into
+
+    def is_recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _another_stream(device: torch.device, others: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:
+    """A stream of lowest priority. torch hands out 32, again and again: not one of ``others``."""
+    taken = {torch.cuda.current_stream(device).cuda_stream, *(other.cuda_stream for other in others)}
+    drawn = (torch.cuda.Stream(device, priority=0) for _ in range(2 * _STREAMS))  # type: ignore[no-untyped-call]
+    return next(stream for stream in drawn if stream.cuda_stream not in taken)
 
 
 class _Events:

@@ -50,13 +50,13 @@ class LayerRestorer:
         self._unfinished = projector if isinstance(projector, UnfinishedProjector) else None
         self._rows = rows
         self._lanes = lanes
-        self._stage = stage
+        self.stage = stage
         self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
         return LayerRestorer(
-            self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes, self._stage
+            self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes, self.stage
         )
 
     def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -80,8 +80,8 @@ class LayerRestorer:
             slots: (n,) int64.
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
         """
-        if self._stage is not None:
-            return self._stage.start(stored, positions, slots, self._write, before_layer)
+        if self.stage is not None:
+            return self.stage.start(stored, positions, slots, self._write, before_layer)
 
         def work(part: slice) -> None:
             for of_layer in stored:
@@ -95,16 +95,16 @@ class LayerRestorer:
 
     def positions(self, first: int, end: int) -> torch.Tensor:
         """Positions [first, end), int64, where :meth:`start` wants them."""
-        return torch.arange(first, end) if self._stage is None else self._stage.positions(first, end)
+        return torch.arange(first, end) if self.stage is None else self.stage.positions(first, end)
 
     def fence(self) -> Mark | None:
         """What the calling thread and the model have asked the device for so far; None where that is done."""
-        return None if self._stage is None else self._stage.fence()
+        return None if self.stage is None else self.stage.fence()
 
     def after(self, mark: Mark | None, *, reading: bool = False) -> None:
         """Write nothing into the pool before ``mark``; with ``reading``, read no rows either."""
-        if mark is not None and self._stage is not None:
-            self._stage.after(mark, reading=reading)
+        if mark is not None and self.stage is not None:
+            self.stage.after(mark, reading=reading)
 
     def _write(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
         layer, rows = stored.layer, stored.rows
@@ -134,6 +134,8 @@ class LayerRestorer:
 
     def _scratch(self, count: int, width: int, device: torch.device) -> torch.Tensor:
         """(count, width), for each thread the same memory every time: to touch new pages takes as long as a product."""
+        if self.stage is not None:
+            return self.stage.products(count, width, self.dtype)
         products = getattr(self._local, "products", None)
         if products is None or products.numel() < count * width:
             with torch.inference_mode(False):  # else nobody outside of that mode could write to it

@@ -45,16 +45,27 @@ class DeviceStage:
 
     Args:
         row_bytes: of the widest row.
-        rows_at_once: rows of a buffer; also bounds the temporaries of one projection.
+        product_bytes: of what is projected of one row.
+        rows_at_once: rows of a buffer, and of one projection.
         num_positions: positions [0, num_positions) of sequences are known.
     """
 
-    def __init__(self, streams: Streams, row_bytes: int, rows_at_once: int, num_positions: int) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        row_bytes: int,
+        product_bytes: int,
+        rows_at_once: int,
+        num_positions: int,
+    ) -> None:
         self._streams = streams
         self._rows_at_once = rows_at_once
         self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
+            self._products = torch.empty(
+                rows_at_once * product_bytes, dtype=torch.uint8, device=streams.device
+            )
         made_here = streams.fence()
         streams.copy_after(made_here)
         streams.compute_after(made_here)
@@ -62,7 +73,7 @@ class DeviceStage:
     @property
     def num_bytes(self) -> int:
         """Device memory that it holds."""
-        return self._buffers.num_bytes + self._positions.nbytes
+        return self._buffers.num_bytes + self._positions.nbytes + self._products.nbytes
 
     def positions(self, first: int, end: int) -> torch.Tensor:
         """Positions [first, end), int64, on the device.
@@ -74,6 +85,10 @@ class DeviceStage:
             raise IndexError(f"position {end - 1} of {len(self._positions)}")
         return self._positions[first:end]
 
+    def products(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """(count, width), the same memory every time: for what one computation leaves to the next."""
+        return self._products[: count * width * dtype.itemsize].view(dtype).view(count, width)
+
     def fence(self) -> Mark:
         """What the calling thread and the model have queued on the device."""
         return self._streams.fence()
@@ -83,6 +98,19 @@ class DeviceStage:
         self._streams.compute_after(mark)
         if reading:
             self._streams.copy_after(mark)
+
+    def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """(count, width) in host memory that the device copies from as fast as it can."""
+        rows = self._streams.download(torch.ones(count, width, dtype=dtype, device=self._streams.device))
+        self._streams.copied().wait()
+        return rows
+
+    def bring(self, rows: torch.Tensor) -> Mark:
+        """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
+        for first in range(0, len(rows), self._rows_at_once):
+            self._bring(rows[first : first + self._rows_at_once])
+            self._buffers.give_back(self._streams.copied())
+        return self._streams.copied()
 
     def start(
         self,
@@ -112,11 +140,15 @@ class DeviceStage:
         return [QueuedWrite(self._streams.computed())]
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
-        on_device, computed = self._buffers.take(stored.rows)
-        if computed is not None:
-            self._streams.copy_after(computed)
-        self._streams.copy(on_device, stored.rows)
+        staged = stored.moved(self._bring(stored.rows))
         self._streams.compute_after(self._streams.copied())
-        staged = stored.moved(on_device)
         self._streams.compute(lambda: write(staged, positions, slots))
         self._buffers.give_back(self._streams.computed())
+
+    def _bring(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` in the next buffer, once all copies so far are done."""
+        on_device, used = self._buffers.take(rows)
+        if used is not None:
+            self._streams.copy_after(used)
+        self._streams.copy(on_device, rows)
+        return on_device

@@ -15,8 +15,7 @@ from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
-from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
-from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
@@ -42,9 +41,7 @@ _TRIED = {
 _PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
 NEVER_RUN_ON_A_GPU = (
     "hcache: NOT TESTED ON A GPU. Nothing of this version has run on one (docs/gpu.md). The self-check has compared "
-    "restored K and V with the model's own; nothing else has been seen to work. CUDA graphs for prefill are off. "
-    "Hidden states of generated tokens are saved when those are prefilled again, or with --disable-decode-cuda-graph "
-    "at once"
+    "restored K and V with the model's own; nothing else has been seen to work. CUDA graphs for prefill are off"
 )
 
 
@@ -100,10 +97,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
-    rows, lanes, stage = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None, None
-    if device.streams is not None:
-        row_bytes = max(model.shape.hidden_row_bytes, model.shape.kv_row_bytes)
-        stage = DeviceStage(device.streams(), row_bytes, ROWS_AT_ONCE, model.context_length)
+    rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
+    stage = None if device.beside is None else device.beside.stage
     return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
 
 

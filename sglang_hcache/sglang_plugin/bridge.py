@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
@@ -57,26 +57,18 @@ class Bridge:
         self.tiers = tiers
         self.gate = gate
         self._model = model
-        self._pool = device.pool
         self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
         self._device_is_stale = False
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
-        self._in_pass = False
-        ring = StagingRing(
-            [
-                torch.from_numpy(device.host_memory(group.count * budget.ring_rows * group.row_bytes))
-                .view(model.dtype)
-                .view(group.count, budget.ring_rows, -1)
-                for group in tiers.layout.groups
-            ]
-        )
+        memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
+        ring = StagingRing(memory, tiers.layout, model.dtype)
         self._assembler = Assembler(ring, tiers, model.dtype, counters)
-        on_device = None
-        if device.streams is not None:
-            on_device = DeviceRing(device.streams(), max(tiers.layout.row_bytes))
-        self._tap = Tap(ring, self._assembler.publish, counters, on_device)
+        beside = device.beside
+        tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
+        replayed = None if beside is None else beside.replayed
+        self._passes = PassCapture(tap, tiers.layout.methods, device.pool, replayed)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
         self._engine = RestoreEngine(
             tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory
@@ -84,17 +76,11 @@ class Bridge:
         self.restores.attach_engine(self._engine)
         self._gauges = gauges
         self._closed = threading.Event()
-        hidden, self._kv_layers = (
-            [layer for layer, each in enumerate(tiers.layout.methods) if each is method]
-            for method in (Method.HIDDEN, Method.KV)
-        )
-        self._num_hidden = len(hidden)
-        self._skips_decode = bool(hidden) and device.replays_decode  # nobody would see the hidden states
         self._stored = (
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
         if self._captures:
-            model.watch(hidden, self._on_layer)
+            model.watch(self._passes.hidden_layers, self._passes.on_layer)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -125,21 +111,27 @@ class Bridge:
 
     # -- forward passes --------------------------------------------------------------------------
 
-    def begin_pass(self, rids: Sequence[str], num_rows: int, *, is_decode: bool = False) -> bool:
-        """A forward pass starts; False if nothing of it is captured (then do not end it either)."""
-        self._in_pass = not (is_decode and self._skips_decode) and any(rid in self._capturing for rid in rids)
-        if self._in_pass:
-            self._tap.begin_pass(num_rows)
-        return self._in_pass
+    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor) -> bool:
+        """A forward pass starts; False if nothing of it is captured (then do not end it either).
+
+        Args:
+            tokens: (rows,) int64.
+        """
+        is_wanted = any(rid in self._capturing for rid in rids)
+        if is_wanted:
+            self._passes.begin(tokens)
+        return is_wanted
 
     def end_pass(
-        self, requests: Sequence[RequestRows], tokens: array[int], slots: torch.Tensor, seconds: float
+        self, requests: Sequence[RequestRows], slots: torch.Tensor, seconds: float, *, is_replayed: bool
     ) -> None:
-        """The pass succeeded, in ``seconds``; ``tokens`` has one entry a row, and so has ``slots``, int64."""
-        self._in_pass = False
-        if self._tap.layers_seen == self._num_hidden:  # else it is dropped anyway
-            self._take_kv(slots[: self._tap.rows_wanted])
-        self._tap.end_pass(requests, tokens)
+        """The pass succeeded, in ``seconds``.
+
+        Args:
+            slots: (rows,) int64.
+            is_replayed: by a CUDA graph: no hook of Python's ran.
+        """
+        self._passes.end(requests, slots, is_replayed=is_replayed)
         if not self._is_cpu:
             return  # a GPU has only been asked; how long it takes nobody knows here
         if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
@@ -147,18 +139,7 @@ class Bridge:
 
     def abandon_pass(self) -> None:
         """The pass failed."""
-        self._in_pass = False
-        self._tap.abandon_pass()
-
-    def _take_kv(self, slots: torch.Tensor) -> None:
-        # At once, for the scheduler may free or move slots before the assembler comes to them.
-        for layer in self._kv_layers if len(slots) else ():
-            key, value = self._pool.read(layer, slots)
-            self._tap.layer(layer, key.flatten(1), value.flatten(1))
-
-    def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
-        if self._in_pass:
-            self._tap.layer(layer, hidden)
+        self._passes.abandon()
 
     # -- the device tree -------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
@@ -13,13 +13,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache, device_buffers
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
-from sglang_hcache.sglang_plugin.flags import BACKEND
+from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
 
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _READING_CHECKS = ("snapshot", "compare", "checksum")
@@ -38,7 +39,8 @@ def install(device: str) -> None:
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
-        "sglang.srt.model_executor.model_runner.ModelRunner.forward": (_forward, HookType.AROUND),
+        f"{_RUNNER}.load_model": (_model_loaded, HookType.AFTER),
+        f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
     for method in (
         *(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")),
@@ -71,12 +73,24 @@ def _apply(targets: Mapping[str, tuple[Callable[..., Any], HookType]]) -> None:
         )
 
 
+def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:
+    """Before the KV pool is sized, and CUDA graphs are recorded."""
+    with _told_in_a_line():
+        runner.hcache_buffers = device_buffers(runner, config_of(runner.server_args).method)
+
+
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
-    cache = scheduler.tree_cache
+    with _told_in_a_line():
+        scheduler.tree_cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+
+
+@contextmanager
+def _told_in_a_line() -> Iterator[None]:
+    """An error of ours goes to the log before SGLang's traceback does."""
     try:
-        cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+        yield
     except HCacheError as error:
-        logger.error("hcache: error: %s", error)  # in one line, before SGLang's traceback
+        logger.error("hcache: error: %s", error)
         raise
 
 
@@ -99,11 +113,10 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
     requests = batches.rows_of(forward_batch) if bridge is not None else None
     num_rows = sum(rows.count for rows in requests or ())
-    rids, is_decode = [rows.rid for rows in requests or ()], forward_batch.forward_mode.is_decode()
-    if bridge is None or not requests or not bridge.begin_pass(rids, num_rows, is_decode=is_decode):
+    rids = [rows.rid for rows in requests or ()]
+    if bridge is None or not requests or not bridge.begin_pass(rids, forward_batch.input_ids[:num_rows]):
         return original(runner, forward_batch, *args, **kwargs)
     try:
-        tokens: array[int] = batches.tokens_of(forward_batch, num_rows)
         slots = forward_batch.out_cache_loc[:num_rows]
         began = time.monotonic()
         output = original(runner, forward_batch, *args, **kwargs)
@@ -111,7 +124,7 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     except BaseException:
         bridge.abandon_pass()
         raise
-    bridge.end_pass(requests, tokens, slots, seconds)
+    bridge.end_pass(requests, slots, seconds, is_replayed=bool(output.can_run_graph))
     return output
 
 

@@ -41,7 +41,6 @@ class Launcher:
         gate: RestoreGate | None,
     ) -> None:
         self._device = device
-        self._streams = None if device.streams is None else device.streams()
         self._tiers = tiers
         self._config = config
         self._observer = observer
@@ -106,7 +105,8 @@ class Launcher:
         layers, deadline_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
         if decision is not None:
             layers, deadline_s = decision.layers, min(deadline_s, decision.deadline_s(backlog_s))
-        fence = None if self._streams is None else self._streams.fence()
+        beside = self._device.beside
+        fence = None if beside is None else beside.stage.fence()
         job = RestoreJob(self._lease(keys), len(match), slots, deadline_s, layers, fence)
         recomputation = None
         if decision is not None and decision.num_recompute:

@@ -35,6 +35,8 @@ _PREFIX_SHARE = 4
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
+_LONGEST_COPY = 2048
+"""Tokens of a copy to a device that is measured: what is longer is cut to pieces anyway."""
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 32
 """One so-many-th of the disk tier may be filled for it. The bytes stay until eviction, which takes them first."""
@@ -163,7 +165,9 @@ class Bench:
         return found
 
     def _tier_curves(self, reads: Mapping[Method, ScratchReads]) -> TierCurves:
-        hidden, kv = (self._read_curve(reads[method]) for method in (Method.HIDDEN, Method.KV))
+        hidden, kv = (
+            self._with_bus(method, self._read_curve(reads[method])) for method in (Method.HIDDEN, Method.KV)
+        )
         shape = self.model.shape
         # Fewer bytes never take longer: where two measurements say so, it is noise.
         if shape.hidden_row_bytes >= shape.kv_row_bytes:
@@ -175,6 +179,24 @@ class Bench:
         if len(lengths) < _FEWEST_LENGTHS:
             lengths = list(range(CHUNK_TOKENS, reads.longest + 1, CHUNK_TOKENS))
         return self._fit(lengths, reads.time)
+
+    def _with_bus(self, method: Method, read: CostCurve) -> CostCurve:
+        """Reading one layer while the one before is copied to a device beside the CPU: the slower of both."""
+        stage = self.restorer.stage
+        if stage is None:
+            return read
+        width = self.model.row_bytes(method) // self.model.dtype.itemsize
+        lengths = [length for length in self._lengths if length <= _LONGEST_COPY]
+        rows = stage.host_rows(lengths[-1], width, self.model.dtype)
+
+        def copy(length: int) -> float:
+            began = time.monotonic()
+            for _ in range(NUM_LAYERS):
+                mark = stage.bring(rows[:length])
+            mark.wait()
+            return (time.monotonic() - began) / NUM_LAYERS
+
+        return _at_least(read, self._fit(lengths, copy))
 
     # -- fitting ---------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -11,7 +10,7 @@ import torch
 
 from sglang_hcache.device.memory import HostMemory
 from sglang_hcache.device.projector import KVPool
-from sglang_hcache.device.streams import Streams
+from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 
 Node = NewType("Node", object)
 """A node of the device's radix tree; opaque here."""
@@ -123,15 +122,12 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass."""
-    streams: Callable[[], Streams] | None
-    """Makes queues of a device beside the CPU; None on a CPU."""
+    beside: DeviceBuffers | None
+    """Memory of a device beside the CPU; None on a CPU."""
     host_memory: HostMemory
     """Makes the host buffers that rows are copied from and to."""
-
-    replays_decode: bool = False
-    """Whether CUDA graphs replay decode passes: no hook of Python's runs in those."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether the model computes on a CPU."""
-        return self.streams is None
+        return self.beside is None

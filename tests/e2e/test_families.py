@@ -12,6 +12,7 @@ import pytest
 from sglang_hcache.cli.server_process import ServerProcessError
 from sglang_hcache.cli.tiny_model import FAMILIES
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
+from tests.e2e.test_plans import write_profile
 from tests.e2e.test_serving import assert_same_pool
 
 
@@ -93,7 +94,9 @@ def test_auto_does_without_hidden_states_that_are_projected_wrongly(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Whatever is wrong with the projection, K and V themselves can be stored."""
-    server = server_for(tmp_path, tiny_model(), "float32", "auto")
+    model, costs = tiny_model(), tmp_path / "costs.json"
+    write_profile(model, costs, fixed=1, hidden=1, kv=1, project=1, run=1000)  # restoring always pays
+    server = server_for(tmp_path, model, "float32", "auto", "--hcache-profile", str(costs))
     with server.switched_on("projector_positions"), server:
         log = server.process.log_text()
         assert "hidden states are not used: K or V differ from the model's own" in log
@@ -159,11 +162,11 @@ def test_stored_kv_comes_back_from_disk_in_the_next_server(
         "0",
     )
     prompt = random_prompt(5, 900)
-    with server_for(tmp_path, model, "float32", "auto", *disk) as server:
+    with server_for(tmp_path, model, "float32", "kv", *disk) as server:
         recomputed = server.recompute(prompt, tokens=80, rid="probe-recomputed")
         first = server.ask(prompt, tokens=80)
         server.settle()
-    with server_for(tmp_path, model, "float32", "auto", *disk) as server:
+    with server_for(tmp_path, model, "float32", "kv", *disk) as server:
         restored = server.ask(prompt, tokens=80, rid="probe-restored")
         assert (restored.host, restored.disk) == (0, 896)
         assert largest_difference(restored, recomputed) <= TOLERANCE

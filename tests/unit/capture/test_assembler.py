@@ -37,9 +37,8 @@ class SavePath:
         memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
         host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        self.ring = StagingRing(
-            [torch.zeros(group.count, rows, group.row_bytes // 4) for group in LAYOUT.groups]
-        )
+        memory = torch.zeros(rows * sum(LAYOUT.row_bytes), dtype=torch.uint8)
+        self.ring = StagingRing(memory, LAYOUT, torch.float32)
         self.assembler = Assembler(self.ring, self.tiers, torch.float32, self.counters)
         self.tap = Tap(self.ring, self.assembler.publish, self.counters)
 
@@ -52,7 +51,7 @@ class SavePath:
     def forward(self, parts: list[tuple[str, int, list[int]]], *, layers: int = LAYERS) -> None:
         """One pass over (request, first position, tokens) parts."""
         tokens = array("q", [token for _, _, part in parts for token in part])
-        self.tap.begin_pass(len(tokens))
+        self.tap.begin_pass(torch.frombuffer(tokens, dtype=torch.int64))
         for layer in range(layers):
             rows = [state(layer, position + i, t) for _, position, part in parts for i, t in enumerate(part)]
             self.tap.layer(layer, torch.stack(rows))
@@ -60,7 +59,7 @@ class SavePath:
         for rid, position, part in parts:
             requests.append(RequestRows(rid, position, row, len(part)))
             row += len(part)
-        self.tap.end_pass(requests, tokens)
+        self.tap.end_pass(requests)
 
     def finish(self) -> None:
         self.assembler.close()
@@ -240,12 +239,12 @@ def test_k_and_v_are_stored_side_by_side() -> None:
     path.begin("a", [])
     tokens = list(range(CHUNK_TOKENS))
     rows = [torch.stack([state(layer, p, t) for p, t in enumerate(tokens)]) for layer in range(LAYERS)]
-    path.tap.begin_pass(len(tokens))
+    path.tap.begin_pass(torch.tensor(tokens))
     assert path.tap.rows_wanted == CHUNK_TOKENS
     for layer in range(LAYERS):
         half = WIDTHS[layer] // 2
         path.tap.layer(layer, rows[layer][:, :half], rows[layer][:, half:])
-    path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))], array("q", tokens))
+    path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))])
     path.finish()
     assert path.sealed(tokens) == [True]
     assert path.tap.rows_wanted == 0, "no pass is under way"

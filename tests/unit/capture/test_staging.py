@@ -5,13 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hcache.capture.staging import RowSpan, StagingRing
+from sglang_hcache.core.layout import Method, StateLayout
 
 ROWS = 20
+LAYOUT = StateLayout.of((Method.KV, Method.HIDDEN, Method.HIDDEN), hidden_row_bytes=16, kv_row_bytes=32)
+
+
+def empty_ring() -> StagingRing:
+    return StagingRing(torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32)
 
 
 @given(st.lists(st.one_of(st.integers(1, ROWS), st.none()), max_size=60), st.randoms())
 def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], random: object) -> None:
-    ring = StagingRing([torch.zeros(1, ROWS, 1)])
+    ring = empty_ring()
     held: list[RowSpan] = []
     for step in steps:
         if step is None:
@@ -33,12 +39,12 @@ def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], 
 
 
 def test_more_rows_than_the_ring_has_are_refused() -> None:
-    ring = StagingRing([torch.zeros(1, ROWS, 1)])
+    ring = empty_ring()
     assert ring.reserve(ROWS + 1) is None
 
 
 def test_rows_are_reused_in_a_circle() -> None:
-    ring = StagingRing([torch.zeros(1, ROWS, 1)])
+    ring = empty_ring()
     first, second = ring.reserve(8), ring.reserve(8)
     assert first is not None
     assert second is not None
@@ -47,3 +53,28 @@ def test_rows_are_reused_in_a_circle() -> None:
     third = ring.reserve(8)
     assert third is not None
     assert third.first == 0
+
+
+def test_a_span_has_rows_of_its_own_for_every_layer() -> None:
+    ring = empty_ring()
+    spans = [span for count in (3, 1, 7) if (span := ring.reserve(count)) is not None]
+    for number, span in enumerate(spans):
+        for layer in range(LAYOUT.num_layers):
+            ring.layers(span, layer, 1).fill_(10 * number + layer)
+    for number, span in enumerate(spans):
+        kv, hidden = ring.groups(span, 1, span.count - 1)
+        assert kv.shape == (1, span.count - 1, 8)
+        assert hidden.shape == (2, span.count - 1, 4)
+        assert (kv == 10 * number).all()
+        assert (hidden == torch.tensor([10 * number + 1, 10 * number + 2])[:, None, None]).all()
+
+
+def test_a_span_lies_in_one_piece() -> None:
+    ring = empty_ring()
+    first, second = ring.reserve(3), ring.reserve(2)
+    assert first is not None
+    assert second is not None
+    rows = ring.layers(second, 1, 2)
+    assert rows.is_contiguous()
+    begin = ring.layers(first, 0, 1).data_ptr()
+    assert rows.data_ptr() == begin + 3 * sum(LAYOUT.row_bytes) + 2 * LAYOUT.row_bytes[0]

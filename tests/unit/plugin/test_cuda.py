@@ -6,13 +6,20 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.device.attention import Attention
 from sglang_hcache.device.streams import device_name
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin import flags
 from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
-from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.support import device_problems
+from tests.unit.restore.delayed_streams import DelayedStreams
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 
@@ -49,20 +56,44 @@ def test_a_profile_made_on_a_cpu_keeps_its_name() -> None:
     assert device_name("cpu", 0) == "cpu"
 
 
-class _Passes:
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-
-    def begin_pass(self, num_rows: int) -> None:
-        self.begun.append(num_rows)
+class _Attends(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_decode_passes_that_are_replayed_are_left_alone(skips: bool) -> None:
-    """Their hidden states are seen by nobody, and asking for their tokens would hold the scheduler up."""
-    bridge, passes = object.__new__(Bridge), _Passes()
-    bridge._capturing, bridge._skips_decode, bridge._tap = {"a"}, skips, passes  # type: ignore[assignment]
-    assert bridge.begin_pass(["a"], 1, is_decode=True) is not skips
-    assert bridge.begin_pass(["a", "b"], 70)
-    assert not bridge.begin_pass(["b"], 9)
-    assert passes.begun == ([70] if skips else [1, 70])
+def _served(hidden_size: int, kv_heads: int) -> ServedModel:
+    shape = ModelShape(
+        name="tiny", num_layers=3, hidden_size=hidden_size, num_heads=8, num_kv_heads=kv_heads, head_size=8,
+        ffn=FFNKind.GATED, ffn_size=16, hidden_dtype_bytes=4, kv_dtype_bytes=4,
+    )  # fmt: skip
+    attention = tuple(Attention(_Attends(), "attn", 8, kv_heads, 8) for _ in range(3))
+    return ServedModel(nn.Module(), attention, "Tiny", shape, torch.float32, 100, "{}")
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_heads", "most_replayed", "is_there"),
+    [
+        (PlanKind.HIDDEN, 8, 4, True),
+        (PlanKind.AUTO, 8, 4, True),
+        (PlanKind.AUTO, 2, 4, False),  # K and V are the smaller ones: never hidden states
+        (PlanKind.HIDDEN, 2, 4, True),
+        (PlanKind.KV, 8, 4, False),
+        (PlanKind.RECOMPUTE, 8, 4, False),
+        (PlanKind.HIDDEN, 8, 0, False),  # decode passes are not recorded
+    ],
+)
+def test_recorded_passes_leave_hidden_states_where_some_are_stored(
+    method: PlanKind, kv_heads: int, most_replayed: int, is_there: bool
+) -> None:
+    model, streams = _served(64, kv_heads), DelayedStreams()
+    buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed)
+    assert (buffers.replayed is not None) is is_there
+    with streams.recording():
+        for attention in model.attention:
+            attention.module(torch.ones(4, 64))
+    if buffers.replayed is not None:
+        assert buffers.replayed.holds(4)
+        assert buffers.num_bytes == (
+            buffers.stage.num_bytes + buffers.ring.num_bytes + buffers.replayed.num_bytes
+        )
+        assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4

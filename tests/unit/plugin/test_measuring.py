@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hcache.core.layout import Method
+from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.sglang_plugin.measuring import Bench
 
 LAYERS = 2
@@ -47,6 +49,39 @@ def test_a_piece_behind_a_prefix_is_measured_in_any_case(longest: int, budget_s:
     assert [piece for piece in dict.fromkeys(forward.pieces) if piece[1]] == expected
     assert {(64, 0), (128, 0), (256, 0)} <= set(forward.pieces)
     assert curve.seconds(longest, longest) > 0
+
+
+class SlowBus:
+    """A device that copies come to at one speed, however they are cut."""
+
+    def __init__(self, seconds_per_byte: float) -> None:
+        self._seconds_per_byte = seconds_per_byte
+        self._ends = 0.0
+
+    def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(count, width, dtype=dtype)
+
+    def bring(self, rows: torch.Tensor) -> SlowBus:
+        self._ends = max(self._ends, time.monotonic()) + self._seconds_per_byte * rows.nbytes
+        return self
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+
+
+@pytest.mark.parametrize(("seconds_per_byte", "is_slower"), [(1e-6, True), (1e-12, False)])
+def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_slower: bool) -> None:
+    read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
+    model = SimpleNamespace(dtype=torch.float32, row_bytes=lambda _: 8)
+    restorer = SimpleNamespace(stage=SlowBus(seconds_per_byte))
+    measured = Bench(model, restorer, Forward(), None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
+    found = measured._with_bus(Method.KV, read).per_token_s
+    if is_slower:
+        assert found > 4e-6  # 8 bytes a token; a machine that pauses makes it more
+    else:
+        assert found == read.per_token_s
+    restorer.stage = None
+    assert measured._with_bus(Method.KV, read) == read
 
 
 def test_no_longer_than_the_model_allows() -> None:

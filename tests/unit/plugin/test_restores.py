@@ -173,7 +173,7 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
-            streams=None,
+            beside=None,
             host_memory=host_buffer,
         )
         self.coordinator = RestoreCoordinator(

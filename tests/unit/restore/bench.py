@@ -96,7 +96,7 @@ class Bench:
                 DoubleAndPosition(),
                 None,
                 lanes and Lanes(lanes),
-                streams and DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS),
+                streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
             ),
             self.counters,
             lambda _job: self.over.set(),

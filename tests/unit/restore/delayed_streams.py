@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +61,7 @@ class DelayedStreams:
         self.draw = random.Random(seed)
         self._order, self._eager = ORDERS[order], eager
         self._lock = threading.RLock()
+        self._recorded: list[Callable[[], None]] | None = None
 
     # -- Streams ---------------------------------------------------------------------------------
 
@@ -85,10 +87,21 @@ class DelayedStreams:
         return self._mark(MODEL)
 
     def inline(self, work: Callable[[], None]) -> None:
-        self.put(MODEL, work)
+        if self._recorded is not None:
+            self._recorded.append(work)
+        else:
+            self.put(MODEL, work)
 
     def hold_up(self, mark: DelayedMark) -> None:
         self.put(MODEL, _nothing, mark)
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        into = torch.full_like(source, -1)
+        self.copy(into, source)
+        return into
+
+    def is_recording(self) -> bool:
+        return self._recorded is not None
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -105,6 +118,13 @@ class DelayedStreams:
             queue.asked += 1
             for _ in range(self._eager):
                 self._step()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Callable[[], None]]]:
+        """Of what is asked for inline, which is not done: a CUDA graph."""
+        self._recorded = recorded = []
+        yield recorded
+        self._recorded = None
 
     def go_on(self, mark: DelayedMark, steps: int | None = None) -> bool:
         """Do tasks until ``mark`` is reached, or so many; whether it is."""

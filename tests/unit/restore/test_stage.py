@@ -134,7 +134,7 @@ def test_a_cancelled_job_leaves_nothing_in_the_queues() -> None:
 
 def test_an_error_between_two_layers_waits_for_the_first() -> None:
     streams = DelayedStreams("copies first")
-    stage = DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
     calls: list[int] = []
 
     def at_the_second() -> None:
@@ -151,7 +151,7 @@ def test_an_error_between_two_layers_waits_for_the_first() -> None:
 def test_rows_of_both_methods_on_the_device() -> None:
     """As the self-check does it: the model wrote them a moment ago."""
     streams, pool = DelayedStreams("the model first"), Pool()
-    stage = DeviceStage(streams, 2 * 4 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, 8 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
     restorer = LayerRestorer(torch.float32, pool, 1, DoubleAndPosition(), stage=stage)
     count = 3 * STAGED_ROWS + 1
     hidden, both = torch.zeros(count, WIDTH), torch.zeros(count, 2 * WIDTH)
@@ -169,13 +169,14 @@ def test_rows_of_both_methods_on_the_device() -> None:
 
 def test_its_memory_is_bounded_and_made_once() -> None:
     streams = DelayedStreams()
-    stage = DeviceStage(streams, 4 * WIDTH, STAGED_ROWS, SLOTS)
-    assert stage.num_bytes == NUM_BUFFERS * STAGED_ROWS * 4 * WIDTH + 8 * SLOTS
+    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    buffers, positions, products = NUM_BUFFERS * STAGED_ROWS * 4 * WIDTH, 8 * SLOTS, STAGED_ROWS * 8 * WIDTH
+    assert stage.num_bytes == buffers + positions + products
     assert BLOCK_CHUNKS * CHUNK_TOKENS > STAGED_ROWS, "else parts are not tried here"
 
 
 def test_a_position_that_the_model_does_not_have_is_an_error() -> None:
-    stage = DeviceStage(DelayedStreams(), 4, 1, 100)
+    stage = DeviceStage(DelayedStreams(), 4, 4, 1, 100)
     assert stage.positions(98, 100).tolist() == [98, 99]
     with pytest.raises(IndexError, match="position 100 of 100"):
         stage.positions(98, 101)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from array import array
 from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -87,11 +86,6 @@ def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:
         requests.append(RequestRows(rid, int(prefix), row, int(count)))
         row += int(count)
     return requests
-
-
-def tokens_of(batch: ForwardBatch, count: int) -> array[int]:
-    """The pass's input tokens, one a row."""
-    return array("q", batch.input_ids[:count].tolist())
 
 
 def _is_plain(req: Req) -> bool:

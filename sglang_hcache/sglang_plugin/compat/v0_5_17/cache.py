@@ -21,11 +21,13 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
-from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.device.memory import HostMemory, PinnedMemory, host_buffer
-from sglang_hcache.device.streams import CudaStreams, Streams, device_name
+from sglang_hcache.core.layout import CHUNK_TOKENS, PlanKind
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.memory import PinnedMemory, host_buffer
+from sglang_hcache.device.streams import CudaStreams, device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
+from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
@@ -85,16 +87,15 @@ class HCacheRadixCache(RadixCache):
         Raises:
             HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
         """
-        streams, host_memory = beside_the_cpu(self._runner)
+        beside = self._runner.hcache_buffers
         device = Device(
             tree=self,
             pool=self._pool,
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
-            streams=streams,
-            host_memory=host_memory,
-            replays_decode=streams is not None and _replays_decode(self._server_args),
+            beside=beside,
+            host_memory=host_buffer if beside is None else PinnedMemory(),
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
@@ -275,16 +276,26 @@ class ControllerView:
     storage_backend = type("hcache", (), {})()
 
 
-def beside_the_cpu(runner: Any) -> tuple[Callable[[], Streams] | None, HostMemory]:
-    """What a restore works with on the device of SGLang's ``ModelRunner``; None, and plain memory, on a CPU."""
+def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
+    """Memory on the device of SGLang's ``ModelRunner``, whose model is loaded; None on a CPU.
+
+    Raises:
+        ConfigError: the tier does not support the model.
+    """
     if runner.device == "cpu":
-        return None, host_buffer
+        return None
     device = torch.device(runner.device, runner.gpu_id)
-    return partial(CudaStreams, device, [runner.forward_stream]), PinnedMemory()
+    streams = partial(CudaStreams, device, [runner.forward_stream])
+    model = ServedModel.of(runner.model, runner.model_config)
+    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
+    logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
+    return buffers
 
 
-def _replays_decode(server_args: Any) -> bool:
-    return str(server_args.cuda_graph_config.decode.backend) != "disabled"
+def _most_replayed(server_args: Any) -> int:
+    """Rows of the largest decode pass that SGLang records; 0: it records none."""
+    decode = server_args.cuda_graph_config.decode
+    return 0 if str(decode.backend) == "disabled" else max(decode.bs)
 
 
 class DevicePool:

@@ -1,0 +1,57 @@
+"""Hidden states of decode passes that are replayed: the recorded pass itself leaves them here [HCache §4.2.2].
+
+Python's hooks run while CUDA records a pass, once for each number of rows, and not when it is replayed. What a hook
+asks the device for meanwhile becomes a part of the recorded pass: here, to copy a layer's rows into memory that stays.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from sglang_hcache.device.streams import Streams
+
+
+class ReplayedRows:
+    """The last replayed pass's hidden states of all layers. Called on the serving thread.
+
+    Args:
+        most_rows: of a recorded pass; larger ones are left alone.
+    """
+
+    def __init__(
+        self, streams: Streams, num_layers: int, width: int, most_rows: int, dtype: torch.dtype
+    ) -> None:
+        self._streams = streams
+        with torch.inference_mode(False):  # else nobody outside of that mode could write to it
+            self._rows = torch.zeros(num_layers, most_rows, width, dtype=dtype, device=streams.device)
+        self._recorded: dict[int, set[int]] = {}  # rows of a recorded pass -> layers that leave theirs
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it holds."""
+        return self._rows.nbytes
+
+    def on_layer(self, layer: int, hidden: torch.Tensor) -> None:
+        """The input of a layer's attention, (rows, width): copied wherever the pass that is recorded is replayed."""
+        if not self._streams.is_recording():
+            return
+        count = len(hidden)
+        layers = self._recorded.setdefault(count, set())
+        if count <= self._rows.shape[1]:
+            self._streams.inline(partial(_copy, self._rows[layer, :count], hidden))
+            layers.add(layer)
+
+    def holds(self, count: int) -> bool:
+        """Whether replaying ``count`` rows, in the next larger recorded pass, leaves the rows of all layers."""
+        sizes = [size for size in self._recorded if size >= count]
+        return bool(sizes) and len(self._recorded[min(sizes)]) == len(self._rows)
+
+    def layers(self, first: int, count: int) -> torch.Tensor:
+        """Rows of layers [first, first + count): (count, most_rows, width), valid until the next pass."""
+        return self._rows[first : first + count]
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source)

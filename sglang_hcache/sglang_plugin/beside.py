@@ -1,0 +1,60 @@
+"""Memory on a device beside the CPU, taken before SGLang gives what is left to its KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_hcache.capture.device_ring import ROWS_AT_ONCE as ROWS_SAVED_AT_ONCE
+from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.replayed import ReplayedRows
+from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.device.streams import Streams
+from sglang_hcache.restore.methods import ROWS_AT_ONCE
+from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.sglang_plugin.model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffers:
+    """What rows go through on their way to and from such a device."""
+
+    stage: DeviceStage
+    """Of restores."""
+    ring: DeviceRing
+    """Of saving."""
+    replayed: ReplayedRows | None
+    """Of decode passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
+
+    @classmethod
+    def take(
+        cls, streams: Callable[[], Streams], model: ServedModel, method: PlanKind, most_replayed: int
+    ) -> DeviceBuffers:
+        """Allocate all of it.
+
+        Args:
+            streams: makes queues of the device.
+            most_replayed: rows of the largest decode pass that is replayed; 0: none are.
+        """
+        shape = model.shape
+        row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
+        stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, ROWS_AT_ONCE, model.context_length)
+        ring, replayed = DeviceRing(streams(), ROWS_SAVED_AT_ONCE * row_bytes), None
+        if most_replayed and may_store_hidden(model, method):
+            replayed = ReplayedRows(
+                streams(), shape.num_layers, shape.hidden_size, most_replayed, model.dtype
+            )
+            model.watch(range(shape.num_layers), replayed.on_layer)
+        return cls(stage, ring, replayed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that they hold."""
+        return sum(each.num_bytes for each in (self.stage, self.ring, self.replayed) if each is not None)
+
+
+def may_store_hidden(model: ServedModel, method: PlanKind) -> bool:
+    """Whether ``method`` stores hidden states of some layers. ``auto`` does only where those are the smaller ones."""
+    if method is PlanKind.AUTO:
+        return bool(model.attention) and model.shape.hidden_row_bytes < model.shape.kv_row_bytes
+    return method is PlanKind.HIDDEN and bool(model.attention)

@@ -1,0 +1,226 @@
+"""Decoding by passes that a device recorded: nobody calls Python's hooks, and what layers had is saved all the same.
+
+The device is simulated (``tests/unit/restore/delayed_streams.py``). A recorded pass has one piece of memory for the
+hidden states of all layers, as CUDA graphs have, and one for its inputs; a larger pass than needed has rows of nobody.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.events import RequestBegins, RequestRows
+from sglang_hcache.capture.passes import PassCapture
+from sglang_hcache.capture.replayed import ReplayedRows
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+
+NAMESPACE = Namespace(model=b"m", layout="test")
+WIDTH, MOST_ROWS, SLOTS = 6, 4, 512
+METHODS = (Method.HIDDEN, Method.HIDDEN, Method.KV, Method.HIDDEN, Method.KV)
+LAYOUT = StateLayout.of(METHODS, 4 * WIDTH, 4 * WIDTH)
+"""Rows of one size: what is stored differs where the layout sees no difference."""
+SIZES = (2, 4)
+
+
+class Pool:
+    """K and V of all layers, in one tensor; read when the device comes to it."""
+
+    def __init__(self, streams: DelayedStreams) -> None:
+        self._streams = streams
+        self.rows = torch.zeros(len(METHODS), SLOTS, 1, WIDTH)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.zeros(len(slots), 1, WIDTH)
+        self._streams.inline(lambda: found.copy_(self.rows[layer][slots]))
+        key, value = found.split(WIDTH // 2, dim=-1)
+        return key, value
+
+
+class DecodingServer:
+    """The serving thread of a model that decodes by recorded passes; a request's tokens are known beforehand."""
+
+    def __init__(self, streams: DelayedStreams, most_rows: int = MOST_ROWS) -> None:
+        self.streams = streams
+        self.counters = Counters()
+        memory = np.zeros(32 * LAYOUT.chunk_bytes, np.uint8)
+        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        staging = torch.zeros(1024 * sum(LAYOUT.row_bytes), dtype=torch.uint8)
+        ring = StagingRing(staging, LAYOUT, torch.float32)
+        self.assembler = Assembler(ring, self.tiers, torch.float32, self.counters)
+        # A buffer holds two layers of a full pass: it goes to the host in pieces.
+        tap = Tap(ring, self.assembler.publish, self.counters, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
+        self.replayed = ReplayedRows(streams, len(METHODS), WIDTH, most_rows, torch.float32)
+        self.pool = Pool(streams)
+        self.passes = PassCapture(tap, METHODS, self.pool, self.replayed)  # type: ignore[arg-type]
+        self.inputs = torch.zeros(8, dtype=torch.int64)
+        self.slots = torch.zeros(8, dtype=torch.int64)
+        self.hidden = torch.zeros(8, WIDTH)
+        self.recorded: dict[int, list[Callable[[], None]]] = {}
+        self.used = 8  # padding writes to the slots before
+
+    def record(self, sizes: Sequence[int] = SIZES, layers: int = len(METHODS)) -> None:
+        for size in sorted(sizes, reverse=True):
+            with self.streams.recording() as recorded:
+                self._model(size, layers)
+            self.recorded[size] = recorded
+
+    def decode(self, requests: Sequence[tuple[str, int, int]]) -> None:
+        """One pass over (request, position, token)."""
+        count = len(requests)
+        size = min(size for size in self.recorded if size >= count)
+        tokens = torch.tensor([token for _, _, token in requests])
+        slots = torch.arange(self.used, self.used + count)
+        self.used += count
+        given = torch.full((8,), -7)
+        self.streams.put(MODEL, lambda: given[:count].copy_(tokens))
+        self.passes.begin(given[:count])
+        self.streams.put(MODEL, lambda: self.inputs[:count].copy_(given[:count]))
+        self.streams.put(MODEL, lambda: self.slots[:count].copy_(slots))
+        for work in self.recorded[size]:
+            self.streams.put(MODEL, work)
+        rows = [RequestRows(rid, position, row, 1) for row, (rid, position, _) in enumerate(requests)]
+        self.passes.end(rows, slots, is_replayed=True)
+        self.streams.put(MODEL, lambda: given.fill_(-7))
+
+    def _model(self, size: int, layers: int) -> None:
+        hidden = self.hidden[:size]
+        for layer in range(len(METHODS)):
+            self.streams.inline(partial(self._hidden_of, layer, size))
+            if layer < layers:
+                self.replayed.on_layer(layer, hidden)
+            self.passes.on_layer(layer, hidden)  # as the bridge's hooks do, outside of a pass of theirs
+            self.streams.inline(partial(self._kv_of, layer, size))
+        self.streams.inline(lambda: self.hidden.fill_(torch.nan))
+
+    def _hidden_of(self, layer: int, size: int) -> None:
+        self.hidden[:size] = true_rows(layer, self.inputs[:size])
+
+    def _kv_of(self, layer: int, size: int) -> None:
+        self.pool.rows[layer, self.slots[:size], 0] = true_rows(layer, self.inputs[:size])
+
+    def saved(self, tokens: array[int]) -> list[bool]:
+        """Which chunks are stored; those that are hold the right rows."""
+        found = []
+        for index, key in enumerate(chunk_keys(NAMESPACE.root_key(), tokens)):
+            slot = self.tiers.host.pin(key)
+            found.append(slot is not None)
+            if slot is None:
+                continue
+            true = torch.tensor(tokens[index * CHUNK_TOKENS : (index + 1) * CHUNK_TOKENS])
+            for layer in range(len(METHODS)):
+                rows = torch.from_numpy(self.tiers.host.layer_of(slot, layer)).view(torch.float32)
+                if not torch.equal(rows.view(CHUNK_TOKENS, WIDTH), true_rows(layer, true)):
+                    raise WrongRowsError(f"chunk {index}, layer {layer}")
+        return found
+
+
+class WrongRowsError(Exception):
+    pass
+
+
+def true_rows(layer: int, tokens: torch.Tensor) -> torch.Tensor:
+    return 1e4 * layer + 16 * tokens.float()[:, None] + torch.arange(WIDTH)
+
+
+def tokens_of(request: int, count: int = CHUNK_TOKENS) -> array[int]:
+    return array("q", range(100 * request, 100 * request + count))
+
+
+def decoded(server: DecodingServer, steps: int = CHUNK_TOKENS) -> list[bool]:
+    """Three requests, the last of which begins later and so ends the steps with a pass of one row; what is saved."""
+    texts = {f"r{number}": tokens_of(number, steps) for number in range(3)}
+    late = 10
+    for rid in texts:
+        server.assembler.publish(RequestBegins(rid, NAMESPACE, array("q")))
+    for step in range(steps + late):
+        at = {"r0": step, "r1": step, "r2": step - late}
+        server.decode([(rid, at[rid], text[at[rid]]) for rid, text in texts.items() if 0 <= at[rid] < steps])
+    server.assembler.close()
+    return [is_saved for text in texts.values() for is_saved in server.saved(text)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("eager", [0, 3])
+def test_replayed_passes_are_saved(order: str, eager: int) -> None:
+    server = DecodingServer(DelayedStreams(order, 0, eager))
+    server.record()
+    assert decoded(server) == [True, True, True]
+    assert server.counters.snapshot()["capture.rows"] == 3 * CHUNK_TOKENS
+
+
+def _ignored(*_: object) -> None:
+    pass
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "rows are taken while they are written": lambda patch: patch.setattr(
+        DelayedStreams, "inline", DelayedStreams.compute
+    ),
+    "a buffer is copied before it is filled": lambda patch: patch.setattr(
+        DelayedStreams, "copy_after", _ignored
+    ),
+    "a buffer is filled before it is copied": lambda patch: patch.setattr(
+        DelayedStreams, "hold_up", _ignored
+    ),
+    "layers of a piece are mixed up": lambda patch: patch.setattr(
+        ReplayedRows, "layers", lambda self, first, count: self._rows[first : first + count].flip(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded as it should be, then served by the mutant."""
+
+    def goes_wrong(order: str, seed: int, eager: int) -> bool:
+        server = DecodingServer(DelayedStreams(order, seed, eager))
+        server.record()
+        with monkeypatch.context() as patch:
+            MUTANTS[name](patch)
+            try:
+                return not all(decoded(server))
+            except WrongRowsError:
+                return True
+
+    assert any(goes_wrong(order, seed, eager) for order in ORDERS for seed in range(3) for eager in (0, 3))
+
+
+def test_a_pass_that_was_not_recorded_whole_is_not_saved() -> None:
+    """A layer without our hook, or a size that is larger than ours: what lies there is of another pass."""
+    server = DecodingServer(DelayedStreams())
+    server.record(layers=len(METHODS) - 1)
+    assert decoded(server) == [False, False, False]
+    assert server.counters.snapshot()["capture.rows_dropped_incomplete"] == 3 * CHUNK_TOKENS
+
+    server = DecodingServer(DelayedStreams(), most_rows=2)
+    server.record()
+    assert server.replayed.holds(2)
+    assert not server.replayed.holds(3)
+    assert not server.replayed.holds(5)
+    assert decoded(server) == [False, False, False], "three at a time, in a pass of four"
+
+
+def test_outside_of_recording_nothing_is_copied() -> None:
+    """Prefill, warm-up passes, and batches that are larger than any recorded pass."""
+    streams = DelayedStreams()
+    rows = ReplayedRows(streams, 2, WIDTH, MOST_ROWS, torch.float32)
+    rows.on_layer(0, torch.ones(3, WIDTH))
+    assert not streams.queues[MODEL].waiting
+    assert not rows.holds(1)
+    assert rows.num_bytes == 2 * MOST_ROWS * WIDTH * 4
