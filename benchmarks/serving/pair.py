@@ -12,6 +12,8 @@ import yaml
 from rich.progress import Progress
 
 from common.terminal import while_doing
+from serving.servers import device_arguments
+from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
 
@@ -33,10 +35,10 @@ def make_pair(folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_b
     config.write_text(yaml.safe_dump(settings))
     common = [
         *("--model-path", str(model), "--dtype", dtype, "--incremental-streaming-output"),
-        *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle"),
+        *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle", *device_arguments()),
     ]
     own = {
-        OFF: ["--hierarchical-cache", "off", "--hcache-cpu-fixes"],
+        OFF: ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])],
         TIER: ["--hcache-config", str(config)],
     }
     return {

@@ -50,8 +50,14 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
         if not gpu:
             names = {"hicache": "SGLang's HiCache", "lmcache": "LMCache"}
             return f"not available here: {names[method]} needs a GPU"
-        return "not available here: this version compares on a CPU only"
-    return "not available here: this version's tier has run on a CPU only" if gpu else None
+        if method == "lmcache":
+            return "not available here: this version does not start LMCache"
+    return None
+
+
+def device_arguments() -> list[str]:
+    """Of servers that are compared: on a GPU one attention backend for all of them, which takes float32."""
+    return ["--attention-backend", "triton"] if has_gpu() else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +110,17 @@ def sizes_for(
 
 def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, *, gpu: bool) -> ServerProcess:
     args = [
-        *("--model-path", str(model), "--dtype", "float32"),
+        *("--model-path", str(model), "--dtype", "float32", *device_arguments()),
         *("--max-total-tokens", str(sizes.pool_tokens), "--chunked-prefill-size", str(_PREFILL_TOKENS)),
         "--incremental-streaming-output",
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
     ]
     if method == "recompute":
         args += ["--hierarchical-cache", "off", *([] if gpu else ["--hcache-cpu-fixes"])]
+    elif method == "hicache":
+        gigabytes = max(1, round(sizes.host_bytes / 1e9))
+        args += ["--hierarchical-cache", "off", "--enable-hierarchical-cache"]
+        args += ["--hicache-size", str(gigabytes), "--hicache-write-policy", "write_through"]
     else:
         config = folder / f"{method}.yaml"
         settings = {

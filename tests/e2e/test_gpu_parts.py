@@ -1,4 +1,4 @@
-"""A model's part of ``benchmarks/gpu`` on a CPU, with a model of the same make and small sizes: that it runs."""
+"""Parts of ``benchmarks/gpu`` on a CPU, with small sizes: that they run, and what they show besides speed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from sglang_hcache.cli.serve import prepare_launch
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
+SERVER = """
+import json
+from gpu import serving
+
+sizes = serving.Sizes(
+    layers=3, hidden=128, histories=6, length=320, pool_histories=3, requests=40, answer=4, decoded=150
+)
+serving.measure_server(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes)
+"""
+MODEL = """
 import dataclasses, json, torch
 from gpu import models
 from gpu.shapes import shape_named
@@ -27,19 +37,36 @@ models.measure(shape, lambda name, found: print("RESULT " + json.dumps([name, fo
 """
 
 
-def test_the_part_of_a_model_runs() -> None:
+def results_of(program: str) -> dict[str, dict[str, Any]]:
     _, environment = prepare_launch([])
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
-    found = dict(json.loads(line[len("RESULT ") :]) for line in lines)
     assert result.returncode == 0, result.stderr[-4000:]
+    return dict(json.loads(line[len("RESULT ") :]) for line in lines)
+
+
+def test_the_part_of_a_server() -> None:
+    found = results_of(SERVER)
+    assert set(found) == {
+        "what was decoded comes back",
+        "restored equals computed",
+        "40 requests at once",
+    }
+    assert all(each["ok"] for each in found.values()), found
+    assert found["what was decoded comes back"]["restored_tokens"] >= 4 * 64
+    assert found["restored equals computed"]["different_answers"] > 1, "else they would equal anything"
+    assert found["40 requests at once"]["restored_tokens"] > 0
+
+
+def test_the_part_of_a_model() -> None:
+    found = results_of(MODEL)
     assert set(found) == {"self-check", "hidden", "kv"}
     assert all(each["ok"] for each in found.values()), found
     assert found["self-check"]["mutants_taken"] == []

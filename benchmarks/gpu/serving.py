@@ -1,0 +1,257 @@
+"""Real servers: what they answer when much is evicted and restored at a time, and what that costs and brings.
+
+On a CPU all of it runs as well, with smaller sizes: so the tests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import overhead
+import zipf_replay
+from common.model import BenchModel, prepare_model
+from common.terminal import new_progress
+from gpu.parts import Report
+from serving.comparison import count_unequal
+from serving.latency import Latency
+from serving.options import parse_capacity
+from serving.overhead_requests import Settings as OverheadSettings
+from serving.pair import make_pair, running
+from serving.servers import device_arguments
+from serving.token_client import TokenAnswer, TokenClient, ask_servers, compare
+from sglang_hcache.cli.replay import zipf_order
+from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+_STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+"""SGLang counts its slots all the time, and ends where one is lost or used twice."""
+_STARTUP_TIMEOUT_S = 300.0
+SKEWS = (0.0, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a server under load. Float32 and heads of 64 values: equal answers are equal token by token."""
+
+    layers: int
+    hidden: int
+    histories: int
+    length: int
+    """Tokens of each history."""
+    pool_histories: int
+    """That the KV pool holds: fewer than there are, so that they evict each other."""
+    requests: int
+    """At once."""
+    answer: int
+    """Tokens of each of them."""
+    decoded: int
+    """Tokens of one long answer, which comes back as part of a prompt."""
+
+    @property
+    def tiny(self) -> TinyModel:
+        return TinyModel(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.hidden // 64,
+            max_position=2 * (self.length + self.decoded) + 1024,
+        )
+
+
+ON_GPU = Sizes(
+    layers=12,
+    hidden=1536,
+    histories=40,
+    length=2048,
+    pool_histories=20,
+    requests=200,
+    answer=16,
+    decoded=256,
+)
+
+
+OVERHEAD_ON_GPU = OverheadSettings(
+    prompt=4096,
+    histories=(4096, 16384),
+    long_history=16384,
+    batch=16,
+    decoded=64,
+    rounds=5,
+    short_rounds=7,
+    starts=0,
+    chunks=0,
+    host_bytes=32 * 2**30,
+    seed=0,
+)
+OVERHEAD_MODEL = TinyModel(layers=24, hidden=2048, heads=32, dtype="bfloat16", max_position=40_000)
+
+
+def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
+    """One server with hidden states: equality, decoded tokens, and many requests at once under eviction."""
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
+        folder = Path(name)
+        model = prepare_model(folder, None, sizes.tiny)
+        contexts = sizes.histories * (sizes.length + sizes.answer + CHUNK_TOKENS)
+        server = ServerProcess(
+            [
+                *("--model-path", str(model.path), "--dtype", "float32", *device_arguments()),
+                *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
+                *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
+                *(
+                    "--hcache-method",
+                    "hidden",
+                    "--hcache-host-size",
+                    str(2 * contexts * model.kv_token_bytes),
+                ),
+            ],
+            log=folder / "server.log",
+            extra_env=_STRICT,
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
+        )
+        with server:
+            ask_servers(
+                {"tier": server}, lambda clients: ServerChecks(clients["tier"], model, sizes).run(report)
+            )
+
+
+class ServerChecks:
+    """What one server is asked. All answers are greedy."""
+
+    def __init__(self, client: TokenClient, model: BenchModel, sizes: Sizes) -> None:
+        self._client = client
+        self._sizes = sizes
+        self._tokens = model.ordinary_tokens()
+        self._random = np.random.default_rng(0)
+
+    async def run(self, report: Report) -> None:
+        """Each check as soon as it is over."""
+        report("what was decoded comes back", await self._decoded())
+        histories = [self._prompt(self._sizes.length) for _ in range(self._sizes.histories)]
+        computed = [await self._ask(history) for history in histories]
+        await self._forget_device()
+        restored = [await self._ask(history) for history in histories]
+        report("restored equals computed", self._compared(restored, computed))
+        await self._forget_device()
+        report(f"{self._sizes.requests} requests at once", await self._crowd(histories, computed))
+
+    async def _decoded(self) -> dict[str, Any]:
+        """A long answer as the next prompt's history: its states were saved while it was made."""
+        prompt = self._prompt(2 * CHUNK_TOKENS)
+        answer = await self._client.ask(prompt, max_tokens=self._sizes.decoded)
+        longer = [*prompt, *answer.tokens, *self._prompt(8)]
+        await self._forget_device()
+        restored = await self._ask(longer)
+        await self._client.empty(tiers=True)
+        found = self._compared([restored], [await self._ask(longer)])
+        # The last token of an answer is computed by nobody.
+        return found | {"ok": found["ok"] and restored.sources.restored >= len(longer) - 8 - CHUNK_TOKENS}
+
+    async def _crowd(
+        self, histories: Sequence[Sequence[int]], computed: Sequence[TokenAnswer]
+    ) -> dict[str, Any]:
+        """All at once, the popular ones often, with room for half of them on the device."""
+        order = zipf_order(len(histories), self._sizes.requests, alpha=0.5, seed=1)
+        answers = await asyncio.gather(*(self._ask(histories[item]) for item in order))
+        await self._client.settle()
+        state = await self._client.tier_state()
+        assert state is not None
+        found = self._compared(answers, [computed[item] for item in order])
+        is_idle = not state["requests"] and not state["in_flight_tokens"]
+        return {
+            **found,
+            "ok": found["unequal"] == 0 and found["restored_tokens"] > 0 and is_idle,
+            **Latency.of([answer.ttft_s for answer in answers]).fields("ttft"),
+            **Latency.of([gap for answer in answers for gap in answer.gaps_s]).fields("tbt"),
+        }
+
+    def _compared(self, answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer]) -> dict[str, Any]:
+        compared = [compare(answer, other) for answer, other in zip(answers, expected, strict=True)]
+        unequal = sum(not each.is_equal for each in compared)
+        prompts = sum(answer.sources.prompt for answer in answers)
+        restored = sum(answer.sources.restored for answer in answers)
+        return {
+            # All but what is always computed: the last token, and what does not fill a chunk.
+            "ok": unequal == 0 and restored >= prompts - len(answers) * (CHUNK_TOKENS + 8),
+            "requests": len(answers),
+            "unequal": unequal,
+            "largest_logprob_difference": max(each.logprob for each in compared),
+            "different_answers": len({answer.tokens for answer in answers}),
+            "restored_tokens": restored,
+            "prompt_tokens": prompts,
+        }
+
+    async def _ask(self, prompt: Sequence[int]) -> TokenAnswer:
+        return await self._client.ask(prompt, max_tokens=self._sizes.answer)
+
+    async def _forget_device(self) -> None:
+        await self._client.empty(tiers=False)
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choice(self._tokens, size=length).tolist()  # type: ignore[no-any-return]
+
+
+def measure_overhead(
+    report: Report, settings: OverheadSettings = OVERHEAD_ON_GPU, tiny: TinyModel = OVERHEAD_MODEL
+) -> None:
+    """A server with the tier and one without, in turns: prefill, decoding, histories that return, others meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name, new_progress() as progress:
+        folder = Path(name)
+        model = prepare_model(folder, None, tiny)
+        pair = make_pair(
+            folder,
+            model.path,
+            dtype=tiny.dtype,
+            pool_tokens=settings.pool_tokens,
+            host_bytes=settings.host_bytes,
+        )
+        with running(pair, progress):
+            rows = ask_servers(
+                pair, lambda clients: overhead.measure(settings, model, pair, clients, progress)
+            )
+    for row in rows:
+        report(row["what"], {name: value for name, value in row.items() if name not in ("what", "times")})
+
+
+def measure_zipf(report: Report, **sizes: Any) -> None:
+    """The questions of ``zipf_replay.py`` under three skews, also to SGLang's HiCache with the same host memory."""
+    settings = zipf_settings(**sizes)
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
+        data = zipf_replay.run(settings, Path(name))
+    for row in data["rows"]:
+        report(f"alpha {row['alpha']:g}, {row['method']}", row)
+    report("answers", {"ok": count_unequal(data["rows"]) == 0, "unequal": count_unequal(data["rows"])})
+
+
+def zipf_settings(
+    methods: Sequence[str] = ("recompute", "kv", "hidden", "hicache"),
+    documents: int = 12,
+    context_limit: int = 8192,
+    requests: int = 32,
+) -> zipf_replay.Settings:
+    """Documents in host memory, two of them on the device."""
+    return zipf_replay.Settings(
+        dataset=None,
+        alphas=SKEWS,
+        methods=tuple(methods),
+        model_path=None,
+        documents=documents,
+        context_limit=context_limit,
+        answer_limit=8,
+        requests=requests,
+        concurrency=1,
+        device_contexts=2.0,
+        host_size=parse_capacity("--host-size", str(2 * documents)),
+        disk_size=parse_capacity("--disk-size", str(2 * documents)),
+        seed=0,
+        quick=False,
+    )
