@@ -6,11 +6,12 @@ copies them to the host. The pass waits only where all buffers are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
+from sglang_hcache.capture.sources import RowSource
 from sglang_hcache.device.streams import BufferRing, Mark, Streams
 
 NUM_BUFFERS = 4
@@ -34,15 +35,14 @@ class DeviceRing:
         """Device memory that it holds."""
         return self._buffers.num_bytes
 
-    def take(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Copy rows, as they are at this point of the pass, beside each other into host memory.
+    def take(self, source: RowSource, into: torch.Tensor) -> None:
+        """Copy rows, as they are at this point of the pass, into host memory.
 
         Args:
-            parts: each (layers, n, width), on the device.
-            into: (layers, n, all widths) of pinned host memory, contiguous; there once :meth:`taken` is reached.
+            into: (layers, n, width) of pinned host memory, contiguous; there once :meth:`taken` is reached.
         """
         for layers, rows in self._pieces(into):
-            self._take([part[layers, rows] for part in parts], into[layers, rows])
+            self._take(source, layers, rows, into[layers, rows])
 
     def values(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of ``source``, as it is at this point of the pass, in host memory of its own; there as rows are."""
@@ -63,21 +63,16 @@ class DeviceRing:
         layers_at_once = max(1, self._buffer_bytes // (num_rows * row_bytes))
         for layer in range(0, num_layers, layers_at_once):
             for row in range(0, num_rows, rows_at_once):
-                yield slice(layer, layer + layers_at_once), slice(row, row + rows_at_once)
+                yield (
+                    slice(layer, min(num_layers, layer + layers_at_once)),
+                    slice(row, min(num_rows, row + rows_at_once)),
+                )
 
-    def _take(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    def _take(self, source: RowSource, layers: slice, rows: slice, into: torch.Tensor) -> None:
         on_device, copied = self._buffers.take(into)
-
-        def gather() -> None:
-            column = 0
-            for part in parts:
-                width = part.shape[-1]
-                on_device[..., column : column + width].copy_(part)
-                column += width
-
         if copied is not None:
             self._streams.hold_up(copied)
-        self._streams.inline(gather)
+        self._streams.inline(partial(source.write, on_device, layers, rows))
         self._streams.copy_after(self._streams.fence())
         self._streams.copy(into, on_device)
         self._buffers.give_back(self._streams.copied())

@@ -8,9 +8,10 @@ import torch
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.capture.replayed import ReplayedRows
+from sglang_hcache.capture.sources import HiddenSource, KVSource
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.projector import KVPool
+from sglang_hcache.device.kv_gather import KVGather
 
 
 class PassCapture:
@@ -20,15 +21,15 @@ class PassCapture:
 
     Args:
         methods: what each layer stores.
-        pool: where the pass writes K and V.
+        gather: reads K and V that the pass has written.
         replayed: where recorded passes leave hidden states; None: no pass is replayed, or none are stored.
     """
 
     def __init__(
-        self, tap: Tap, methods: Sequence[Method], pool: KVPool, replayed: ReplayedRows | None
+        self, tap: Tap, methods: Sequence[Method], gather: KVGather, replayed: ReplayedRows | None
     ) -> None:
         self._tap = tap
-        self._pool = pool
+        self._gather = gather
         self._replayed = replayed
         self.hidden_layers = [layer for layer, method in enumerate(methods) if method is Method.HIDDEN]
         self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
@@ -67,13 +68,12 @@ class PassCapture:
         if self._replayed is None or not self._replayed.holds(num_rows):
             return
         for first, count in _runs(self.hidden_layers):
-            self._tap.layers(first, self._replayed.layers(first, count))
+            self._tap.layers(first, count, HiddenSource(self._replayed.layers(first, count)))
 
     def _take_kv(self, slots: torch.Tensor) -> None:
         # At once, for the scheduler may free or move slots before the assembler comes to them.
-        for layer in self._kv_layers if len(slots) else ():
-            key, value = self._pool.read(layer, slots)
-            self._tap.layer(layer, key.flatten(1), value.flatten(1))
+        for first, count in _runs(self._kv_layers) if len(slots) else ():
+            self._tap.layers(first, count, KVSource(self._gather, first, slots))
 
 
 def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import torch
 
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import Event, RequestRows, RowsCaptured
+from sglang_hcache.capture.sources import HiddenSource, RowSource
 from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.observer import Observer
 
@@ -58,32 +59,25 @@ class Tap:
         """Rows of this pass that there is room for."""
         return 0 if self._span is None else self._span.count
 
-    def layer(self, index: int, *parts: torch.Tensor) -> None:
-        """Snapshot what is stored of layer ``index``: (rows, width), in one part or side by side in several.
-
-        Hidden states are one part, K and V are two.
-        """
-        self.layers(index, *(part[None] for part in parts))
-
-    def layers(self, first: int, *parts: torch.Tensor) -> None:
-        """As :meth:`layer`, of neighbouring layers of equal rows at a time: (layers, rows, width)."""
-        span = self._span
-        if span is None:
-            return
-        count, num_rows, _ = parts[0].shape
-        if num_rows < span.count:
+    def layer(self, index: int, hidden: torch.Tensor) -> None:
+        """Snapshot hidden states of layer ``index``: (rows, width)."""
+        if self._span is not None and len(hidden) < self._span.count:
             # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
             return
-        self._layers_seen += count
-        rows, column = self._ring.layers(span, first, count), 0
-        if self._device is not None:
-            self._device.take([part[:, : span.count] for part in parts], rows)
+        self.layers(index, 1, HiddenSource(hidden[None]))
+
+    def layers(self, first: int, count: int, source: RowSource) -> None:
+        """Snapshot what is stored of neighbouring layers of equal rows."""
+        span = self._span
+        if span is None:
             return
-        for part in parts:
-            width = part.shape[-1]
-            rows[..., column : column + width].copy_(part[:, : span.count])
-            column += width
+        self._layers_seen += count
+        into = self._ring.layers(span, first, count)
+        if self._device is None:
+            source.write(into, slice(0, count), slice(0, span.count))
+        else:
+            self._device.take(source, into)
 
     def end_pass(self, requests: Sequence[RequestRows]) -> None:
         """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped."""

@@ -131,3 +131,19 @@ def finish_rows(
                 source, target, weight, scale, epsilon, cosines, sines, first,
                 HEADS, HEAD_DIM, ROTARY_DIM, PAIRS_HALVES, ROUNDS_PRODUCTS, NORM, ROUNDS_FIRST, AT_ONCE, PAIRS, REST,
             )  # fmt: skip
+
+
+@triton.jit
+def gather_rows(keys, values, slots, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """K and V of one token in one layer, beside each other: the program's numbers are row and layer.
+
+    ``keys`` and ``values``: addresses of each layer's pool, int64, multiples of 16 as all that torch makes.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    key = tl.multiple_of(tl.load(keys + layer).to(tl.pointer_type(dtype)), 16)
+    value = tl.multiple_of(tl.load(values + layer).to(tl.pointer_type(dtype)), 16)
+    target = out + (layer * num_rows + row) * (2 * WIDTH)
+    move(key + slot * WIDTH, target, WIDTH, BLOCK)
+    move(value + slot * WIDTH, target + WIDTH, WIDTH, BLOCK)

@@ -21,6 +21,7 @@ from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.kv_gather import load_gather
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
@@ -68,7 +69,8 @@ class Bridge:
         beside = device.beside
         tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
         replayed = None if beside is None else beside.replayed
-        self._passes = PassCapture(tap, tiers.layout.methods, device.pool, replayed)
+        gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
+        self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
         self._engine = RestoreEngine(
             tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.sources import KVSource
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.kv_gather import TorchGather
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
@@ -239,11 +241,21 @@ def test_k_and_v_are_stored_side_by_side() -> None:
     path.begin("a", [])
     tokens = list(range(CHUNK_TOKENS))
     rows = [torch.stack([state(layer, p, t) for p, t in enumerate(tokens)]) for layer in range(LAYERS)]
+    slots = torch.randperm(CHUNK_TOKENS, generator=torch.Generator().manual_seed(0))
+    written = torch.empty_like(rows[0])
+    written[slots] = rows[0]
+    half = WIDTHS[0] // 2
+
+    class Pool:
+        def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert layer == 0
+            return written[slots, None, :half], written[slots, None, half:]
+
     path.tap.begin_pass(torch.tensor(tokens))
     assert path.tap.rows_wanted == CHUNK_TOKENS
-    for layer in range(LAYERS):
-        half = WIDTHS[layer] // 2
-        path.tap.layer(layer, rows[layer][:, :half], rows[layer][:, half:])
+    path.tap.layers(0, 1, KVSource(TorchGather(Pool()), 0, slots))  # type: ignore[arg-type]
+    for layer in range(1, LAYERS):
+        path.tap.layer(layer, rows[layer])
     path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))])
     path.finish()
     assert path.sealed(tokens) == [True]

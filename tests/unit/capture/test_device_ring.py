@@ -18,6 +18,7 @@ import torch
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
+from sglang_hcache.capture.sources import HiddenSource
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
@@ -70,7 +71,10 @@ class SavePath:
         rows = self.shared[: end - first]
         self.streams.put(MODEL, lambda: rows.copy_(true_rows(layer, first, end)))
         is_kv = LAYOUT.methods[layer] is Method.KV
-        self.tap.layer(layer, *((rows[:, :WIDTH], rows[:, WIDTH:]) if is_kv else (rows[:, :WIDTH],)))
+        if is_kv:
+            self.tap.layers(layer, 1, HiddenSource(rows[None]))  # wherever they are: in one piece
+        else:
+            self.tap.layer(layer, rows[:, :WIDTH])
         self.streams.put(MODEL, lambda: rows.fill_(torch.nan))  # the model's memory is somebody else's now
 
     def wrong(self) -> list[str]:

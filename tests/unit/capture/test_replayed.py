@@ -31,24 +31,20 @@ from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
 
 NAMESPACE = Namespace(model=b"m", layout="test")
 WIDTH, MOST_ROWS, SLOTS = 6, 4, 512
-METHODS = (Method.HIDDEN, Method.HIDDEN, Method.KV, Method.HIDDEN, Method.KV)
+METHODS = (Method.HIDDEN, Method.HIDDEN, Method.KV, Method.HIDDEN, Method.KV, Method.KV)
 LAYOUT = StateLayout.of(METHODS, 4 * WIDTH, 4 * WIDTH)
 """Rows of one size: what is stored differs where the layout sees no difference."""
 SIZES = (2, 4)
 
 
 class Pool:
-    """K and V of all layers, in one tensor; read when the device comes to it."""
+    """K and V of all layers, in one tensor."""
 
-    def __init__(self, streams: DelayedStreams) -> None:
-        self._streams = streams
-        self.rows = torch.zeros(len(METHODS), SLOTS, 1, WIDTH)
+    def __init__(self) -> None:
+        self.rows = torch.zeros(len(METHODS), SLOTS, WIDTH)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = torch.zeros(len(slots), 1, WIDTH)
-        self._streams.inline(lambda: found.copy_(self.rows[layer][slots]))
-        key, value = found.split(WIDTH // 2, dim=-1)
-        return key, value
+    def gather(self, into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        into.copy_(self.rows[first : first + len(into), slots])
 
 
 class DecodingServer:
@@ -66,8 +62,8 @@ class DecodingServer:
         # A buffer holds two layers of a full pass: it goes to the host in pieces.
         tap = Tap(ring, self.assembler.publish, self.counters, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
         self.replayed = ReplayedRows(streams, len(METHODS), WIDTH, most_rows, torch.float32)
-        self.pool = Pool(streams)
-        self.passes = PassCapture(tap, METHODS, self.pool, self.replayed)  # type: ignore[arg-type]
+        self.pool = Pool()
+        self.passes = PassCapture(tap, METHODS, self.pool.gather, self.replayed)
         self.inputs = torch.zeros(8, dtype=torch.int64)
         self.slots = torch.zeros(8, dtype=torch.int64)
         self.hidden = torch.zeros(8, WIDTH)
@@ -112,7 +108,7 @@ class DecodingServer:
         self.hidden[:size] = true_rows(layer, self.inputs[:size])
 
     def _kv_of(self, layer: int, size: int) -> None:
-        self.pool.rows[layer, self.slots[:size], 0] = true_rows(layer, self.inputs[:size])
+        self.pool.rows[layer, self.slots[:size]] = true_rows(layer, self.inputs[:size])
 
     def saved(self, tokens: array[int]) -> list[bool]:
         """Which chunks are stored; those that are hold the right rows."""

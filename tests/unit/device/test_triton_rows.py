@@ -54,6 +54,28 @@ for case, (heads, head_dim, dim, halves, rounds, norm, table) in CASES.items():
     assert wide or case == "pairs of neighbours", f"{case}: no 16-byte access"
     print("compiled", case)
 """
+GATHER_COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_hcache.device.triton_kernels import gather_rows
+from sglang_hcache.device.triton_gather import constants_of
+
+names = gather_rows.arg_names
+constants = constants_of(5120)
+warps = constants.pop("num_warps")
+signature = {"keys": "*i64", "values": "*i64", "slots": "*i64", "out": "*bf16", "num_rows": "i32"}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slots", "out")}
+compiled = triton.compile(
+    ASTSource(gather_rows, signature | dict.fromkeys(constants, "constexpr"),
+              {(names.index(name),): value for name, value in constants.items()}, aligned),
+    target=GPUTarget("cuda", 90, 32),
+    options={"num_warps": warps},
+)
+ptx = compiled.asm["ptx"]
+assert compiled.asm["cubin"] and ".local" not in ptx
+assert ptx.count("ld.global.v4") and ptx.count("st.global.v4"), "no 16-byte access"
+"""
 
 
 def _run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -82,6 +104,11 @@ def test_it_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
     result = _run("-c", COMPILES, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("compiled") == COMPILES.count('": (')
+
+
+def test_reading_the_pool_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
+    result = _run("-c", GATHER_COMPILES, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert result.returncode == 0, result.stderr[-4000:]
 
 
 def test_collected_alone_they_say_nothing() -> None:

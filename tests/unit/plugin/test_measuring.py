@@ -84,6 +84,12 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_
     assert measured._with_bus(Method.KV, read) == read
 
 
+def test_what_takes_long_is_not_repeated_for_long() -> None:
+    forward = Forward()
+    bench(forward, 4096, 0.01)._recompute_curve()  # the piece behind a prefix takes 9 ms
+    assert forward.pieces.count((1024, 4096)) in (1 + 1, 1 + 2)
+
+
 def test_no_longer_than_the_model_allows() -> None:
     forward = Forward()
     bench(forward, 512, 1e-6, context=512)._recompute_curve()

@@ -1,0 +1,54 @@
+"""What the kernel reads out of the pool is what torch's operations read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hcache.device.kv_gather import TorchGather
+from sglang_hcache.device.triton_gather import TritonGather
+
+LAYERS, SLOTS = 4, 30
+UNTOUCHED = -7.0
+
+
+class Pool:
+    def __init__(self, dtype: torch.dtype, heads: int, head_dim: int) -> None:
+        draw = torch.Generator().manual_seed(head_dim)
+        shape = (2, LAYERS, SLOTS, heads, head_dim)
+        self.memory = torch.randn(shape, generator=draw).to(dtype)
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.memory[0, layer], self.memory[1, layer]
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self.buffers(layer)
+        return key[slots], value[slots]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (1, 80), (40, 128)])
+@pytest.mark.parametrize(("first", "count"), [(0, LAYERS), (1, 2), (3, 1)])
+@pytest.mark.parametrize("rows", [1, 7, 0])
+def test_layers_at_once(
+    dtype: torch.dtype, heads: int, head_dim: int, first: int, count: int, rows: int
+) -> None:
+    pool = Pool(dtype, heads, head_dim)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(rows))[:rows]
+    expected = torch.full((count, rows, 2 * heads * head_dim), UNTOUCHED, dtype=dtype)
+    found = expected.clone()
+    TorchGather(pool)(expected, first, slots)  # type: ignore[arg-type]
+    TritonGather([pool.buffers(layer) for layer in range(LAYERS)])(found, first, slots)
+    assert torch.equal(found, expected)
+    if rows:
+        assert torch.equal(found[0, 0, : heads * head_dim], pool.memory[0, first, slots[0]].flatten())
+
+
+def test_it_writes_nowhere_else() -> None:
+    pool = Pool(torch.float32, 3, 64)
+    memory = torch.full((LAYERS + 2, 5, 2 * 3 * 64), UNTOUCHED)
+    gather = TritonGather([pool.buffers(layer) for layer in range(LAYERS)])
+    gather(memory[1:-1], 0, torch.arange(5))
+    assert (memory[0] == UNTOUCHED).all()
+    assert (memory[-1] == UNTOUCHED).all()
+    assert (memory[1:-1] != UNTOUCHED).all()
