@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gpu.shapes import SHAPES, shape_named
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -43,21 +45,26 @@ class Part:
 PARTS = (
     Part(
         "kernel",
-        50,
+        45,
         "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
     ),
     Part("restores", 70, "engine, streams and pinned memory on random layers of every shape; efficiency"),
     Part(
+        "saving",
+        25,
+        "rows of prefills and of CUDA graphs that are replayed, as they were; what that adds to a pass",
+    ),
+    Part(
         "server",
-        100,
+        95,
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
     Part(
         "overhead",
-        120,
+        115,
         "a server with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("zipf", 140, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
+    Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
             f"model {shape.name}",
@@ -82,6 +89,10 @@ def measure_of(name: str) -> Callable[[Report], None]:
         from gpu import kernel
 
         return kernel.measure
+    if kind == "saving":
+        from gpu import saving
+
+        return saving.measure
     if kind == "restores":
         from gpu import restores
 
@@ -153,9 +164,15 @@ def _results(output: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the part and all that it started; its session is its own."""
+    """End the part and all that it started: servers have sessions of their own."""
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     process.wait()
 
 

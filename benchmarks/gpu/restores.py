@@ -150,7 +150,8 @@ class RestoreCheck:
         self.pool = LayerPool(shape, layers, 2 * tokens, dtype, device)
         self.slots = torch.randperm(2 * tokens, generator=draw, device=device)[:tokens]
         row_bytes = max(rows.shape[1] * rows.element_size() for rows in self.rows)
-        self.stage = DeviceStage(streams, row_bytes, shape.kv_row_bytes, ROWS_AT_ONCE, tokens)
+        kv_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+        self.stage = DeviceStage(streams, row_bytes, kv_bytes, ROWS_AT_ONCE, tokens)
         restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
         self.restores = Restores(method, self.rows, restorer, memory, keep_apart=keep_apart)
 

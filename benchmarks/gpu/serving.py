@@ -6,6 +6,9 @@ On a CPU all of it runs as well, with smaller sizes: so the tests do.
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +17,9 @@ from typing import Any
 
 import numpy as np
 
-import overhead
-import zipf_replay
 from common.model import BenchModel, prepare_model
-from common.terminal import new_progress
 from gpu.parts import Report
-from serving.comparison import count_unequal
 from serving.latency import Latency
-from serving.options import parse_capacity
-from serving.overhead_requests import Settings as OverheadSettings
-from serving.pair import make_pair, running
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers, compare
 from sglang_hcache.cli.replay import zipf_order
@@ -37,7 +33,6 @@ _STRICT = {
 }
 """SGLang counts its slots all the time, and ends where one is lost or used twice."""
 _STARTUP_TIMEOUT_S = 300.0
-SKEWS = (0.0, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,22 +73,6 @@ ON_GPU = Sizes(
     answer=16,
     decoded=256,
 )
-
-
-OVERHEAD_ON_GPU = OverheadSettings(
-    prompt=4096,
-    histories=(4096, 16384),
-    long_history=16384,
-    batch=16,
-    decoded=64,
-    rounds=5,
-    short_rounds=7,
-    starts=0,
-    chunks=0,
-    host_bytes=32 * 2**30,
-    seed=0,
-)
-OVERHEAD_MODEL = TinyModel(layers=24, hidden=2048, heads=32, dtype="bfloat16", max_position=40_000)
 
 
 def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
@@ -200,58 +179,37 @@ class ServerChecks:
         return self._random.choice(self._tokens, size=length).tolist()  # type: ignore[no-any-return]
 
 
-def measure_overhead(
-    report: Report, settings: OverheadSettings = OVERHEAD_ON_GPU, tiny: TinyModel = OVERHEAD_MODEL
-) -> None:
-    """A server with the tier and one without, in turns: prefill, decoding, histories that return, others meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name, new_progress() as progress:
-        folder = Path(name)
-        model = prepare_model(folder, None, tiny)
-        pair = make_pair(
-            folder,
-            model.path,
-            dtype=tiny.dtype,
-            pool_tokens=settings.pool_tokens,
-            host_bytes=settings.host_bytes,
-        )
-        with running(pair, progress):
-            rows = ask_servers(
-                pair, lambda clients: overhead.measure(settings, model, pair, clients, progress)
-            )
-    for row in rows:
+def measure_overhead(report: Report) -> None:
+    """``overhead.py``: a server with the tier and one without, in turns."""
+    arguments = (
+        *("--layers", "24", "--hidden", "2048", "--prompt", "4096", "--histories", "4096,16384"),
+        *("--long-history", "16384", "--batch", "16", "--rounds", "5", "--starts", "0", "--chunks", "50000"),
+        *("--host-size", "32GB"),
+    )
+    for row in results_of("overhead", arguments)["rows"]:
         report(row["what"], {name: value for name, value in row.items() if name not in ("what", "times")})
 
 
-def measure_zipf(report: Report, **sizes: Any) -> None:
-    """The questions of ``zipf_replay.py`` under three skews, also to SGLang's HiCache with the same host memory."""
-    settings = zipf_settings(**sizes)
-    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
-        data = zipf_replay.run(settings, Path(name))
-    for row in data["rows"]:
-        report(f"alpha {row['alpha']:g}, {row['method']}", row)
-    report("answers", {"ok": count_unequal(data["rows"]) == 0, "unequal": count_unequal(data["rows"])})
-
-
-def zipf_settings(
-    methods: Sequence[str] = ("recompute", "kv", "hidden", "hicache"),
-    documents: int = 12,
-    context_limit: int = 8192,
-    requests: int = 32,
-) -> zipf_replay.Settings:
-    """Documents in host memory, two of them on the device."""
-    return zipf_replay.Settings(
-        dataset=None,
-        alphas=SKEWS,
-        methods=tuple(methods),
-        model_path=None,
-        documents=documents,
-        context_limit=context_limit,
-        answer_limit=8,
-        requests=requests,
-        concurrency=1,
-        device_contexts=2.0,
-        host_size=parse_capacity("--host-size", str(2 * documents)),
-        disk_size=parse_capacity("--disk-size", str(2 * documents)),
-        seed=0,
-        quick=False,
+def measure_zipf(report: Report) -> None:
+    """``zipf_replay.py``: each method and SGLang's HiCache, with as much host memory, on documents that fit into it."""
+    arguments = (
+        *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--documents", "12"),
+        *("--context-limit", "8192", "--requests", "32", "--answer-limit", "8", "--host-size", "24"),
     )
+    rows = results_of("zipf_replay", arguments)["rows"]
+    for row in rows:
+        found = {name: value for name, value in row.items() if name not in ("alpha", "method")}
+        report(f"alpha {row['alpha']:g}, {row['method']}", found | {"ok": not row.get("unequal")})
+
+
+def results_of(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What a command of ``benchmarks/`` finds out.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; why is in this part's log.
+    """
+    path = Path(__file__).parents[1] / f"{command}.py"
+    output = subprocess.run(
+        [sys.executable, str(path), *arguments, "--json"], stdout=subprocess.PIPE, check=True
+    ).stdout
+    return json.loads(output)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ PARTS = {
     "restoring": {"common"},
     "ablation": {"common", "restoring"},
     "storage": {"common"},
-    "gpu": {"common", "restoring"},
+    "gpu": {"common", "restoring", "serving"},
 }
 """Folder -> folders that it may import, besides itself."""
 MAX_FILE_LINES = 400
