@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpu.layers import MOST_ULPS, WRONG, Pools, RandomLayers, damaged, error_ulps, finished
+from gpu.results import Report
 from gpu.shapes import SHAPES, Shape
 from sglang_hcache.device.key_steps import KeySteps, RowWriter
 from sglang_hcache.device.triton_rows import TritonRows
@@ -86,7 +87,7 @@ class KernelCheck:
         return {"ulps": error, "mutants_taken": taken, "ok": error <= MOST_ULPS and not taken}
 
 
-def measure(report: Callable[[str, dict[str, Any]], None]) -> None:
+def measure(report: Report) -> None:
     """Every shape on the first GPU; ``report`` gets each result as soon as it is known."""
     device, dtype, writer = torch.device("cuda", 0), torch.bfloat16, TritonRows()
     for shape in SHAPES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from gpu.restores import Restores
+from gpu.results import Report
 from gpu.shapes import Shape
 from restoring.rig import Rig
 from sglang_hcache.core.errors import SelfCheckError
@@ -44,7 +44,7 @@ class _Shifted:
         return key * self.scale, value
 
 
-def measure(shape: Shape, report: Callable[[str, dict[str, Any]], None]) -> None:
+def measure(shape: Shape, report: Report) -> None:
     """The shape's model: what the self-check finds, whether it refuses mutants, and restores beside a prefill."""
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as folder:
         write_model(Path(folder), shape)

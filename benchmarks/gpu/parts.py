@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +16,9 @@ from typing import Any
 
 import psutil
 
+from gpu import results
+from gpu.results import Report
 from gpu.shapes import SHAPES, shape_named
-
-Report = Callable[[str, dict[str, Any]], None]
 
 NOT_SHOWN = {
     "attention by flashinfer": "servers are compared in float32, which it does not take: all use Triton's",
@@ -120,7 +119,7 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
     Returns:
         The part's outcome: ``status`` is passed, failed (its results say so), error or timeout.
     """
-    began, results = time.monotonic(), 0
+    began, count = time.monotonic(), 0
     all_ok = True
     with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
@@ -128,39 +127,25 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
         status = None
         while status is None:
             status = process.poll()
-            lines = _results(log.with_suffix(".out"))
+            lines = results.read(log.with_suffix(".out"))
             for name, found in lines[seen:]:
                 on_result(name, found)
                 all_ok = all_ok and bool(found.get("ok", True)) and not found.get("mutants_taken")
-            seen, results = len(lines), len(lines)
+            seen = count = len(lines)
             if status is None and time.monotonic() - began > part.budget_s:
                 break
             time.sleep(0.05)
         _end(process)
-    outcome = {"seconds": time.monotonic() - began, "results": results}
+    outcome = {"seconds": time.monotonic() - began, "results": count}
     if status is None:
         return {"status": "timeout", "why": f"took longer than {part.budget_s:g} s", **outcome}
     if status != 0:
         return {"status": "error", "why": _last_line(log) or f"exit status {status}", **outcome}
-    return {"status": "passed" if all_ok and results else "failed", **outcome}
-
-
-def told(name: str, found: dict[str, Any]) -> str:
-    """A result as a line for :func:`run_apart`."""
-    return "RESULT " + json.dumps({"name": name, **found})
+    return {"status": "passed" if all_ok and count else "failed", **outcome}
 
 
 def part_command(name: str) -> list[str]:
     return [sys.executable, str(Path(__file__).parent / "run.py"), "--part", name]
-
-
-def _results(output: Path) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for line in output.read_text(errors="replace").splitlines(keepends=True):
-        if line.startswith("RESULT ") and line.endswith("\n"):
-            data = json.loads(line[len("RESULT ") :])
-            found.append((data.pop("name"), data))
-    return found
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gpu.kernel import timed
 from gpu.layers import MOST_ULPS, Pools, RandomLayers, error_ulps
+from gpu.results import Report
 from gpu.shapes import SHAPES, Shape
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import ChunkKey
@@ -172,7 +173,7 @@ class RestoreCheck:
         self.restores.close()
 
 
-def measure(report: Callable[[str, dict[str, Any]], None]) -> None:
+def measure(report: Report) -> None:
     """Hidden states and K and V of every shape, in place and read into buffers; times and floors."""
     device, memory = torch.device("cuda", 0), PinnedMemory()  # which must live as long as the process
     with torch.inference_mode():

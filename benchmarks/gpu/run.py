@@ -17,7 +17,8 @@ import torch
 
 from common.header import make_header
 from common.results import write_json
-from gpu.parts import NOT_SHOWN, PARTS, Part, part_command, run_apart, run_here, told
+from gpu.parts import NOT_SHOWN, PARTS, Part, part_command, run_apart, run_here
+from gpu.results import told
 
 UNAVAILABLE = "not available here: no CUDA device"
 

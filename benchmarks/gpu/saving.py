@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpu.parts import Report
+from gpu.results import Report
 from gpu.shapes import SHAPES, Shape
 from sglang_hcache.capture.device_ring import ROWS_AT_ONCE, DeviceRing
 from sglang_hcache.capture.events import Event, RowsCaptured

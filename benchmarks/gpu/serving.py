@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.model import BenchModel, prepare_model
-from gpu.parts import Report
+from gpu.results import Report
 from serving.latency import Latency
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers, compare
