@@ -145,7 +145,7 @@ class ServerChecks:
         state = await self._client.tier_state()
         assert state is not None
         found = self._compared(answers, [computed[item] for item in order])
-        is_idle = not state["requests"] and not state["in_flight_tokens"]
+        is_idle = not any(state["requests"].values()) and not state["in_flight_tokens"]
         return {
             **found,
             "ok": found["unequal"] == 0 and found["restored_tokens"] > 0 and is_idle,

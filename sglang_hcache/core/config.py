@@ -86,7 +86,7 @@ class HCacheConfig(BaseModel):
     """Seconds after which a read or write is given up, and its directory left out until it answers again."""
     disk_read_limit: Size | None = Field(default=None, gt=0)
     """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
-    measure_s: float = Field(default=0.5, gt=0, le=60)
+    measure_s: float = Field(default=0.3, gt=0, le=60)
     """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
