@@ -22,7 +22,7 @@ help: ## Show this list.
 setup: $(STAMP) ## Make .venv with the locked dependencies and `hcache` (PYTHON=... picks the interpreter).
 	@:
 
-test: setup ## Run the unit tests, the fault suite, then the end-to-end tests (PYTEST_ARGS=... is passed on).
+test: setup ## Run the end-to-end tests, the fault suite and the unit tests (PYTEST_ARGS=... is passed on).
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) $(TEST_DIRS)
 
 demo: setup ## Multi-turn conversations with and without the tier, side by side (DEMO_ARGS=... is passed on).

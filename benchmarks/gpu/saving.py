@@ -15,7 +15,7 @@ import torch
 
 from gpu.results import Report
 from gpu.shapes import SHAPES, Shape
-from sglang_hcache.capture.device_ring import ROWS_AT_ONCE, DeviceRing
+from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import Event, RowsCaptured
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.replayed import ReplayedRows
@@ -23,10 +23,10 @@ from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.kv_gather import KVGather
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import CudaStreams, Streams
 from sglang_hcache.device.triton_gather import TritonGather
+from sglang_hcache.restore.methods import ROWS_AT_ONCE
 
 SIZES = (1, 8, 64, 256)
 """Rows of recorded passes."""
@@ -49,7 +49,6 @@ class SavingCheck:
         streams: Streams,
         memory: HostMemory,
         record: Record,
-        gather_of: Callable[[torch.Tensor], KVGather],
         methods: Sequence[Method],
         width: int,
         dtype: torch.dtype,
@@ -64,41 +63,43 @@ class SavingCheck:
         self._ring = StagingRing(staging, self._layout, dtype)
         device_ring = DeviceRing(streams, min(ROWS_AT_ONCE, prefill // 2) * width * dtype.itemsize)
         self._events: list[RowsCaptured] = []
-        self._wrong = 0
+        self._prefill = prefill
         tap = Tap(self._ring, self._take, Counters(), device_ring)
         self.replayed = ReplayedRows(streams, len(methods), width, max(sizes), dtype)
         new = partial(torch.zeros, device=streams.device)
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)
         self._hidden = new(most, width, dtype=dtype)
         self.pool = new(2, len(methods), 2 * most, 1, width // 2, dtype=dtype)
-        self._passes = PassCapture(tap, methods, gather_of(self.pool), self.replayed)
+        gather = TritonGather(list(zip(*self.pool, strict=True)))
+        self._passes = PassCapture(tap, methods, gather, self.replayed)
         self._columns = torch.arange(width, device=streams.device)
         self._graphs = {
             size: record(partial(self._model, size, True)) for size in sorted(sizes, reverse=True)
         }
 
-    def wrong_rows(self, *, prefill: int = PREFILL, steps: int = STEPS) -> int:
+    def wrong_rows(self, steps: int = STEPS) -> int:
         """Rows that are not saved as they were, or not at all: of prefills and decode passes in turns."""
-        expected = []
+        expected: list[torch.Tensor] = []
+        wrong = 0
         for step in range(steps):
             size = list(self._graphs)[step % len(self._graphs)]
-            count = prefill - step if step % 8 == 7 else max(1, size - step % 3)
+            count = self._prefill - step if step % 8 == 7 else max(1, size - step % 3)
             tokens = torch.arange(100 * step, 100 * step + count) % 7919
             expected.append(tokens)
             self.run(tokens.to(self._streams.device), size if step % 8 != 7 else None)
             while len(self._events) > 1:  # as the assembler does beside it
-                self._check_first(expected)
+                wrong += self._wrong_in_first(expected)
         while self._events:
-            self._check_first(expected)
-        return self._wrong
+            wrong += self._wrong_in_first(expected)
+        return wrong
 
     def run(self, tokens: torch.Tensor, size: int | None, *, is_saved: bool = True) -> None:
         """One pass over ``tokens``: recorded with ``size`` rows, or by itself."""
         count = len(tokens)
         if is_saved:
             self._passes.begin(tokens)
-        self._streams.inline(partial(_copy, self._inputs[:count], tokens))
-        self._streams.inline(partial(_copy, self._slots[:count], tokens % (self.pool.shape[2] - 1)))
+        self._streams.inline(partial(self._inputs[:count].copy_, tokens))
+        self._streams.inline(partial(self._slots[:count].copy_, tokens % (self.pool.shape[2] - 1)))
         if size is None:
             self._model(count, False)
         else:
@@ -118,18 +119,19 @@ class SavingCheck:
         assert isinstance(event, RowsCaptured)
         self._events.append(event)
 
-    def _check_first(self, expected: list[torch.Tensor]) -> None:
+    def _wrong_in_first(self, expected: list[torch.Tensor]) -> int:
         event, tokens = self._events.pop(0), expected.pop(0)
         assert event.ready is not None
         event.ready.wait()
         if event.span is None or not torch.equal(event.tokens.cpu(), tokens):
-            self._wrong += len(tokens)
-            return
+            return len(tokens)
+        wrong = 0
         for layer in range(self._layout.num_layers):
             found = self._ring.layers(event.span, layer, 1)[0]
             true = _rows_of(layer, tokens, self._columns.cpu()).to(found.dtype)
-            self._wrong += int((found != true).any(dim=1).sum())
+            wrong += int((found != true).any(dim=1).sum())
         self._ring.release(event.span)
+        return wrong
 
     def _model(self, size: int, is_recorded: bool) -> None:
         hidden = self._hidden[:size]
@@ -160,9 +162,7 @@ def measure(report: Report) -> None:
 
 def _measure_one(shape: Shape, methods: Sequence[Method], memory: HostMemory) -> dict[str, Any]:
     streams = CudaStreams(torch.device("cuda", 0))
-    check = SavingCheck(
-        streams, memory, record_with_cuda, _triton_gather, methods, shape.hidden_size, torch.bfloat16
-    )
+    check = SavingCheck(streams, memory, record_with_cuda, methods, shape.hidden_size, torch.bfloat16)
     wrong = check.wrong_rows()
     tokens = torch.arange(SIZES[-1], device=streams.device)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -194,14 +194,6 @@ def record_with_cuda(work: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _triton_gather(pool: torch.Tensor) -> KVGather:
-    return TritonGather(list(zip(pool[0], pool[1], strict=True)))
-
-
 def _rows_of(layer: int, tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """(n, width): whole numbers that say which row they are of."""
     return (31 * tokens[:, None] + 7 * layer + 3 * columns) % _EXACT
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    into.copy_(source)

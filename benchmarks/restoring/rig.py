@@ -24,7 +24,7 @@ from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.attention import kv_rows
-from sglang_hcache.device.memory import PinnedMemory, host_buffer
+from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import Decision, RestoreGate
@@ -121,8 +121,7 @@ class Rig:
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
         beside = device_buffers(runner, PlanKind.AUTO)
-        memory = host_buffer if beside is None else PinnedMemory()
-        device = Device(view, pool, Idle(), forward, piece, beside, memory)  # type: ignore[arg-type]
+        device = Device(view, pool, Idle(), forward, piece, beside)  # type: ignore[arg-type]
         _, projector = next(model.projectors())
         restorer = restorer_of(model, device).with_projector(projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))

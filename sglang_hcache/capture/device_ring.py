@@ -15,7 +15,6 @@ from sglang_hcache.capture.sources import RowSource
 from sglang_hcache.device.streams import BufferRing, Mark, Streams
 
 NUM_BUFFERS = 4
-ROWS_AT_ONCE = 2048
 
 
 class DeviceRing:
@@ -47,7 +46,7 @@ class DeviceRing:
     def values(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of ``source``, as it is at this point of the pass, in host memory of its own; there as rows are."""
         kept = torch.empty_like(source)
-        self._streams.inline(partial(_copy, kept, source))
+        self._streams.inline(partial(kept.copy_, source))
         self._streams.copy_after(self._streams.fence())
         return self._streams.download(kept)
 
@@ -76,7 +75,3 @@ class DeviceRing:
         self._streams.copy_after(self._streams.fence())
         self._streams.copy(into, on_device)
         self._buffers.give_back(self._streams.copied())
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    into.copy_(source)

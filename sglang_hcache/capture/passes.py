@@ -32,7 +32,8 @@ class PassCapture:
         self._gather = gather
         self._replayed = replayed
         self.hidden_layers = [layer for layer, method in enumerate(methods) if method is Method.HIDDEN]
-        self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
+        self._hidden_runs = _runs(self.hidden_layers)
+        self._kv_runs = _runs([layer for layer, method in enumerate(methods) if method is Method.KV])
         self._is_on = False
 
     def begin(self, tokens: torch.Tensor) -> None:
@@ -67,12 +68,12 @@ class PassCapture:
     def _take_replayed(self, num_rows: int) -> None:
         if self._replayed is None or not self._replayed.holds(num_rows):
             return
-        for first, count in _runs(self.hidden_layers):
+        for first, count in self._hidden_runs:
             self._tap.layers(first, count, HiddenSource(self._replayed.layers(first, count)))
 
     def _take_kv(self, slots: torch.Tensor) -> None:
         # At once, for the scheduler may free or move slots before the assembler comes to them.
-        for first, count in _runs(self._kv_layers) if len(slots) else ():
+        for first, count in self._kv_runs if len(slots) else ():
             self._tap.layers(first, count, KVSource(self._gather, first, slots))
 
 

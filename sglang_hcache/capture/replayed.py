@@ -40,7 +40,7 @@ class ReplayedRows:
         count = len(hidden)
         layers = self._recorded.setdefault(count, set())
         if count <= self._rows.shape[1]:
-            self._streams.inline(partial(_copy, self._rows[layer, :count], hidden))
+            self._streams.inline(partial(self._rows[layer, :count].copy_, hidden))
             layers.add(layer)
 
     def holds(self, count: int) -> bool:
@@ -51,7 +51,3 @@ class ReplayedRows:
     def layers(self, first: int, count: int) -> torch.Tensor:
         """Rows of layers [first, first + count): (count, most_rows, width), valid until the next pass."""
         return self._rows[first : first + count]
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    into.copy_(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -34,7 +35,7 @@ class StagingRing:
     def __init__(self, memory: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> None:
         self._layout = layout
         self._widths = [size // dtype.itemsize for size in layout.row_bytes]
-        self._row_values = sum(self._widths)
+        *self._begins, self._row_values = accumulate(self._widths, initial=0)
         self.num_rows = memory.nbytes // (self._row_values * dtype.itemsize)
         self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
         self._lock = threading.Lock()
@@ -47,7 +48,7 @@ class StagingRing:
     def layers(self, span: RowSpan, first: int, count: int) -> torch.Tensor:
         """The span's rows of ``count`` neighbouring layers of equal rows: a view (count, span.count, width)."""
         width = self._widths[first]
-        begin = span.first * self._row_values + span.count * sum(self._widths[:first])
+        begin = span.first * self._row_values + span.count * self._begins[first]
         return self._values[begin : begin + count * span.count * width].view(count, span.count, width)
 
     def groups(self, span: RowSpan, first: int, count: int) -> list[torch.Tensor]:

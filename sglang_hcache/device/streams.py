@@ -48,7 +48,7 @@ class Streams(Protocol):
     def fence(self) -> Mark:
         """When all is done that the calling thread, and the model's forward passes, have queued elsewhere."""
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Callable[[], object]) -> None:
         """Queue what ``work`` does where the calling thread's own work is."""
 
     def hold_up(self, mark: Mark) -> None:
@@ -137,7 +137,7 @@ class CudaStreams:
         streams = {torch.cuda.current_stream(self.device), *self._others}
         return _Events([stream.record_event() for stream in streams])
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Callable[[], object]) -> None:
         work()
 
     def hold_up(self, mark: Mark) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_hcache.capture.device_ring import ROWS_AT_ONCE as ROWS_SAVED_AT_ONCE
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import Streams
 from sglang_hcache.restore.methods import ROWS_AT_ONCE
 from sglang_hcache.restore.stage import DeviceStage
@@ -25,6 +25,8 @@ class DeviceBuffers:
     """Of saving."""
     replayed: ReplayedRows | None
     """Of decode passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
+    host_memory: HostMemory
+    """Makes the host buffers that the device copies from and to."""
 
     @classmethod
     def take(
@@ -39,18 +41,19 @@ class DeviceBuffers:
         shape = model.shape
         row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
         stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, ROWS_AT_ONCE, model.context_length)
-        ring, replayed = DeviceRing(streams(), ROWS_SAVED_AT_ONCE * row_bytes), None
+        ring, replayed = DeviceRing(streams(), ROWS_AT_ONCE * row_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(
                 streams(), shape.num_layers, shape.hidden_size, most_replayed, model.dtype
             )
             model.watch(range(shape.num_layers), replayed.on_layer)
-        return cls(stage, ring, replayed)
+        return cls(stage, ring, replayed, PinnedMemory())
 
     @property
     def num_bytes(self) -> int:
         """Device memory that they hold."""
-        return sum(each.num_bytes for each in (self.stage, self.ring, self.replayed) if each is not None)
+        replayed = 0 if self.replayed is None else self.replayed.num_bytes
+        return self.stage.num_bytes + self.ring.num_bytes + replayed
 
 
 def may_store_hidden(model: ServedModel, method: PlanKind) -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hcache.core.errors import ConfigError, HCacheError
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf, create_cache, device_buffers
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
+    SchedulerOf,
+    create_cache,
+    device_buffers,
+    errors_in_a_line,
+)
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
 
@@ -75,23 +79,13 @@ def _apply(targets: Mapping[str, tuple[Callable[..., Any], HookType]]) -> None:
 
 def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:
     """Before the KV pool is sized, and CUDA graphs are recorded."""
-    with _told_in_a_line():
+    with errors_in_a_line():
         runner.hcache_buffers = device_buffers(runner, config_of(runner.server_args).method)
 
 
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
-    with _told_in_a_line():
+    with errors_in_a_line():
         scheduler.tree_cache.build_tier(SchedulerOf(scheduler), ForwardOf)
-
-
-@contextmanager
-def _told_in_a_line() -> Iterator[None]:
-    """An error of ours goes to the log before SGLang's traceback does."""
-    try:
-        yield
-    except HCacheError as error:
-        logger.error("hcache: error: %s", error)
-        raise
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:

@@ -18,7 +18,7 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
-from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
@@ -35,8 +35,6 @@ _PREFIX_SHARE = 4
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
-_LONGEST_COPY = 2048
-"""Tokens of a copy to a device that is measured: what is longer is cut to pieces anyway."""
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 32
 """One so-many-th of the disk tier may be filled for it. The bytes stay until eviction, which takes them first."""
@@ -186,7 +184,7 @@ class Bench:
         if stage is None:
             return read
         width = self.model.row_bytes(method) // self.model.dtype.itemsize
-        lengths = [length for length in self._lengths if length <= _LONGEST_COPY]
+        lengths = [length for length in self._lengths if length <= ROWS_AT_ONCE]  # more is cut to such pieces
         rows = stage.host_rows(lengths[-1], width, self.model.dtype)
 
         def copy(length: int) -> float:

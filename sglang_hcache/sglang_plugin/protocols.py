@@ -8,7 +8,7 @@ from typing import NewType, Protocol
 
 import torch
 
-from sglang_hcache.device.memory import HostMemory
+from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.device.projector import KVPool
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 
@@ -124,10 +124,13 @@ class Device:
     """Most tokens of one prefill pass."""
     beside: DeviceBuffers | None
     """Memory of a device beside the CPU; None on a CPU."""
-    host_memory: HostMemory
-    """Makes the host buffers that rows are copied from and to."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether the model computes on a CPU."""
         return self.beside is None
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """Makes the host buffers that rows are copied from and to."""
+        return host_buffer if self.beside is None else self.beside.host_memory

@@ -6,24 +6,17 @@ from array import array
 from collections.abc import Iterator
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.sources import KVSource
-from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.kv_gather import TorchGather
-from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from tests.unit.capture.save_parts import SaveParts
 
 WIDTHS = (8, 4, 4)
 LAYERS = len(WIDTHS)
@@ -31,18 +24,11 @@ LAYOUT = StateLayout.of((Method.KV, Method.HIDDEN, Method.HIDDEN), hidden_row_by
 NAMESPACE = Namespace(model=b"m", layout="test")
 
 
-class SavePath:
+class SavePath(SaveParts):
     """Plays the serving thread: forward passes whose hidden states say which request and position they are."""
 
     def __init__(self, slots: int = 64, rows: int = 512) -> None:
-        self.counters = Counters()
-        memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
-        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
-        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        memory = torch.zeros(rows * sum(LAYOUT.row_bytes), dtype=torch.uint8)
-        self.ring = StagingRing(memory, LAYOUT, torch.float32)
-        self.assembler = Assembler(self.ring, self.tiers, torch.float32, self.counters)
-        self.tap = Tap(self.ring, self.assembler.publish, self.counters)
+        super().__init__(LAYOUT, slots, rows)
 
     def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
         self.assembler.publish(RequestBegins(rid, Namespace(b"m", "test", tenant), array("q", prefix)))
@@ -68,18 +54,13 @@ class SavePath:
 
     def sealed(self, tokens: list[int], tenant: str | None = None) -> list[bool]:
         """Which chunks of ``tokens`` are stored; those that are hold the right rows."""
-        found = []
-        for index, key in enumerate(chunk_keys(Namespace(b"m", "test", tenant).root_key(), tokens)):
-            slot = self.tiers.host.pin(key)
-            found.append(slot is not None)
-            if slot is not None:
-                for layer in range(LAYERS):
-                    rows = torch.from_numpy(self.tiers.host.layer_of(slot, layer)).view(torch.float32)
-                    first = index * CHUNK_TOKENS
-                    right = [state(layer, p, tokens[p]) for p in range(first, first + CHUNK_TOKENS)]
-                    assert torch.equal(rows.view(CHUNK_TOKENS, WIDTHS[layer]), torch.stack(right))
-                self.tiers.host.unpin(key, slot)
-        return found
+
+        def right(layer: int, first: int, end: int) -> torch.Tensor:
+            return torch.stack([state(layer, p, tokens[p]) for p in range(first, end)])
+
+        found = list(self.chunks(Namespace(b"m", "test", tenant), tokens, right))
+        assert not any(found), "layers with wrong rows"
+        return [wrong is not None for wrong in found]
 
 
 def state(layer: int, position: int, token: int) -> torch.Tensor:

@@ -11,22 +11,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
 from sglang_hcache.capture.sources import HiddenSource
-from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.core.observer import Counters
-from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from tests.unit.capture.save_parts import SaveParts
 from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedMark, DelayedStreams
 
 NAMESPACE = Namespace(model=b"m", layout="test")
@@ -35,20 +28,12 @@ LAYOUT = StateLayout.of((Method.HIDDEN, Method.KV) * 3 + (Method.HIDDEN,), 4 * W
 PROMPT = array("q", range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
-class SavePath:
+class SavePath(SaveParts):
     """The serving thread of a model on ``streams``, which saves one prompt."""
 
     def __init__(self, streams: DelayedStreams) -> None:
+        super().__init__(LAYOUT, 8, 256, DeviceRing(streams, ROWS_AT_ONCE * max(LAYOUT.row_bytes)))
         self.streams = streams
-        self.counters = Counters()
-        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
-        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
-        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        staging = torch.zeros(256 * sum(LAYOUT.row_bytes), dtype=torch.uint8)
-        ring = StagingRing(staging, LAYOUT, torch.float32)
-        self.assembler = Assembler(ring, self.tiers, torch.float32, self.counters)
-        on_device = DeviceRing(streams, ROWS_AT_ONCE * max(LAYOUT.row_bytes))
-        self.tap = Tap(ring, self.assembler.publish, self.counters, on_device)
         self.tokens = torch.zeros(len(PROMPT), dtype=torch.int64)
         self.shared = torch.zeros(len(PROMPT), 2 * WIDTH)
 
@@ -81,22 +66,16 @@ class SavePath:
         """What is stored wrongly, or not at all."""
         self.assembler.close()
         found = []
-        for index, key in enumerate(chunk_keys(NAMESPACE.root_key(), PROMPT)):
-            slot = self.tiers.host.pin(key)
-            if slot is None:
+        for index, wrong in enumerate(self.chunks(NAMESPACE, PROMPT, stored_rows)):
+            if wrong is None:
                 found.append(f"chunk {index} is missing")
-                continue
-            for layer in range(LAYERS):
-                width = LAYOUT.row_bytes[layer] // 4
-                rows = (
-                    torch.from_numpy(self.tiers.host.layer_of(slot, layer))
-                    .view(torch.float32)
-                    .view(-1, width)
-                )
-                true = true_rows(layer, index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)[:, :width]
-                if not torch.equal(rows, true):
-                    found.append(f"chunk {index}, layer {layer}")
+            else:
+                found += [f"chunk {index}, layer {layer}" for layer in wrong]
         return found
+
+
+def stored_rows(layer: int, first: int, end: int) -> torch.Tensor:
+    return true_rows(layer, first, end)[:, : LAYOUT.row_bytes[layer] // 4]
 
 
 def true_rows(layer: int, first: int, end: int) -> torch.Tensor:

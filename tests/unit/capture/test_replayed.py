@@ -10,23 +10,16 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.replayed import ReplayedRows
-from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.core.observer import Counters
-from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from tests.unit.capture.save_parts import SaveParts
 from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
 
 NAMESPACE = Namespace(model=b"m", layout="test")
@@ -47,34 +40,25 @@ class Pool:
         into.copy_(self.rows[first : first + len(into), slots])
 
 
-class DecodingServer:
+class DecodingServer(SaveParts):
     """The serving thread of a model that decodes by recorded passes; a request's tokens are known beforehand."""
 
     def __init__(self, streams: DelayedStreams, most_rows: int = MOST_ROWS) -> None:
-        self.streams = streams
-        self.counters = Counters()
-        memory = np.zeros(32 * LAYOUT.chunk_bytes, np.uint8)
-        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
-        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
-        staging = torch.zeros(1024 * sum(LAYOUT.row_bytes), dtype=torch.uint8)
-        ring = StagingRing(staging, LAYOUT, torch.float32)
-        self.assembler = Assembler(ring, self.tiers, torch.float32, self.counters)
         # A buffer holds two layers of a full pass: it goes to the host in pieces.
-        tap = Tap(ring, self.assembler.publish, self.counters, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
+        super().__init__(LAYOUT, 32, 1024, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
+        self.streams = streams
         self.replayed = ReplayedRows(streams, len(METHODS), WIDTH, most_rows, torch.float32)
         self.pool = Pool()
-        self.passes = PassCapture(tap, METHODS, self.pool.gather, self.replayed)
+        self.passes = PassCapture(self.tap, METHODS, self.pool.gather, self.replayed)
         self.inputs = torch.zeros(8, dtype=torch.int64)
         self.slots = torch.zeros(8, dtype=torch.int64)
         self.hidden = torch.zeros(8, WIDTH)
-        self.recorded: dict[int, list[Callable[[], None]]] = {}
+        self.recorded: dict[int, Callable[[], None]] = {}
         self.used = 8  # padding writes to the slots before
 
     def record(self, sizes: Sequence[int] = SIZES, layers: int = len(METHODS)) -> None:
         for size in sorted(sizes, reverse=True):
-            with self.streams.recording() as recorded:
-                self._model(size, layers)
-            self.recorded[size] = recorded
+            self.recorded[size] = self.streams.record(partial(self._model, size, layers))
 
     def decode(self, requests: Sequence[tuple[str, int, int]]) -> None:
         """One pass over (request, position, token)."""
@@ -88,8 +72,7 @@ class DecodingServer:
         self.passes.begin(given[:count])
         self.streams.put(MODEL, lambda: self.inputs[:count].copy_(given[:count]))
         self.streams.put(MODEL, lambda: self.slots[:count].copy_(slots))
-        for work in self.recorded[size]:
-            self.streams.put(MODEL, work)
+        self.recorded[size]()
         rows = [RequestRows(rid, position, row, 1) for row, (rid, position, _) in enumerate(requests)]
         self.passes.end(rows, slots, is_replayed=True)
         self.streams.put(MODEL, lambda: given.fill_(-7))
@@ -112,18 +95,14 @@ class DecodingServer:
 
     def saved(self, tokens: array[int]) -> list[bool]:
         """Which chunks are stored; those that are hold the right rows."""
-        found = []
-        for index, key in enumerate(chunk_keys(NAMESPACE.root_key(), tokens)):
-            slot = self.tiers.host.pin(key)
-            found.append(slot is not None)
-            if slot is None:
-                continue
-            true = torch.tensor(tokens[index * CHUNK_TOKENS : (index + 1) * CHUNK_TOKENS])
-            for layer in range(len(METHODS)):
-                rows = torch.from_numpy(self.tiers.host.layer_of(slot, layer)).view(torch.float32)
-                if not torch.equal(rows.view(CHUNK_TOKENS, WIDTH), true_rows(layer, true)):
-                    raise WrongRowsError(f"chunk {index}, layer {layer}")
-        return found
+
+        def true(layer: int, first: int, end: int) -> torch.Tensor:
+            return true_rows(layer, torch.tensor(tokens[first:end]))
+
+        found = list(self.chunks(NAMESPACE, tokens, true))
+        if any(found):
+            raise WrongRowsError(f"layers of each chunk: {found}")
+        return [wrong is not None for wrong in found]
 
 
 class WrongRowsError(Exception):

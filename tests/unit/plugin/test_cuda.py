@@ -17,6 +17,7 @@ from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin import flags
 from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.support import device_problems
 from tests.unit.restore.delayed_streams import DelayedStreams
@@ -88,12 +89,27 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
     model, streams = _served(64, kv_heads), DelayedStreams()
     buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed)
     assert (buffers.replayed is not None) is is_there
-    with streams.recording():
-        for attention in model.attention:
-            attention.module(torch.ones(4, 64))
+    streams.record(lambda: [attention.module(torch.ones(4, 64)) for attention in model.attention])
     if buffers.replayed is not None:
         assert buffers.replayed.holds(4)
         assert buffers.num_bytes == (
             buffers.stage.num_bytes + buffers.ring.num_bytes + buffers.replayed.num_bytes
         )
         assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4
+
+
+class _Passes:
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin(self, tokens: torch.Tensor) -> None:
+        self.begun.append(len(tokens))
+
+
+def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
+    bridge, passes = object.__new__(Bridge), _Passes()
+    bridge._capturing, bridge._passes = {"a"}, passes  # type: ignore[assignment]
+    assert bridge.begin_pass(["a"], torch.zeros(1))
+    assert bridge.begin_pass(["a", "b"], torch.zeros(70))
+    assert not bridge.begin_pass(["b"], torch.zeros(9))
+    assert passes.begun == [1, 70]

@@ -14,7 +14,6 @@ from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
@@ -174,7 +173,6 @@ class World:
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
             beside=None,
-            host_memory=host_buffer,
         )
         self.coordinator = RestoreCoordinator(
             device, self.tiers, HCacheConfig(), self.counters, block_chunks=2, gate=gate

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -61,7 +60,7 @@ class DelayedStreams:
         self.draw = random.Random(seed)
         self._order, self._eager = ORDERS[order], eager
         self._lock = threading.RLock()
-        self._recorded: list[Callable[[], None]] | None = None
+        self._recorded: list[Callable[[], object]] | None = None
 
     # -- Streams ---------------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class DelayedStreams:
     def fence(self) -> DelayedMark:
         return self._mark(MODEL)
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Callable[[], object]) -> None:
         if self._recorded is not None:
             self._recorded.append(work)
         else:
@@ -119,12 +118,17 @@ class DelayedStreams:
             for _ in range(self._eager):
                 self._step()
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Callable[[], None]]]:
-        """Of what is asked for inline, which is not done: a CUDA graph."""
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """What ``work`` asks for inline is not done, but whenever the result is called: a CUDA graph."""
         self._recorded = recorded = []
-        yield recorded
+        work()
         self._recorded = None
+
+        def replay() -> None:
+            for task in recorded:
+                self.put(MODEL, task)
+
+        return replay
 
     def go_on(self, mark: DelayedMark, steps: int | None = None) -> bool:
         """Do tasks until ``mark`` is reached, or so many; whether it is."""

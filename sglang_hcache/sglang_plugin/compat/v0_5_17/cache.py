@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS, PlanKind
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.memory import PinnedMemory, host_buffer
 from sglang_hcache.device.streams import CudaStreams, device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
@@ -47,10 +47,17 @@ _CLIP_NEW_TOKENS = 4096  # SGLang's own clip of max_new_tokens when it estimates
 
 def create_cache(context: TreeCacheBuildContext) -> HCacheRadixCache:
     """The factory registered as radix cache backend; the model is loaded when SGLang calls it."""
-    try:
+    with errors_in_a_line():
         return HCacheRadixCache(context)
+
+
+@contextmanager
+def errors_in_a_line() -> Iterator[None]:
+    """An error of ours goes to the log before SGLang's traceback does."""
+    try:
+        yield
     except HCacheError as error:
-        logger.error("hcache: error: %s", error)  # in one line, before SGLang's traceback
+        logger.error("hcache: error: %s", error)
         raise
 
 
@@ -87,15 +94,13 @@ class HCacheRadixCache(RadixCache):
         Raises:
             HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
         """
-        beside = self._runner.hcache_buffers
         device = Device(
             tree=self,
             pool=self._pool,
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
-            beside=beside,
-            host_memory=host_buffer if beside is None else PinnedMemory(),
+            beside=self._runner.hcache_buffers,
         )
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.device.triton_gather import TritonGather
 from sglang_hcache.device.triton_rows import TritonRows
-from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+from tests.unit.restore.delayed_streams import ORDERS, DelayedStreams
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 SMALL = {"kv_heads": 2, "head_dim": 16, "hidden_size": 48, "heads": 2}
@@ -74,20 +73,12 @@ def saved_wrongly(order: str, kinds: str) -> int:
 
     streams = DelayedStreams(order)
 
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        with streams.recording() as recorded:
-            work()
-        return lambda: [streams.put(MODEL, each) for each in recorded] and None
-
-    def gather_of(pool: torch.Tensor) -> TritonGather:
-        return TritonGather(list(zip(pool[0], pool[1], strict=True)))
-
     methods = [Method.HIDDEN if kind == "h" else Method.KV for kind in kinds]
     check = SavingCheck(
-        streams, host_buffer, record, gather_of, methods, 16, torch.float32, sizes=(1, 3, 6), prefill=40
+        streams, host_buffer, streams.record, methods, 16, torch.float32, sizes=(1, 3, 6), prefill=40
     )
     with torch.inference_mode():
-        return int(check.wrong_rows(prefill=40, steps=20))
+        return int(check.wrong_rows(steps=20))
 
 
 @pytest.mark.parametrize("keep_apart", [False, True], ids=["in place", "scattered"])

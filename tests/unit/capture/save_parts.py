@@ -1,0 +1,65 @@
+"""The save path without a server: from a tap to chunks in a host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.keys import Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+TrueRows = Callable[[int, int, int], torch.Tensor]
+"""What a layer has of the tokens at positions [first, end): (end - first, width)."""
+
+
+class SaveParts:
+    """Of float32 rows.
+
+    Args:
+        slots: of the host tier.
+        rows: of the staging ring.
+    """
+
+    def __init__(
+        self, layout: StateLayout, slots: int, rows: int, device_ring: DeviceRing | None = None
+    ) -> None:
+        self._layout = layout
+        self.counters = Counters()
+        memory = np.zeros(slots * layout.chunk_bytes, np.uint8)
+        host = HostTier(memory, layout, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
+        self.ring = StagingRing(staging, layout, torch.float32)
+        self.assembler = Assembler(self.ring, self.tiers, torch.float32, self.counters)
+        self.tap = Tap(self.ring, self.assembler.publish, self.counters, device_ring)
+
+    def chunks(
+        self, namespace: Namespace, tokens: Sequence[int], true_rows: TrueRows
+    ) -> Iterator[list[int] | None]:
+        """Of each whole chunk of ``tokens``: the layers whose rows are wrong; None: it is not stored."""
+        host = self.tiers.host
+        for index, key in enumerate(chunk_keys(namespace.root_key(), tokens)):
+            slot = host.pin(key)
+            if slot is None:
+                yield None
+                continue
+            first = index * CHUNK_TOKENS
+            yield [
+                layer
+                for layer in range(self._layout.num_layers)
+                if not torch.equal(
+                    torch.from_numpy(host.layer_of(slot, layer)).view(torch.float32).view(CHUNK_TOKENS, -1),
+                    true_rows(layer, first, first + CHUNK_TOKENS),
+                )
+            ]
+            host.unpin(key, slot)
