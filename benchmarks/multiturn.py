@@ -117,7 +117,7 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, Workload]:
             f"--max-tokens: {settings.max_tokens} is not allowed; the model takes {model.max_position}"
         )
     limits = {"most_tokens": settings.max_tokens, "seed": seed}
-    vocabulary = model.ordinary_tokens()
+    vocabulary = model.ordinary_tokens
     if kind == "mooncake" and path is not None:
         return model, place_trace(load_mooncake(path), count, vocabulary, scale=settings.scale, **limits)
     if texts:

@@ -107,7 +107,7 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
     limits = {"context_limit": settings.context_limit, "answer_limit": settings.answer_limit}
     if settings.dataset is None:
         model = prepare_model(folder, settings.model_path, settings.tiny)
-        vocabulary = model.ordinary_tokens()
+        vocabulary = model.ordinary_tokens
         documents = generate(settings.documents, vocabulary, seed=settings.seed, **limits)
     else:
         texts = choose(load_leval(settings.dataset), settings.documents, seed=settings.seed)

@@ -39,13 +39,14 @@ class Saver(Protocol):
     def begin(self, rids: Sequence[str], num_tokens: int) -> None:
         """Requests start, each with at most ``num_tokens`` tokens."""
 
-    def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None: ...
+    def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None:
+        """A pass begins; ``tokens`` has one entry a row."""
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
         """One layer's rows, (rows of the pass, hidden size), in the middle of the pass."""
 
     def end_pass(self) -> None:
-        """The pass is over; ``tokens`` has one entry a row."""
+        """The pass is over."""
 
     def end(self) -> None:
         """The requests are over; returns when everything is saved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class BenchModel:
         """Token ids of ``text`` alone: no begin or end of sequence."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def random_prompt(self, random: np.random.Generator, length: int) -> list[int]:
+        """``length`` ordinary tokens."""
+        return random.choice(self.ordinary_tokens, size=length).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
     def ordinary_tokens(self) -> np.ndarray:
         """Ids of all tokens that have no special meaning, int64, ascending."""
         special = set(self.tokenizer.get_added_tokens_decoder())

@@ -119,11 +119,9 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
     Returns:
         The part's outcome: ``status`` is passed, failed (its results say so), error or timeout.
     """
-    began, count = time.monotonic(), 0
-    all_ok = True
+    began, seen, all_ok = time.monotonic(), 0, True
     with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-        seen = 0
         status = None
         while status is None:
             status = process.poll()
@@ -131,17 +129,17 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
             for name, found in lines[seen:]:
                 on_result(name, found)
                 all_ok = all_ok and bool(found.get("ok", True)) and not found.get("mutants_taken")
-            seen = count = len(lines)
+            seen = len(lines)
             if status is None and time.monotonic() - began > part.budget_s:
                 break
             time.sleep(0.05)
         _end(process)
-    outcome = {"seconds": time.monotonic() - began, "results": count}
+    outcome = {"seconds": time.monotonic() - began, "results": seen}
     if status is None:
         return {"status": "timeout", "why": f"took longer than {part.budget_s:g} s", **outcome}
     if status != 0:
         return {"status": "error", "why": _last_line(log) or f"exit status {status}", **outcome}
-    return {"status": "passed" if all_ok and count else "failed", **outcome}
+    return {"status": "passed" if all_ok and seen else "failed", **outcome}
 
 
 def part_command(name: str) -> list[str]:

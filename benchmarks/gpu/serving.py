@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import numpy as np
 
 from common.model import BenchModel, prepare_model
 from gpu.results import Report
-from serving.latency import Latency
+from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
-from serving.token_client import TokenAnswer, TokenClient, ask_servers, compare
+from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.replay import zipf_order
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.tiny_model import TinyModel
@@ -80,18 +81,14 @@ def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         folder = Path(name)
         model = prepare_model(folder, None, sizes.tiny)
-        contexts = sizes.histories * (sizes.length + sizes.answer + CHUNK_TOKENS)
+        stored = sizes.histories * (sizes.length + sizes.answer + CHUNK_TOKENS)
+        host_bytes = 2 * stored * model.kv_token_bytes
         server = ServerProcess(
             [
                 *("--model-path", str(model.path), "--dtype", "float32", *device_arguments()),
                 *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
                 *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
-                *(
-                    "--hcache-method",
-                    "hidden",
-                    "--hcache-host-size",
-                    str(2 * contexts * model.kv_token_bytes),
-                ),
+                *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes)),
             ],
             log=folder / "server.log",
             extra_env=_STRICT,
@@ -109,8 +106,7 @@ class ServerChecks:
     def __init__(self, client: TokenClient, model: BenchModel, sizes: Sizes) -> None:
         self._client = client
         self._sizes = sizes
-        self._tokens = model.ordinary_tokens()
-        self._random = np.random.default_rng(0)
+        self._prompt = partial(model.random_prompt, np.random.default_rng(0))
 
     async def run(self, report: Report) -> None:
         """Each check as soon as it is over."""
@@ -149,27 +145,16 @@ class ServerChecks:
         assert state is not None
         found = self._compared(answers, [computed[item] for item in order])
         is_idle = not any(state["requests"].values()) and not state["in_flight_tokens"]
-        return {
-            **found,
-            "ok": found["unequal"] == 0 and found["restored_tokens"] > 0 and is_idle,
-            **Latency.of([answer.ttft_s for answer in answers]).fields("ttft"),
-            **Latency.of([gap for answer in answers for gap in answer.gaps_s]).fields("tbt"),
-        }
+        return found | {"ok": found["unequal"] == 0 and found["restored_tokens"] > 0 and is_idle}
 
-    def _compared(self, answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer]) -> dict[str, Any]:
-        compared = [compare(answer, other) for answer, other in zip(answers, expected, strict=True)]
-        unequal = sum(not each.is_equal for each in compared)
-        prompts = sum(answer.sources.prompt for answer in answers)
-        restored = sum(answer.sources.restored for answer in answers)
+    def _compared(self, answers: list[TokenAnswer], expected: Sequence[TokenAnswer]) -> dict[str, Any]:
+        row = row_of(Measured(answers), expected)
+        # All but what is always computed: the last token, and what does not fill a chunk.
+        least = row["prompt_tokens"] - len(answers) * (CHUNK_TOKENS + 8)
         return {
-            # All but what is always computed: the last token, and what does not fill a chunk.
-            "ok": unequal == 0 and restored >= prompts - len(answers) * (CHUNK_TOKENS + 8),
-            "requests": len(answers),
-            "unequal": unequal,
-            "largest_logprob_difference": max(each.logprob for each in compared),
+            "ok": row["unequal"] == 0 and row["restored_tokens"] >= least,
             "different_answers": len({answer.tokens for answer in answers}),
-            "restored_tokens": restored,
-            "prompt_tokens": prompts,
+            **row,
         }
 
     async def _ask(self, prompt: Sequence[int]) -> TokenAnswer:
@@ -177,9 +162,6 @@ class ServerChecks:
 
     async def _forget_device(self) -> None:
         await self._client.empty(tiers=False)
-
-    def _prompt(self, length: int) -> list[int]:
-        return self._random.choice(self._tokens, size=length).tolist()  # type: ignore[no-any-return]
 
 
 def measure_overhead(report: Report) -> None:

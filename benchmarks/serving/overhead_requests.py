@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,7 @@ class PairedRequests:
     def __init__(self, settings: Settings, model: BenchModel, clients: dict[str, TokenClient]) -> None:
         self._settings = settings
         self._clients = clients
-        self._tokens = model.ordinary_tokens()
-        self._random = np.random.default_rng(settings.seed)
+        self._prompt = partial(model.random_prompt, np.random.default_rng(settings.seed))
 
     def sections(self) -> Iterator[tuple[str, Callable[[], Awaitable[list[dict[str, Any]]]]]]:
         """What is measured, in order."""
@@ -68,9 +68,6 @@ class PairedRequests:
         for length in self._settings.histories:
             yield f"{length} tokens return", lambda length=length: self._returning(length)
         yield "decoding while others return", self._company
-
-    def _prompt(self, length: int) -> list[int]:
-        return self._random.choice(self._tokens, size=length).tolist()  # type: ignore[no-any-return]
 
     async def _alternate(
         self, rounds: int, once: Callable[[TokenClient, int], Awaitable[float]]

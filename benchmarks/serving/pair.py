@@ -12,8 +12,7 @@ import yaml
 from rich.progress import Progress
 
 from common.terminal import while_doing
-from serving.servers import device_arguments
-from sglang_hcache.cli.cpu_runtime import has_gpu
+from serving.servers import arguments_without_tier, device_arguments
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
 
@@ -38,7 +37,7 @@ def make_pair(folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_b
         *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle", *device_arguments()),
     ]
     own = {
-        OFF: ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])],
+        OFF: arguments_without_tier(),
         TIER: ["--hcache-config", str(config)],
     }
     return {

@@ -60,6 +60,11 @@ def device_arguments() -> list[str]:
     return ["--attention-backend", "triton"] if has_gpu() else []
 
 
+def arguments_without_tier() -> list[str]:
+    """Of servers that the tier is compared with: SGLang as it is, but with the same fixes on a CPU."""
+    return ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSizes:
     """What all servers of a comparison have in common."""
@@ -108,7 +113,7 @@ def sizes_for(
     )
 
 
-def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, *, gpu: bool) -> ServerProcess:
+def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> ServerProcess:
     args = [
         *("--model-path", str(model), "--dtype", "float32", *device_arguments()),
         *("--max-total-tokens", str(sizes.pool_tokens), "--chunked-prefill-size", str(_PREFILL_TOKENS)),
@@ -116,10 +121,10 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, *, gpu: 
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
     ]
     if method == "recompute":
-        args += ["--hierarchical-cache", "off", *([] if gpu else ["--hcache-cpu-fixes"])]
+        args += arguments_without_tier()
     elif method == "hicache":
         gigabytes = max(1, round(sizes.host_bytes / 1e9))
-        args += ["--hierarchical-cache", "off", "--enable-hierarchical-cache"]
+        args += [*arguments_without_tier(), "--enable-hierarchical-cache"]
         args += ["--hicache-size", str(gigabytes), "--hicache-write-policy", "write_through"]
     else:
         config = folder / f"{method}.yaml"
@@ -162,7 +167,7 @@ def running_servers(
     """
     gpu = has_gpu()
     chosen = [method for method in methods if why_unavailable(method, gpu=gpu) is None]
-    servers = {method: _server(method, folder, model, sizes, gpu=gpu) for method in chosen}
+    servers = {method: _server(method, folder, model, sizes) for method in chosen}
     together = [method for method in chosen if method not in _MEASURING]
     batches = [together, *([method] for method in chosen if method in _MEASURING)]
     try:
