@@ -11,13 +11,21 @@ import logging
 import queue
 import threading
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from sglang_hcache.capture.events import Event, RequestBegins, RequestEnds, RequestRows, RowsCaptured
+from sglang_hcache.capture.beginnings import Beginnings, ChunkInMaking
+from sglang_hcache.capture.events import (
+    Event,
+    RequestBegins,
+    RequestEnds,
+    RequestRows,
+    RowsCaptured,
+    TiersCleared,
+)
 from sglang_hcache.capture.staging import RowSpan, StagingRing
-from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
+from sglang_hcache.core.keys import chunk_keys, next_key, token_bytes
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -29,18 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """One request's chunk in the making."""
+    """One request's chunk in the making.
+
+    Args:
+        index: of the chunk in the request.
+        complete: every row so far has been copied.
+    """
 
     namespace_id: bytes
-    parent: ChunkKey
-    chunk: int
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    slot: int | None = None
-    complete: bool = True  # every row so far has been copied
+    index: int
+    chunk: ChunkInMaking
+    complete: bool = True
 
     @property
     def next_position(self) -> int:
-        return self.chunk * CHUNK_TOKENS + len(self.tokens)
+        return self.index * CHUNK_TOKENS + len(self.chunk.tokens)
 
 
 class Assembler:
@@ -56,6 +67,7 @@ class Assembler:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
+        self.beginnings = Beginnings(tiers.host)
         self._chunks = _chunk_groups(tiers.host, dtype)
         self._open: dict[str, _OpenRequest] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -95,13 +107,14 @@ class Assembler:
                 # A failed event costs its chunks, never the thread.
                 logger.exception("hcache: capture event failed")
                 self._observer.count("capture.errors")
-                self._end_all()
+                self._drop_all()
             finally:
                 if isinstance(event, RowsCaptured) and event.span is not None:
                     self._ring.release(event.span)
                 with self._pending_lock:
                     self._pending -= 1
         self._end_all()
+        self.beginnings.clear()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -119,16 +132,36 @@ class Assembler:
                 self._end_all()
             case RequestEnds(rid=str() as rid):
                 self._end(rid)
+            case TiersCleared():
+                self.beginnings.clear()
 
     def _begin(self, event: RequestBegins) -> None:
         self._end(event.rid)
-        if len(event.prefix) % CHUNK_TOKENS:
-            self._observer.count("capture.requests_unaligned")
-            return
         root = event.namespace.root_key()
         keys = chunk_keys(root, event.prefix)
-        parent = keys[-1] if keys else root
-        self._open[event.rid] = _OpenRequest(event.namespace.namespace_id(), parent, len(keys))
+        chunk = ChunkInMaking(keys[-1] if keys else root)
+        request = _OpenRequest(event.namespace.namespace_id(), len(keys), chunk)
+        self._open[event.rid] = request
+        tail = event.prefix[len(keys) * CHUNK_TOKENS :]
+        if tail:
+            self._copy_beginning(request, tail)
+        if request.complete:
+            self.beginnings.add(chunk)
+
+    def _copy_beginning(self, request: _OpenRequest, tail: array[int]) -> None:
+        """The rows of ``tail``, on the device already, into the request's first chunk."""
+        chunk = request.chunk
+        chunk.tokens = tail
+        chunk.slot = self._reserve()
+        if chunk.slot is None:
+            self._drop_chunk(request, "capture.chunks_dropped_host_full")
+            return
+        with self.beginnings.rows_of(chunk.parent, tail) as source:
+            if source is None:
+                self._drop_chunk(request, "capture.chunks_dropped_beginning_gone")
+                return
+            for chunks in self._chunks:
+                chunks[chunk.slot, :, : len(tail)].copy_(chunks[source, :, : len(tail)])
 
     def _add_rows(
         self, request: _OpenRequest, rows: RequestRows, tokens: array[int], span: RowSpan | None
@@ -140,20 +173,21 @@ class Assembler:
             return
         done = 0
         while done < rows.count:
-            filled = len(request.tokens)
+            filled = len(request.chunk.tokens)
             count = min(CHUNK_TOKENS - filled, rows.count - done)
             first = rows.row + done
-            request.tokens.extend(tokens[first : first + count])
+            request.chunk.tokens.extend(tokens[first : first + count])
             if self._is_worth_copying(request):
                 self._copy(request, span, first, filled, count)
-            if len(request.tokens) == CHUNK_TOKENS:
+            if len(request.chunk.tokens) == CHUNK_TOKENS:
                 self._seal(request)
             done += count
 
     def _is_worth_copying(self, request: _OpenRequest) -> bool:
         """False once rows are missing, or if the whole chunk just arrived and is stored already."""
-        if request.slot is None and request.complete and len(request.tokens) == CHUNK_TOKENS:
-            return next_key(request.parent, token_bytes(request.tokens)) not in self._tiers
+        chunk = request.chunk
+        if chunk.slot is None and request.complete and len(chunk.tokens) == CHUNK_TOKENS:
+            return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers
         return request.complete
 
     def _copy(self, request: _OpenRequest, span: RowSpan | None, first: int, filled: int, count: int) -> None:
@@ -161,41 +195,50 @@ class Assembler:
         if span is None or first + count > span.count:
             self._drop_chunk(request, "capture.chunks_dropped_staging_full")
             return
-        if request.slot is None:
-            request.slot = self._tiers.reserve()
-        if request.slot is None:
+        slot = request.chunk.slot if filled else self._reserve()
+        if slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
         for chunks, rows in zip(self._chunks, self._ring.groups(span, first, count), strict=True):
-            chunks[request.slot, :, filled : filled + count].copy_(rows)
+            chunks[slot, :, filled : filled + count].copy_(rows)
+        request.chunk.slot = slot
+
+    def _reserve(self) -> int | None:
+        """A slot to fill, if need be that of an unfinished chunk."""
+        slot = self._tiers.reserve()
+        if slot is None and self.beginnings.give_one_back():
+            slot = self._tiers.reserve()
+        return slot
 
     def _seal(self, request: _OpenRequest) -> None:
-        key = next_key(request.parent, token_bytes(request.tokens))
-        if request.slot is not None:
-            info = ChunkInfo(key, request.parent, request.chunk, request.namespace_id)
-            self._tiers.seal(request.slot, info)
-        request.parent, request.chunk = key, request.chunk + 1
-        request.tokens = array("q")
-        request.slot, request.complete = None, True
+        chunk = request.chunk
+        key = next_key(chunk.parent, token_bytes(chunk.tokens))
+        if chunk.slot is not None:
+            self._tiers.seal(chunk.slot, ChunkInfo(key, chunk.parent, request.index, request.namespace_id))
+        if request.complete:
+            self.beginnings.mark_filled(chunk, key)
+        request.index, request.chunk, request.complete = request.index + 1, ChunkInMaking(key), True
+        self.beginnings.add(request.chunk)
 
     def _drop_chunk(self, request: _OpenRequest, reason: str) -> None:
         self._observer.count(reason)
         request.complete = False
-        self._release(request)
-
-    def _release(self, request: _OpenRequest) -> None:
-        if request.slot is not None:
-            self._tiers.host.release(request.slot)
-            request.slot = None
+        self.beginnings.drop(request.chunk)
 
     def _end(self, rid: str) -> None:
         request = self._open.pop(rid, None)
         if request is not None:
-            self._release(request)
+            self.beginnings.take_over(request.chunk)
 
     def _end_all(self) -> None:
         for rid in list(self._open):
             self._end(rid)
+
+    def _drop_all(self) -> None:
+        """End all requests, and keep nothing of chunks whose rows may not be what their tokens say."""
+        for request in self._open.values():
+            self.beginnings.drop(request.chunk)
+        self._open.clear()
 
 
 def _chunk_groups(host: HostTier, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -17,7 +17,8 @@ from sglang_hcache.device.streams import Mark
 class RequestBegins:
     """A request's rows will follow, from position ``len(prefix)`` on; an earlier request of that id is over.
 
-    ``prefix`` holds its tokens before that position (they are in the device cache already).
+    ``prefix`` holds its tokens before that position (they are in the device cache already). Where it ends inside of a
+    chunk, the first rows of that chunk are copied from an earlier request's (:class:`.Beginnings`).
     """
 
     rid: str
@@ -56,4 +57,9 @@ class RequestEnds:
     rid: str | None
 
 
-Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds
+@dataclass(frozen=True, slots=True)
+class TiersCleared:
+    """Both tiers were emptied: what unfinished chunks keep goes too."""
+
+
+Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, TiersCleared
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
@@ -97,6 +97,21 @@ class Bridge:
     def is_capturing(self, rid: str) -> bool:
         """Whether the request was announced already: a prompt in several pieces."""
         return rid in self._capturing
+
+    def may_begin_at(self, rid: str, tenant: str | None, position: int, tail: array[int]) -> bool:
+        """Whether a queued request may be computed from ``position`` on and leave no gap in what is saved of it.
+
+        Args:
+            tail: its tokens between the last multiple of 64 and ``position``.
+        """
+        if not tail or not self._captures or self._device_is_stale:
+            return True
+        chunks = position // CHUNK_TOKENS
+        keys = self.restores.keys_of(rid)
+        if chunks > len(keys):
+            return False
+        parent = keys[chunks - 1] if chunks else self._namespace_of(tenant).root_key()
+        return self._assembler.beginnings.covers(parent, tail)
 
     def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
@@ -193,6 +208,7 @@ class Bridge:
     def clear(self) -> None:
         """Empty both tiers."""
         self.tiers.clear()
+        self._assembler.publish(TiersCleared())
 
     def close(self) -> None:
         """Write what is in host memory only, within the configured time, and stop. Idempotent."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -38,13 +39,13 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
-from sglang_hcache.tier.tiered import HOST, TieredStore
+from sglang_hcache.sglang_plugin.waiting import Waiting
+from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
 _PENDING_LIMIT_S = 30.0  # a request that finds no slots for so long is recomputed
 _PIN_LIMIT_S = 10.0
-_PRUNE_EVERY_S = 1.0
 _LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
 _REST_FACTOR = 10.0  # and the rest is so many times what was lost
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
@@ -77,11 +78,10 @@ class RestoreCoordinator:
         self._config = config
         self._observer = observer
         self._engine: RestoreEngine | None = None
-        self._tickets: dict[str, Ticket] = {}
+        self._waiting = Waiting(device.tree, device.scheduler, observer)
         self._running: list[Restore] = []
         self._in_flight: set[ChunkKey] = set()
         self._stalled = 0
-        self._last_prune = time.monotonic()
         self._resting_until = 0.0
         self._holding_until = 0.0
         self._over = threading.Event()
@@ -101,7 +101,8 @@ class RestoreCoordinator:
         self.drop(prompt.rid)
         if not keys:
             return
-        ticket = self._tickets[prompt.rid] = Ticket(prompt, keys)
+        ticket = Ticket(prompt, keys)
+        self._waiting.add(ticket)
         self._observer.count("lookup.requests")
         self._resolve(ticket)
         is_hit = ticket.phase is Phase.PENDING
@@ -110,7 +111,7 @@ class RestoreCoordinator:
 
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore."""
-        ticket = self._tickets.get(rid)
+        ticket = self._waiting.get(rid)
         if ticket is None:
             return True
         if ticket.phase is Phase.RESOLVED and ticket.seen_evictions != self._tree.evictions:
@@ -119,23 +120,23 @@ class RestoreCoordinator:
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
-        ticket = self._tickets.pop(rid, None)
+        ticket = self._waiting.take(rid)
         self._stalled = 0
         if ticket is None:
             return Admission()
-        host = disk = 0
-        if ticket.restore is not None and ticket.restore.is_complete:
-            used = max(0, min(prefix_tokens, ticket.restore.end) - ticket.restore.start) // CHUNK_TOKENS
-            sources = ticket.restore.job.sources[:used]
-            host = sum(source == HOST for source in sources)
-            disk = used - host
+        host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
         ticket.note("admitted with %d cached tokens", prefix_tokens)
         self._let_go(ticket)
-        return Admission(host * CHUNK_TOKENS, disk * CHUNK_TOKENS, ticket.life)
+        return Admission(host, disk, ticket.life)
+
+    def keys_of(self, rid: str) -> Sequence[ChunkKey]:
+        """Of the whole chunks of a waiting request's prompt; empty if it has no ticket."""
+        ticket = self._waiting.get(rid)
+        return () if ticket is None else ticket.keys
 
     def drop(self, rid: str) -> None:
         """The request was aborted or left the queue otherwise."""
-        ticket = self._tickets.pop(rid, None)
+        ticket = self._waiting.take(rid)
         if ticket is not None:
             ticket.note("left the queue")
             logger.debug("hcache: request %s: %s", rid, ticket.life)
@@ -146,7 +147,7 @@ class RestoreCoordinator:
 
         Returns when no job reads weights any more (a job that hangs ends with its deadline).
         """
-        for ticket in self._tickets.values():
+        for ticket in self._waiting:
             self._let_go(ticket)
             ticket.keys = []
             ticket.restore = None
@@ -161,7 +162,8 @@ class RestoreCoordinator:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
         self._over.clear()
         self.reap()
-        self._prune()
+        for rid in self._waiting.gone():
+            self.drop(rid)
         self._relieve()
         self._start_pending()
         self._launcher.advance(self._running)
@@ -184,10 +186,7 @@ class RestoreCoordinator:
 
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase."""
-        counts = {phase.value: 0 for phase in Phase}
-        for ticket in self._tickets.values():
-            counts[ticket.phase.value] += 1
-        return counts
+        return self._waiting.phases()
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class RestoreCoordinator:
     def _start_pending(self) -> None:
         if time.monotonic() < self._holding_until:
             return
-        for ticket in list(self._tickets.values()):
+        for ticket in self._waiting:
             if ticket.phase is Phase.PENDING and not self._start(ticket):
                 if ticket.age_s < _PENDING_LIMIT_S:
                     return  # first come, first served: later requests must not take the slots it waits for
@@ -256,8 +255,7 @@ class RestoreCoordinator:
 
     def _has_room(self, count: int) -> bool:
         """Whether ``count`` slots may be taken: within our share, and not those that running requests will need."""
-        pinned = [t.restore for t in self._tickets.values() if t.phase is Phase.PINNED]
-        held = self.in_flight_tokens + sum(r.job.num_tokens for r in pinned if r is not None)
+        held = self.in_flight_tokens + self._waiting.pinned_tokens
         if held and held + count > self._config.max_inflight_fraction * self._tree.capacity():
             return False
         return self._tree.room() - count >= self.scheduler.reserved_tokens()
@@ -299,11 +297,9 @@ class RestoreCoordinator:
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
         # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
         self._tree.free(slots[restore.start : max(existing, restore.start)])
-        self._tree.lock(node)
+        self._waiting.pin(ticket, node)
         self._tree.unlock(restore.node)
-        ticket.pinned_node = node
         ticket.note("restored in %.3f s", restore.seconds)
-        ticket.enter(Phase.PINNED)
 
     def _let_go(self, ticket: Ticket) -> None:
         """The ticket ends."""
@@ -311,14 +307,7 @@ class RestoreCoordinator:
             ticket.restore.abandon()
             ticket.restore.ticket = None
         elif ticket.phase is Phase.PINNED:
-            self._unpin(ticket)
-
-    def _unpin(self, ticket: Ticket) -> None:
-        assert ticket.pinned_node is not None
-        self._tree.unlock(ticket.pinned_node)
-        ticket.pinned_node = None
-        ticket.seen_evictions = self._tree.evictions
-        ticket.enter(Phase.RESOLVED)
+            self._waiting.unpin(ticket)
 
     # -- keeping the queue alive -----------------------------------------------------------------
 
@@ -326,30 +315,10 @@ class RestoreCoordinator:
         """Give pins back that are old, or that keep the queue from moving."""
         waiting_for_nothing = not self._running and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
-        if self._stalled >= _STALLED_TICKS and self.give_back_pins():
+        if self._stalled >= _STALLED_TICKS and self._waiting.give_back_pins():
             self._holding_until = time.monotonic() + _HOLD_S
-        self.give_back_pins(older_than_s=_PIN_LIMIT_S)
+        self._waiting.give_back_pins(older_than_s=_PIN_LIMIT_S)
 
-    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
+    def give_back_pins(self) -> bool:
         """Let the device evict what was restored for requests that still wait; False if there was nothing."""
-        pinned = [
-            ticket
-            for ticket in self._tickets.values()
-            if ticket.phase is Phase.PINNED and ticket.age_s >= older_than_s
-        ]
-        for ticket in pinned:
-            self._observer.count("restore.pins_given_back")
-            ticket.note("what was restored is given back")
-            self._unpin(ticket)
-        return bool(pinned)
-
-    def _prune(self) -> None:
-        """Drop tickets whose request left the queue without telling us."""
-        now = time.monotonic()
-        if now - self._last_prune < _PRUNE_EVERY_S:
-            return
-        self._last_prune = now
-        waiting = set(self.scheduler.waiting_ids())
-        for rid in [rid for rid in self._tickets if rid not in waiting]:
-            self._observer.count("restore.tickets_pruned")
-            self.drop(rid)
+        return self._waiting.give_back_pins()

@@ -9,10 +9,12 @@ from enum import Enum
 import torch
 
 from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.gate import Decision
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.protocols import Node, Prompt
 from sglang_hcache.sglang_plugin.recomputation import Recomputation
+from sglang_hcache.tier.tiered import HOST
 
 MOST_ATTEMPTS = 2
 """Restores of one request: the second one if its prefix was evicted before admission."""
@@ -67,6 +69,12 @@ class Restore:
         """How long it took, from the first read to the last layer."""
         computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
         return max(self.job.seconds, computed)
+
+    def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
+        """Of the first ``prefix_tokens`` of the prompt: those that came from host memory, and from disk."""
+        used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_complete else 0
+        on_host = sum(source == HOST for source in self.job.sources[:used])
+        return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)
 
     def abandon(self) -> None:
         """Stop as soon as possible."""

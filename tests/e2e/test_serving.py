@@ -18,20 +18,24 @@ from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_
 POOL_TOKENS = 4096
 
 
-def tier_arguments(model: Path, store: Path) -> list[str]:
+def tier_arguments(model: Path, folder: Path) -> list[str]:
+    config = folder / "hcache.yaml"
+    # What is saved must not depend on how much else the machine has to do.
+    config.write_text("staging_size: 12MB")
     return [
         *("--model-path", str(model), "--dtype", "float32"),
         *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "512"),
         *("--enable-cache-report", "--enable-metrics"),
-        *("--hcache-dirs", str(store), "--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"),
-        *("--hcache-host-size", "24MB"),  # about 70 chunks: less than the tests use, so the disk is needed
+        *("--hcache-config", str(config), "--hcache-dirs", str(folder / "store")),
+        *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"),
+        *("--hcache-host-size", "32MB"),  # about 60 chunks: less than the tests use, so the disk is needed
     ]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
     folder = tmp_path_factory.mktemp("serving")
-    with TierServer(folder, tier_arguments(tiny_model(), folder / "store")) as running:
+    with TierServer(folder, tier_arguments(tiny_model(), folder), sleep_on_idle=False) as running:
         yield running
         running.assert_nothing_left()
 
@@ -95,6 +99,42 @@ def test_a_conversation_restores_what_was_decoded(server: TierServer) -> None:
     assert wrong.restored
     assert largest_difference(wrong, server.recompute(history)) > TOLERANCE
     server.forget_everything()
+
+
+def test_a_conversation_goes_on_inside_of_a_chunk(server: TierServer) -> None:
+    """What a turn left on the device is used to the last token, and saved without a gap."""
+    history, on_device = random_prompt(7, 300), 0
+    for turn in range(3):
+        answer = server.ask(history, tokens=50)
+        assert largest_difference(server.recompute(history, tokens=50), answer) <= TOLERANCE
+        assert answer.device == on_device, "all but the last token of the turn before"
+        on_device = len(history) + 50 - 1
+        history = [*history, *answer.tokens, *random_prompt(70 + turn, 30)]
+        server.settle()
+    assert_saved_without_a_gap(server, history[:on_device])
+
+
+def test_requests_that_share_a_prompt_that_ends_inside_of_a_chunk(server: TierServer) -> None:
+    system = random_prompt(8, 100)
+    prompts = [[*system, *random_prompt(80 + index, 150)] for index in range(3)]
+    for index, prompt in enumerate(prompts):
+        assert server.ask(prompt).device == (100 if index else 0)
+        server.settle()
+    for prompt in prompts:
+        assert_saved_without_a_gap(server, prompt)
+
+
+def assert_saved_without_a_gap(server: TierServer, tokens: list[int]) -> None:
+    """Once the device has lost them, all whole chunks of ``tokens`` come back, as they were."""
+    server.flush_device()
+    reference = server.recompute([*tokens, 1])
+    restored = server.ask([*tokens, 1])
+    assert restored.restored == len(tokens) // 64 * 64
+    assert largest_difference(restored, reference) <= TOLERANCE
+    server.flush_device()
+    with server.switched_on("corrupt_restored_key"):
+        assert largest_difference(server.ask([*tokens, 1]), reference) > TOLERANCE
+    server.flush_device()
 
 
 def missing_tail(history: list[int]) -> int:

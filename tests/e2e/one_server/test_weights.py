@@ -82,7 +82,7 @@ def test_nothing_is_saved_behind_old_kv_on_the_device(
     server.ask(prompt)
     update(server, models[1], flush_cache=False)
     mixed = server.ask([*prompt, *more])
-    assert mixed.device == 384
+    assert mixed.device == 400
     reference = server.recompute([*prompt, *more])
     assert differs(mixed, reference)
     server.settle()

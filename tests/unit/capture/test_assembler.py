@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from random import Random
@@ -48,6 +49,11 @@ class SavePath(SaveParts):
             requests.append(RequestRows(rid, position, row, len(part)))
             row += len(part)
         self.tap.end_pass(requests)
+
+    def settle(self) -> None:
+        """Until everything so far is saved."""
+        while self.assembler.is_busy:
+            time.sleep(0.001)
 
     def finish(self) -> None:
         self.assembler.close()
@@ -154,8 +160,7 @@ def test_the_chain_of_keys_survives_dropped_rows() -> None:
     tokens = list(range(256))
     path.begin("a", [])
     path.forward([("a", 0, tokens[:128])])
-    while path.assembler.is_busy:
-        pass
+    path.settle()
     path.forward([("a", 128, tokens[128:192])])
     path.finish()
     assert path.sealed(tokens[:192]) == [True, False, True]

@@ -29,7 +29,7 @@ NOT_EXPORTED = {
     "lookup.requests",  # hits and misses
     "restore.tokens",  # by tier
     "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
-    "capture.requests_unaligned", "capture.requests_out_of_order",
+    "capture.requests_out_of_order", "capture.chunks_dropped_beginning_gone",
     "demote.requests_dropped",
     "store.chunks_written",  # demoted
     "store.runs_recovered", "store.torn_bytes_reclaimed",

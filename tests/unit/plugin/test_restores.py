@@ -19,7 +19,7 @@ from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, Ti
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin import restores
+from sglang_hcache.sglang_plugin import restores, waiting
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -363,7 +363,7 @@ def test_a_request_that_vanished_does_not_hold_anything(
     world.queue("a", tokens(1, 4))
     world.restore()
     world.scheduler.waiting.clear()
-    monkeypatch.setattr(restores, "_PRUNE_EVERY_S", 0.0)
+    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 0.0)
     world.coordinator.tick()
     world.assert_clean()
     assert world.coordinator.phases() == {"resolved": 0, "pending": 0, "running": 0, "pinned": 0}

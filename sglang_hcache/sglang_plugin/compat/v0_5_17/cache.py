@@ -118,15 +118,21 @@ class HCacheRadixCache(RadixCache):
     # -- RadixCache ------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As in the base class; for requests the match is cut to whole chunks, so that they fill whole chunks."""
-        return super().match_prefix(params) if params.req is None else self._match_whole_chunks(params.key)
-
-    def _match_whole_chunks(self, key: RadixKey) -> MatchResult:
-        result = super().match_prefix(MatchPrefixParams(key=key))
-        rest = len(result.device_indices) % CHUNK_TOKENS
-        if not rest:
+        """As in the base class; for a request cut to whole chunks if it could not be saved from the match's end on."""
+        result, key = super().match_prefix(params), params.key
+        if params.req is None:
             return result
-        return super().match_prefix(MatchPrefixParams(key=key[: len(result.device_indices) - rest]))
+        end = len(result.device_indices)
+        tail = key.token_ids[end - end % CHUNK_TOKENS : end]
+        if self.bridge.may_begin_at(params.req.rid, key.extra_key, end, tail):
+            return result
+        return self._cut(key, result)
+
+    def _cut(self, key: RadixKey, result: MatchResult) -> MatchResult:
+        """What of ``result``, the match of ``key``, is whole chunks."""
+        end = len(result.device_indices)
+        rest = end % CHUNK_TOKENS
+        return super().match_prefix(MatchPrefixParams(key=key[: end - rest])) if rest else result
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
@@ -163,7 +169,8 @@ class HCacheRadixCache(RadixCache):
     # -- DeviceTree ------------------------------------------------------------------------------
 
     def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
-        result = self._match_whole_chunks(RadixKey(tokens, tenant))
+        key = RadixKey(tokens, tenant)
+        result = self._cut(key, super().match_prefix(MatchPrefixParams(key=key)))
         return DeviceMatch(result.device_indices, result.last_device_node)
 
     def lock(self, node: TreeNode) -> None:

@@ -1,0 +1,90 @@
+"""The requests that wait, and what is pinned on the device for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.sglang_plugin.protocols import DeviceTree, Node, SchedulerView
+from sglang_hcache.sglang_plugin.tickets import Phase, Ticket
+
+_LOOK_EVERY_S = 1.0
+
+
+class Waiting:
+    """Tickets by request id, first come first. Everything runs on the scheduler's thread."""
+
+    def __init__(self, tree: DeviceTree, scheduler: SchedulerView, observer: Observer) -> None:
+        self._tree = tree
+        self._scheduler = scheduler
+        self._observer = observer
+        self._tickets: dict[str, Ticket] = {}
+        self._last_look = time.monotonic()
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._tickets.values()))
+
+    def add(self, ticket: Ticket) -> None:
+        """Its request enters the queue."""
+        self._tickets[ticket.prompt.rid] = ticket
+
+    def get(self, rid: str) -> Ticket | None:
+        """The ticket of a request, if it has one."""
+        return self._tickets.get(rid)
+
+    def take(self, rid: str) -> Ticket | None:
+        """The same; it waits no longer."""
+        return self._tickets.pop(rid, None)
+
+    def gone(self) -> list[str]:
+        """Those whose requests left the queue without telling us. Looks once a second."""
+        now = time.monotonic()
+        if now - self._last_look < _LOOK_EVERY_S:
+            return []
+        self._last_look = now
+        waiting = set(self._scheduler.waiting_ids())
+        gone = [rid for rid in self._tickets if rid not in waiting]
+        if gone:
+            self._observer.count("restore.tickets_pruned", len(gone))
+        return gone
+
+    def phases(self) -> dict[str, int]:
+        """Number of tickets in each phase."""
+        counts = {phase.value: 0 for phase in Phase}
+        for ticket in self._tickets.values():
+            counts[ticket.phase.value] += 1
+        return counts
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, ticket: Ticket, node: Node) -> None:
+        """The prefix of ``ticket`` is in the tree down to ``node``: keep it there."""
+        self._tree.lock(node)
+        ticket.pinned_node = node
+        ticket.enter(Phase.PINNED)
+
+    def unpin(self, ticket: Ticket) -> None:
+        """Let the device evict it again."""
+        assert ticket.pinned_node is not None
+        self._tree.unlock(ticket.pinned_node)
+        ticket.pinned_node = None
+        ticket.seen_evictions = self._tree.evictions
+        ticket.enter(Phase.RESOLVED)
+
+    @property
+    def pinned_tokens(self) -> int:
+        """Those that were restored and are pinned."""
+        return sum(ticket.restore.job.num_tokens for ticket in self._pinned() if ticket.restore is not None)
+
+    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
+        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
+        pinned = [ticket for ticket in self._pinned() if ticket.age_s >= older_than_s]
+        for ticket in pinned:
+            self._observer.count("restore.pins_given_back")
+            ticket.note("what was restored is given back")
+            self.unpin(ticket)
+        return bool(pinned)
+
+    def _pinned(self) -> list[Ticket]:
+        return [ticket for ticket in self._tickets.values() if ticket.phase is Phase.PINNED]
