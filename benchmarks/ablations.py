@@ -17,16 +17,16 @@ Variants take turns in every round; ratios are of the same round. Run it while n
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ablation import report
 from ablation.settings import FULL, QUICK, Section, Sizes
-from common.command import carry_out, errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.options import AsJson, Folder, Out, parse_whole_numbers, prepare_out
 from restoring.report import header_of
 from restoring.runtime import restart_with_cpu_runtime
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # imports torch
 app = new_app()
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("ablations")
 def main(
     section: Annotated[Section, typer.Argument(help="What to measure.")] = Section.ALL,
@@ -115,14 +115,13 @@ def main(
 
 
 def run(
-    section: Section, model: TinyModel, sizes: Sizes, kv_layers: int | None, folder: Path
-) -> dict[str, Any]:
-    """Measure what was asked for; the results as they are written."""
+    section: Section, model: TinyModel, sizes: Sizes, kv_layers: int | None, folder: Path, found: Gathered
+) -> None:
+    """Measure what was asked for."""
     from ablation.run import Run  # takes seconds
 
-    data = Run(section, model, sizes, kv_layers, folder).measure()
-    header = header_of("ablations", model, sizes.rounds)
-    return {**header, **json.loads(json.dumps(data))}  # lists for tuples, as in the file
+    found.header = header_of("ablations", model, sizes.rounds)
+    Run(section, model, sizes, kv_layers, folder, found).measure()
 
 
 if __name__ == "__main__":

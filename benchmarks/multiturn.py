@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from common.command import carry_out, errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.header import make_header
 from common.model import BenchModel, prepare_model
 from common.options import (
@@ -34,7 +35,7 @@ from common.options import (
 )
 from common.terminal import new_progress, while_doing
 from serving import multiturn_report
-from serving.comparison import Measured, count_unequal, rows_of
+from serving.comparison import Comparison, Measured
 from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
 from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
@@ -167,30 +168,32 @@ async def measure(
     settings: Settings,
     workload: Workload,
     clients: dict[str, TokenClient],
+    comparison: Comparison,
     progress: Progress,
     ends_at: float | None,
-) -> dict[float, dict[str, Measured]]:
+) -> None:
     """All methods at each rate, in turns; fewer rates where ``ends_at`` of ``time.monotonic`` comes first."""
     talk = Talk(workload)
-    measured: dict[float, dict[str, Measured]] = {}
     methods = list(clients)
     for client in clients.values():  # first-use costs
         await client.ask(workload.conversations[0].rounds[0].tokens, max_tokens=2)
     longest = 0.0
     for turn, rate in enumerate(settings.rates if clients else ()):
         began = time.monotonic()
-        if ends_at is not None and measured and began + longest > ends_at:
+        if ends_at is not None and turn and began + longest > ends_at:
+            for left_out in settings.rates[turn:]:
+                comparison.leave_out(left_out)
+                comparison.found.header["rates_left_out"].append(left_out)
             break
-        found = {}
+        found: dict[str, Measured] = {}
         for method in (*methods[turn % len(methods) :], *methods[: turn % len(methods)]):
             client = clients[method]
             await client.empty(tiers=method != "recompute")
             task = progress.add_task(f"{rate:g} requests/s, {method}", total=workload.num_requests)
             found[method] = await talk.hold(client, rate, partial(progress.advance, task))
             progress.remove_task(task)
-        measured[rate] = {method: found[method] for method in methods}
+            comparison.add(rate, {method: found[method] for method in methods if method in found})
         longest = max(longest, time.monotonic() - began)
-    return measured
 
 
 def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> ServerSizes:
@@ -208,8 +211,8 @@ def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> S
     )
 
 
-def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure everything; the results as they are written.
+def run(settings: Settings, folder: Path, found: Gathered) -> None:
+    """Measure everything.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
@@ -221,41 +224,35 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         with while_doing(progress, "writing a model, reading conversations"):
             model, workload = load(settings, folder)
         sizes = size_servers(settings, workload, model)
+        lengths = [conversation.tokens for conversation in workload.conversations]
+        found.header = {
+            **make_header("multiturn"),
+            "model": model.header,
+            "settings": settings.as_json(),
+            "workload": {
+                "source": workload.source,
+                "conversations": len(lengths),
+                "requests": workload.num_requests,
+                "left_out": workload.left_out,
+                "mean_context_tokens": sum(lengths) / len(lengths),
+                "longest_context_tokens": max(lengths),
+            },
+            "sizes": sizes.as_json(),
+            "rates_left_out": [],
+        }
+        comparison = Comparison(found, "rate", settings.rates, methods, notes)
+        comparison.begin()
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
             ends_at = began + QUICK_S if settings.quick else None
-            measured = ask_servers(
-                servers, lambda clients: measure(settings, workload, clients, progress, ends_at)
+            ask_servers(
+                servers, lambda clients: measure(settings, workload, clients, comparison, progress, ends_at)
             )
-    rows = [
-        row
-        for rate in (measured or settings.rates)
-        for row in rows_of({"rate": rate}, methods, measured.get(rate, {}), notes)
-    ]
-    lengths = [conversation.tokens for conversation in workload.conversations]
-    return {
-        **make_header("multiturn"),
-        "model": model.header,
-        "settings": settings.as_json(),
-        "workload": {
-            "source": workload.source,
-            "conversations": len(lengths),
-            "requests": workload.num_requests,
-            "left_out": workload.left_out,
-            "mean_context_tokens": sum(lengths) / len(lengths),
-            "longest_context_tokens": max(lengths),
-        },
-        "sizes": sizes.as_json(),
-        "rates_left_out": [rate for rate in settings.rates if measured and rate not in measured],
-        "seconds": time.monotonic() - began,
-        "unequal": count_unequal(rows),
-        "rows": rows,
-    }
 
 
 app = new_app()
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("multiturn")
 def main(
     dataset: Annotated[

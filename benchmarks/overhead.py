@@ -6,6 +6,7 @@ capture, decoding, time to the first token, start and memory.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from common.command import carry_out, errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.header import make_header
-from common.model import BenchModel, prepare_model
+from common.model import prepare_model
 from common.options import (
     AsJson,
     Folder,
@@ -31,27 +33,29 @@ from common.options import (
 from common.terminal import new_progress, while_doing
 from serving import overhead_report
 from serving.lookup import measure_lookup
-from serving.overhead_requests import PairedRequests, Settings, paired_row
+from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.units import SIZE_HELP
 
+START, MEMORY, LOOKUP = "start", "memory", "look-up"
+"""What is measured beside requests."""
+
 
 async def measure(
-    settings: Settings, model: BenchModel, pair: Pair, clients: dict[str, TokenClient], progress: Progress
-) -> list[dict[str, Any]]:
+    requests: PairedRequests, pair: Pair, settings: Settings, progress: Progress, found: Gathered
+) -> None:
     """What running servers are asked, as rows: ``what``, ``off``, ``tier`` (medians) and ``ratio`` of each round."""
-    rows = []
-    for name, section in PairedRequests(settings, model, clients).sections():
+    for name, section in requests.sections():
         with while_doing(progress, name):
-            rows += await section()
-    with while_doing(progress, "memory"):
-        return rows + await _memory(settings, pair, clients[TIER])
+            found.add(name, await section())
+    with while_doing(progress, MEMORY):
+        found.add(MEMORY, await _memory(settings, pair, requests.clients[TIER]))
 
 
-def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Path) -> dict[str, Any]:
-    """Measure everything; the results as they are written.
+def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Path, found: Gathered) -> None:
+    """Measure everything.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
@@ -59,17 +63,26 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
     model = prepare_model(folder, model_path, tiny)
     sizes = {"pool_tokens": settings.pool_tokens, "host_bytes": settings.host_bytes}
     pair = make_pair(folder, model.path, dtype=tiny.dtype, **sizes)
-    with new_progress() as progress:
-        with while_doing(progress, "starting servers, each alone"):
-            starts = [start_alone(pair) for _ in range(settings.starts)]
-        with running(pair, progress) as started:
-            rows = ask_servers(pair, lambda clients: measure(settings, model, pair, clients, progress))
-    return {
+    found.header = {
         **make_header("overhead"),
         "model": {**model.header, "dtype": tiny.dtype},
         "settings": asdict(settings),
-        "rows": [*_starts(starts or [started]), *rows, *_lookups(settings)],
     }
+    found.expect([START, *section_names(settings), MEMORY, LOOKUP])
+    with new_progress() as progress:
+        if settings.starts:
+            with while_doing(progress, "starting servers, each alone"):
+                found.add(START, _starts([start_alone(pair) for _ in range(settings.starts)]))
+        with running(pair, progress) as started:
+            if not settings.starts:
+                found.add(START, _starts([started]))
+
+            def ask(clients: dict[str, TokenClient]) -> Awaitable[None]:
+                return measure(PairedRequests(settings, model, clients), pair, settings, progress, found)
+
+            ask_servers(pair, ask)
+        with while_doing(progress, LOOKUP):
+            found.add(LOOKUP, _lookups(settings))
 
 
 def _starts(starts: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -111,7 +124,7 @@ async def _memory(settings: Settings, pair: Pair, tier: TokenClient) -> list[dic
 app = new_app()
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("overhead")
 def main(
     model_path: ModelPath = None,

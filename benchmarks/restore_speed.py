@@ -11,18 +11,19 @@ when the history is on the device, which every other method has to add to its ow
     python benchmarks/restore_speed.py --layers 16 --hidden 1024 --heads 16 --dir /mnt/nvme0 --out results-1024
     python benchmarks/restore_speed.py --tiers disk --lengths 4096 --bandwidths none
 
-Run it while nothing else uses the machine. Exit status: 0, or 2 with a reason.
+Run it while nothing else uses the machine. Exit status: 0, 2 with a reason, 130 or 143.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from common.command import carry_out, errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.options import AsJson, Folder, Out, parse_whole_numbers, prepare_out
 from restoring import report
 from restoring.runtime import restart_with_cpu_runtime
@@ -34,7 +35,7 @@ LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
 app = new_app()
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("restore_speed")
 def main(
     layers: Annotated[int, typer.Option(min=2, help="Layers of the random model.")] = 24,
@@ -100,16 +101,12 @@ def main(
     )
 
 
-def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure everything; the results as they are written."""
+def run(settings: Settings, folder: Path, found: Gathered) -> None:
+    """Measure everything."""
     from restoring.speed import measure  # takes seconds
 
-    rows, profiles = measure(settings, folder)
-    return {
-        **report.header_of("restore_speed", settings.model, settings.rounds),
-        "rows": [row.as_json() for row in rows],
-        "profiles": profiles,
-    }
+    found.header = report.header_of("restore_speed", settings.model, settings.rounds)
+    measure(settings, folder, found)
 
 
 if __name__ == "__main__":

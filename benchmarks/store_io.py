@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,16 +18,15 @@ from typing import Annotated, Any
 import typer
 
 import sglang_hcache
-from common.command import errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.header import commit, utc_now
 from common.options import Out, parse_bytes, prepare_out
-from common.results import write_csv, write_json
-from common.terminal import new_console, new_progress
-from sglang_hcache.cli.signals import terminated_as_interrupted
+from common.terminal import new_progress
 from sglang_hcache.store.io.nixl import nixl_problem
 from storage.bench import KIB, Bench, Plan
 from storage.disk_store import StoreLoad
-from storage.report import Report, draw, show
+from storage.report import FLOORS, Files, show, write
 
 
 def make_plan(
@@ -44,9 +42,9 @@ def make_plan(
     """The defaults of a full or a quick run, with what was asked for instead."""
     file_bytes = size or (256 * 2**20 if quick else 2**30)
     return Plan(
-        blocks=tuple(blocks)
+        blocks=tuple(dict.fromkeys(blocks))
         or tuple(KIB * n for n in ((64, 512, 1024) if quick else (64, 256, 512, 1024, 2048))),
-        depths=tuple(depths) or ((4, 16) if quick else (1, 4, 8, 16, 32)),
+        depths=tuple(dict.fromkeys(depths)) or ((4, 16) if quick else (1, 4, 8, 16, 32)),
         rounds=rounds or (3 if quick else 5),
         seconds=0.1 if quick else 0.3,
         file_bytes=file_bytes,
@@ -72,7 +70,19 @@ def make_header(folder: Path, plan: Plan) -> dict[str, Any]:
         "file_system": mounts[-1][1] if mounts else None,
         "plan": asdict(plan),
         "disturbed_rounds": 0,
+        "floors": FLOORS,
     }
+
+
+def run(plan: Plan, folder: Path, found: Gathered) -> None:
+    """Measure everything.
+
+    Raises:
+        HCacheError, OSError: it cannot be measured here.
+    """
+    found.header = make_header(folder.resolve(), plan)
+    with new_progress() as progress:
+        Bench(folder, plan, found).run(progress)
 
 
 app = new_app()
@@ -89,7 +99,7 @@ Run it while nothing else uses the disk or the CPUs: threads of Python suffer fr
 """
 
 
-@app.command(help=HELP)
+@app.command(help=HELP, epilog=ENDED_EARLY)
 @errors_told("store_io")
 def main(
     directory: Annotated[
@@ -144,22 +154,15 @@ def main(
         quiet_s=quiet,
     )
     prepare_out(out)
-    with (
-        terminated_as_interrupted(),
-        tempfile.TemporaryDirectory(prefix="store-io-", dir=directory) as folder,
-    ):
-        report = Report(make_header(Path(folder).resolve(), plan))
-        with new_progress() as progress:
-            Bench(Path(folder), plan, report).run(progress)
-    show(report, new_console())
-    for path, name, write in (
-        (json_path, "store_io.json", lambda path: write_json(path, report.as_json())),
-        (csv_path, "store_io.csv", lambda path: write_csv(path, report.flat())),
-        (png_path, "store_io.png", partial(draw, report)),
-    ):
-        for target in (path, out and out / name):
-            if target is not None:
-                write(target)
+    carry_out(
+        "store_io",
+        partial(run, plan),
+        show=show,
+        write=write,
+        folder=directory,
+        out=Files.of(out, json_path, csv_path, png_path),
+        as_json=False,
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from common.command import carry_out, errors_told, new_app
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
 from common.header import make_header
 from common.model import BenchModel, prepare_model
 from common.options import (
@@ -37,7 +38,7 @@ from common.options import (
 )
 from common.terminal import new_progress, while_doing
 from serving import zipf_report
-from serving.comparison import Measured, count_unequal, rows_of
+from serving.comparison import Comparison, Measured
 from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
 from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
@@ -140,6 +141,7 @@ class Replay:
     """Asks all methods' servers.
 
     Args:
+        comparison: gets what is measured of a skew as soon as it is over for all methods, or for one of them.
         ends_at: of ``time.monotonic``: when a run stops early; None: never.
     """
 
@@ -148,9 +150,11 @@ class Replay:
         settings: Settings,
         documents: Sequence[Document],
         clients: dict[str, TokenClient],
+        comparison: Comparison,
         progress: Progress,
         ends_at: float | None,
     ) -> None:
+        self._comparison = comparison
         self._settings = settings
         self._documents = documents
         self._clients = clients
@@ -164,7 +168,7 @@ class Replay:
         for client in self._clients.values():
             await client.ask(request.prompt, max_tokens=2)
 
-    async def measure(self, alpha: float, alphas_left: int) -> dict[str, Measured]:
+    async def measure(self, alpha: float, alphas_left: int) -> None:
         """All methods under one skew; ``alphas_left`` counts this one."""
         settings = self._settings
         requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=settings.seed)
@@ -179,8 +183,9 @@ class Replay:
         for number in np.random.default_rng((settings.seed, 2)).permutation(len(self._documents)):
             await self._ask_all(replace(_request(self._documents[number], 0), answer_tokens=1))
             self._progress.advance(task)
-        measured = {method: Measured() for method in self._clients}
+        measured: dict[str, Measured] = {}
         if settings.concurrency == 1:
+            measured = {method: Measured() for method in self._clients}
             for number, request in enumerate(requests):
                 if ends_at is not None and number >= FEWEST_REQUESTS and time.monotonic() > ends_at:
                     break
@@ -188,15 +193,16 @@ class Replay:
                     measured[method].answers.append(answer)
                     measured[method].busy_s += answer.total_s
                 self._progress.advance(task)
+            self._comparison.add(alpha, measured)
         else:
             for method, client in self._clients.items():
                 began = time.monotonic()
-                measured[method].answers = await self._ask_at_once(client, requests)
-                measured[method].busy_s = time.monotonic() - began
+                answers = await self._ask_at_once(client, requests)
+                measured[method] = Measured(answers, time.monotonic() - began)
+                self._comparison.add(alpha, measured)
                 await client.settle()
                 self._progress.advance(task, len(requests) / len(self._clients))
         self._progress.remove_task(task)
-        return measured
 
     async def _ask_all(self, request: Request) -> dict[str, TokenAnswer]:
         """One request to all servers, one at a time; who is first changes. Nobody saves meanwhile."""
@@ -224,20 +230,22 @@ async def measure(
     settings: Settings,
     documents: Sequence[Document],
     clients: dict[str, TokenClient],
+    comparison: Comparison,
     progress: Progress,
     ends_at: float | None,
-) -> dict[float, dict[str, Measured]]:
+) -> None:
     """All methods under each skew; nothing where there are none."""
     if not clients:
-        return {}
-    replay = Replay(settings, documents, clients, progress, ends_at)
+        return
+    replay = Replay(settings, documents, clients, comparison, progress, ends_at)
     await replay.warm_up()
     left = len(settings.alphas)
-    return {alpha: await replay.measure(alpha, left - number) for number, alpha in enumerate(settings.alphas)}
+    for number, alpha in enumerate(settings.alphas):
+        await replay.measure(alpha, left - number)
 
 
-def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure everything; the results as they are written.
+def run(settings: Settings, folder: Path, found: Gathered) -> None:
+    """Measure everything.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
@@ -260,39 +268,33 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
             kv_token_bytes=model.kv_token_bytes,
             measure_s=0.2 if settings.quick else 1.0,
         )
+        found.header = {
+            **make_header("zipf_replay"),
+            "model": model.header,
+            "settings": settings.as_json(),
+            "workload": {
+                "source": "generated, Table 1" if settings.dataset is None else "L-Eval format",
+                "documents": len(documents),
+                "tasks": sorted({document.task for document in documents}),
+                "mean_context_tokens": mean,
+                "longest_prompt_tokens": longest,
+                "context_bytes_as_kv": int(context_bytes),
+            },
+            "sizes": sizes.as_json(),
+        }
+        comparison = Comparison(found, "alpha", settings.alphas, methods, notes)
+        comparison.begin()
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
             ends_at = began + QUICK_S if settings.quick else None
-            measured = ask_servers(
-                servers, lambda clients: measure(settings, documents, clients, progress, ends_at)
+            ask_servers(
+                servers, lambda clients: measure(settings, documents, clients, comparison, progress, ends_at)
             )
-    rows = [
-        row
-        for alpha in settings.alphas
-        for row in rows_of({"alpha": alpha}, methods, measured.get(alpha, {}), notes)
-    ]
-    return {
-        **make_header("zipf_replay"),
-        "model": model.header,
-        "settings": settings.as_json(),
-        "workload": {
-            "source": "generated, Table 1" if settings.dataset is None else "L-Eval format",
-            "documents": len(documents),
-            "tasks": sorted({document.task for document in documents}),
-            "mean_context_tokens": mean,
-            "longest_prompt_tokens": longest,
-            "context_bytes_as_kv": int(context_bytes),
-        },
-        "sizes": sizes.as_json(),
-        "seconds": time.monotonic() - began,
-        "unequal": count_unequal(rows),
-        "rows": rows,
-    }
 
 
 app = new_app()
 
 
-@app.command(help=__doc__)
+@app.command(help=__doc__, epilog=ENDED_EARLY)
 @errors_told("zipf_replay")
 def main(
     dataset: Annotated[

@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,33 +198,32 @@ def measure_partition(
     rig: Rig,
     profile_of: Callable[[DiskStore | None], Profile],
     step: Callable[[], None],
-) -> list[PartitionRow]:
+    on_rows: Callable[[str, int, Sequence[PartitionRow]], None],
+) -> None:
     """Every tier and length by layers, by tokens, and by tokens in whole chunks.
 
     Args:
         profile_of: measures the machine; called once a tier.
         step: called after each round.
+        on_rows: gets the rows of each tier and length as soon as it is over.
     """
-    rows = []
     for number, tier in enumerate(settings.tiers):
         name, _, limit = tier.partition(":")
         disk, counting = (None, None)
-        if name == "disk":
-            disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
-        profile = profile_of(disk)
-        costs = partial_costs(profile, name)
-        split = _split(settings, rig, costs)
-        methods = split.methods()
-        by_layers = Variant(rig, methods, disk, gate_of(profile, methods, PlanKind.HIDDEN), may_decline=False)
-        by_tokens = TokenWise(rig, disk)
-        for length in settings.lengths:
-            case = _Case(rig, tier, length, split, costs, by_layers, by_tokens, counting)
-            rows += case.measure(settings.rounds, step)
-        by_layers.close()
-        by_tokens.close()
-        if disk is not None:
-            disk.close()
-    return rows
+        with ExitStack() as stack:
+            if name == "disk":
+                disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
+                stack.callback(disk.close)
+            profile = profile_of(disk)
+            costs = partial_costs(profile, name)
+            split = _split(settings, rig, costs)
+            methods = split.methods()
+            gate = gate_of(profile, methods, PlanKind.HIDDEN)
+            by_layers = stack.enter_context(closing(Variant(rig, methods, disk, gate, may_decline=False)))
+            by_tokens = stack.enter_context(closing(TokenWise(rig, disk)))
+            for length in settings.lengths:
+                case = _Case(rig, tier, length, split, costs, by_layers, by_tokens, counting)
+                on_rows(tier, length, case.measure(settings.rounds, step))
 
 
 def partial_costs(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +54,7 @@ COLUMNS = {
 
 
 def flat(section: str, row: Any) -> dict[str, Any]:
-    """One row as JSON has it."""
+    """One row as JSON has it, lists for tuples as in the file."""
     data = asdict(row)
     if section == "partition":
         data["bytes_per_token"] = row.read_bytes / row.length
@@ -61,7 +62,7 @@ def flat(section: str, row: Any) -> dict[str, Any]:
         data["bytes_per_token"] = row.write_bytes / row.tokens
     if section == "schedules":
         data["ratio"] = row.ratio
-    return data
+    return json.loads(json.dumps(data))  # type: ignore[no-any-return]
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -141,7 +142,8 @@ def _saving(rows: Sequence[dict[str, Any]]) -> list[Table]:
                     f"{1e3 * row['p99_s']:.2f}", f"{row['writes']:,}", f"{size:.1f}",
                     f"{row['bytes_per_token'] / 1024:.1f}", f"{1e3 * row['drain_s']:.0f}", str(row["dropped"]),
                 )  # fmt: skip
-        tables.append(table)
+        if table.row_count:
+            tables.append(table)
     return tables
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ablation.partition import PartitionRow, PartitionSettings, measure_partition
+from ablation.partition import PartitionSettings, measure_partition
 from ablation.report import flat
-from ablation.saving import SavingRow, SavingSettings, measure_saving
-from ablation.schedules import ScheduleRow, measured_row, paper_rows
+from ablation.saving import SavingSettings, measure_saving
+from ablation.schedules import measured_row, paper_rows
 from ablation.settings import Section, Sizes
+from common.gathered import Gathered
 from common.terminal import new_progress, while_doing
 from restoring.counted_disk import open_disk
 from restoring.rig import Rig
@@ -33,26 +35,45 @@ class Run:
     sizes: Sizes
     kv_layers: int | None
     folder: Path
+    found: Gathered
 
-    def measure(self) -> dict[str, Any]:
-        """Rows of each section that was asked for, as JSON has them."""
+    def measure(self) -> None:
+        """The sections that were asked for."""
+        measures = {
+            Section.PARTITION: self._partition,
+            Section.SAVING: self._saving,
+            Section.SCHEDULES: self._schedules,
+        }
+        wanted = [section for section in measures if self._wants(section)]
+        for section in wanted:
+            self.found.expect(self._names(section), section.value)
         with new_progress() as progress:
-            return {
-                section: [flat(section, row) for row in rows] for section, rows in self._sections(progress)
-            }
+            with while_doing(progress, "loading the model, computing a prompt"):
+                rig = self._load()
+            for section in wanted:
+                measures[section](rig, progress)
 
     def _wants(self, section: Section) -> bool:
         return self.section in (section, Section.ALL)
 
-    def _sections(self, progress: Progress) -> Iterator[tuple[str, Sequence[Any]]]:
-        with while_doing(progress, "loading the model, computing a prompt"):
-            rig = self._load()
-        if self._wants(Section.PARTITION):
-            yield "partition", self._partition(rig, progress)
-        if self._wants(Section.SAVING):
-            yield "saving", self._saving(rig, progress)
-        if self._wants(Section.SCHEDULES):
-            yield "schedules", self._schedules(rig, progress)
+    def _names(self, section: Section) -> list[str]:
+        """What is measured, in words."""
+        sizes = self.sizes
+        if section is Section.PARTITION:
+            return [_name(section, tier, length) for tier in sizes.tiers for length in sizes.lengths]
+        if section is Section.SAVING:
+            return [_name(section, load, size) for load, size in self._saving_settings.loads]
+        return [section.value]
+
+    def _add(self, name: str, section: Section, rows: Sequence[Any]) -> None:
+        self.found.add(name, [flat(section, row) for row in rows])
+
+    @property
+    def _saving_settings(self) -> SavingSettings:
+        sizes = self.sizes
+        return SavingSettings(
+            sizes.batches, sizes.prompt, sizes.steps, sizes.prefill, sizes.rounds, self.folder
+        )
 
     def _load(self) -> Rig:
         folder = self.folder / "model"
@@ -65,24 +86,35 @@ class Run:
             longest += [self.sizes.prefill, max(self.sizes.batches) * per_request]
         return Rig.load(folder, max(longest), PIECE)
 
-    def _partition(self, rig: Rig, progress: Progress) -> list[PartitionRow]:
+    def _partition(self, rig: Rig, progress: Progress) -> None:
         sizes = self.sizes
         settings = PartitionSettings(sizes.tiers, sizes.lengths, self.kv_layers, sizes.rounds, self.folder)
         task = progress.add_task("partition", total=len(sizes.tiers) * len(sizes.lengths) * sizes.rounds)
         profile = partial(rig.profile, measure_s=sizes.measure_s)
-        return measure_partition(settings, rig, profile, partial(progress.advance, task))
+        section = Section.PARTITION
+        measure_partition(
+            settings, rig, profile, partial(progress.advance, task),
+            lambda tier, length, rows: self._add(_name(section, tier, length), section, rows),
+        )  # fmt: skip
 
-    def _saving(self, rig: Rig, progress: Progress) -> list[SavingRow]:
-        sizes = self.sizes
-        settings = SavingSettings(
-            sizes.batches, sizes.prompt, sizes.steps, sizes.prefill, sizes.rounds, self.folder
-        )
-        task = progress.add_task("saving", total=(1 + len(sizes.batches)) * (1 + sizes.rounds))
-        return measure_saving(settings, rig, partial(progress.advance, task))
+    def _saving(self, rig: Rig, progress: Progress) -> None:
+        settings = self._saving_settings
+        task = progress.add_task("saving", total=len(settings.loads) * (1 + settings.rounds))
+        section = Section.SAVING
+        measure_saving(
+            settings, rig, partial(progress.advance, task),
+            lambda load, size, rows: self._add(_name(section, load, size), section, rows),
+        )  # fmt: skip
 
-    def _schedules(self, rig: Rig, progress: Progress) -> list[ScheduleRow]:
+    def _schedules(self, rig: Rig, progress: Progress) -> None:
         with while_doing(progress, "schedules: measuring this machine"):
             disk, _ = open_disk(self.folder / "schedules", IOKind.READ)
-            profile = rig.profile(disk, self.sizes.measure_s)
-            disk.close()
-        return [*paper_rows(), *(measured_row(profile, tier) for tier in profile.tiers)]
+            with contextlib.closing(disk):
+                profile = rig.profile(disk, self.sizes.measure_s)
+        rows = [*paper_rows(), *(measured_row(profile, tier) for tier in profile.tiers)]
+        self._add(Section.SCHEDULES.value, Section.SCHEDULES, rows)
+
+
+def _name(section: Section, load: str, size: int) -> str:
+    unit = "requests" if load == "decode" else "tokens"
+    return f"{section.value}: {load}, {size:,} {unit}"

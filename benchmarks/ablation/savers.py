@@ -188,10 +188,10 @@ class DirectSaver:
         self._close_files()
 
     def _close_files(self) -> None:
-        for rid, file in self._files.items():
+        while self._files:
+            rid, file = self._files.popitem()  # first of all: a signal may come before the last is closed
             os.close(file)
             (self._folder / rid).unlink()
-        self._files.clear()
 
 
 def takes_direct(folder: Path, row_bytes: int) -> bool:

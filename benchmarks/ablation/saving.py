@@ -14,6 +14,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from ablation.savers import DirectSaver, Saver, TwoStageSaver
 from restoring.rig import Rig
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Counters
 
 OFF, TWO_STAGE, CACHED, DIRECT = "off", "two-stage", "direct, page cache", "direct"
 """Nothing is saved; as the server does; written directly into the page cache; written directly to the device."""
@@ -76,6 +78,11 @@ class SavingSettings:
     rounds: int
     folder: Path
 
+    @property
+    def loads(self) -> list[tuple[str, int]]:
+        """What is measured, and its size."""
+        return [("prefill", self.prefill), *(("decode", batch) for batch in self.batches)]
+
 
 @dataclass
 class Session:
@@ -88,37 +95,55 @@ class Session:
     num_tokens: int
 
 
-def measure_saving(settings: SavingSettings, rig: Rig, step: Callable[[], None]) -> list[SavingRow]:
-    """Prefill and every batch size, each with every variant in turn; ``step`` is called after each round."""
+def measure_saving(
+    settings: SavingSettings,
+    rig: Rig,
+    step: Callable[[], None],
+    on_rows: Callable[[str, int, Sequence[SavingRow]], None],
+) -> None:
+    """Prefill and every batch size, each with every variant in turn.
+
+    Args:
+        step: called after each round.
+        on_rows: gets the rows of each load and size as soon as it is over.
+    """
     largest = max(settings.prefill, max(settings.batches) * (settings.prompt + CHUNK_TOKENS))
-    savers: dict[str, Saver | None] = {
-        OFF: None,
-        TWO_STAGE: (two_stage := TwoStageSaver(rig, settings.folder / "two-stage", largest)),
-        CACHED: DirectSaver(rig, settings.folder / "cached", largest, to_device=False),
-        DIRECT: DirectSaver(rig, settings.folder / "direct", largest, to_device=True),
-    }
-    rows: list[SavingRow] = []
-    loads = [("prefill", settings.prefill), *(("decode", batch) for batch in settings.batches)]
-    for load, size in loads:
-        of_load = {name: SavingRow(load, size, name) for name in savers}
-        passes: dict[str, list[float]] = {name: [] for name in savers}
-        for number in range(-1, settings.rounds):  # the first one warms up
-            order = list(savers)[number % len(savers) :] + list(savers)[: number % len(savers)]
-            for name in order:
-                before = two_stage.observer["capture.rows_dropped_staging_full"]
-                session = _session(rig, savers[name], *_prompts(rig, settings, load, size))
-                _note(of_load[name], session, savers[name], is_first=number < 0)
-                of_load[name].dropped += two_stage.observer["capture.rows_dropped_staging_full"] - before
-                if number >= 0:
-                    passes[name] += session.passes_s
-            step()
-        for name, row in of_load.items():
-            _summarise(row, passes[name], of_load[OFF])
-        rows += of_load.values()
-    for saver in savers.values():
-        if saver is not None:
-            saver.close()
-    return rows
+    with ExitStack() as stack:
+        two_stage = TwoStageSaver(rig, settings.folder / "two-stage", largest)
+        stack.callback(two_stage.close)
+        savers: dict[str, Saver | None] = {OFF: None, TWO_STAGE: two_stage}
+        for name, to_device in ((CACHED, False), (DIRECT, True)):
+            folder = settings.folder / ("direct" if to_device else "cached")
+            direct = savers[name] = DirectSaver(rig, folder, largest, to_device=to_device)
+            stack.callback(direct.close)
+        for load, size in settings.loads:
+            on_rows(load, size, _measure_load(settings, rig, savers, two_stage.observer, (load, size), step))
+
+
+def _measure_load(
+    settings: SavingSettings,
+    rig: Rig,
+    savers: dict[str, Saver | None],
+    observer: Counters,
+    load_and_size: tuple[str, int],
+    step: Callable[[], None],
+) -> list[SavingRow]:
+    load, size = load_and_size
+    of_load = {name: SavingRow(load, size, name) for name in savers}
+    passes: dict[str, list[float]] = {name: [] for name in savers}
+    for number in range(-1, settings.rounds):  # the first one warms up
+        order = list(savers)[number % len(savers) :] + list(savers)[: number % len(savers)]
+        for name in order:
+            before = observer["capture.rows_dropped_staging_full"]
+            session = _session(rig, savers[name], *_prompts(rig, settings, load, size))
+            _note(of_load[name], session, savers[name], is_first=number < 0)
+            of_load[name].dropped += observer["capture.rows_dropped_staging_full"] - before
+            if number >= 0:
+                passes[name] += session.passes_s
+        step()
+    for name, row in of_load.items():
+        _summarise(row, passes[name], of_load[OFF])
+    return list(of_load.values())
 
 
 def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> tuple[list[list[int]], int, int]:

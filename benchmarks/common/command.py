@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 
+from common.gathered import Gathered
+from common.stopping import Stopping
 from common.terminal import new_console
-from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.core.errors import HCacheError
 
 Results = dict[str, Any]
+Where = TypeVar("Where")
+"""The folder or the files that results are written to; as text it is told to people."""
+ENDED_EARLY = (
+    "On Ctrl-C or SIGTERM it ends its servers, removes what it made, writes the results that are there, with "
+    '"complete": false and what is missing, and exits with status 130 or 143. A second signal ends it at once.'
+)
+"""For the end of every command's help."""
+MOST_NAMES = 12
+"""In one message; JSON has all."""
 
 
 def new_app() -> typer.Typer:
@@ -27,47 +37,77 @@ def new_app() -> typer.Typer:
 
 @contextmanager
 def errors_told(name: str) -> Iterator[None]:
-    """What a user can mend is one line on standard error, and exit status 2. Also a decorator."""
+    """What a user can mend is one line on standard error, and exit status 2. Also a decorator.
+
+    Ctrl-C before :func:`carry_out` is one line as well, and status 130.
+    """
     try:
         yield
     except (HCacheError, OSError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print(f"{name}: ended by Ctrl-C before it began to measure: there are no results", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def carry_out(
     name: str,
-    measure: Callable[[Path], Results],
+    measure: Callable[[Path, Gathered], None],
     *,
     show: Callable[[Results, Console], None],
-    write: Callable[[Path, Results], None],
+    write: Callable[[Where, Results], None],
     folder: Path | None,
-    out: Path | None,
+    out: Where | None,
     as_json: bool,
 ) -> None:
-    """Measure in a scratch folder, which is removed however that ends; then write the results and print them.
+    """Measure in a scratch folder, which is removed however that ends; write the results and print them.
+
+    A signal or an error ends the measuring; the results are then those that were there.
 
     Args:
-        measure: told the scratch folder.
+        measure: told the scratch folder and where results are gathered.
         show: for people, where ``as_json`` is not wanted.
-        write: files, into ``out`` if there is one.
+        write: files, to ``out`` if it is given.
         folder: where the scratch folder is made; None: the current one.
 
     Raises:
-        typer.Exit: status 1: answers are unequal.
+        typer.Exit: status 1: answers are unequal; 130, 143: it was ended by Ctrl-C or SIGTERM.
         HCacheError, OSError: what went wrong.
     """
     prefix = name.replace("_", "-") + "-"
-    with (
-        terminated_as_interrupted(),
-        tempfile.TemporaryDirectory(prefix=prefix, dir=folder or Path.cwd()) as scratch,
-    ):
-        data = measure(Path(scratch).absolute())
-    if out is not None:
-        write(out, data)
-    if as_json:
-        print(json.dumps(data, indent=2))
-    else:
-        show(data, new_console())
+    found = Gathered()
+    with Stopping() as stopping:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder or Path.cwd()) as scratch:
+            try:
+                stopping.until_stopped(lambda: measure(Path(scratch).absolute(), found))
+            finally:  # also where measuring failed
+                data = found.results()
+                if out is not None and found.measured:
+                    write(out, data)
+        if found.measured and as_json:
+            print(json.dumps(data, indent=2))
+        elif found.measured:
+            show(data, new_console())
+        if stopping.signal is not None:
+            print(ended_early(name, stopping, found, out), file=sys.stderr)
+            raise typer.Exit(stopping.exit_status)
     if data.get("unequal"):
         raise typer.Exit(1)
+
+
+def ended_early(name: str, stopping: Stopping, found: Gathered, out: object | None) -> str:
+    """What ended the command, what there is of its results, where, and what is missing."""
+    if not found.measured:
+        return f"{name}: ended by {stopping.cause} before anything was measured: there are no results"
+    where = "measured, and not written without --out" if out is None else f"written to {out}"
+    return (
+        f"{name}: ended by {stopping.cause}\n"
+        f"  {where}: {_listed(found.measured)}\n"
+        f"  not measured: {_listed(found.missing) or 'nothing is missing'}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return "; ".join(names[:MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")

@@ -58,13 +58,13 @@ def parse_numbers(flag: str, text: str, *, low: float, high: float) -> tuple[flo
 
 
 def parse_whole_numbers(flag: str, text: str, *, low: int, multiple: int = 1) -> tuple[int, ...]:
-    """Whole numbers with commas between them, such as ``1024,4096``.
+    """Whole numbers with commas between them, such as ``1024,4096``, each once.
 
     Raises:
         ConfigError: one is no whole number, below ``low`` or not a multiple.
     """
     try:
-        found = tuple(int(part) for part in text.split(","))
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise ConfigError(f"{flag}: {text!r} is not a list of whole numbers such as 1024,4096") from None
     for number in found:

@@ -32,6 +32,10 @@ _ONE_MODEL = "llama-2-13b"
 """Of those that SGLang runs with dummy weights, in the time that there is."""
 
 
+_PATIENCE_S = 60.0
+"""For a part that is told to end: it ends its servers and removes their folders."""
+
+
 @dataclass(frozen=True)
 class Part:
     name: str
@@ -118,28 +122,51 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
 
     Returns:
         The part's outcome: ``status`` is passed, failed (its results say so), error or timeout.
+
+    Raises:
+        KeyboardInterrupt: the run is ended; so is the part then.
     """
-    began, seen, all_ok = time.monotonic(), 0, True
-    with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+    began = time.monotonic()
+    told = _Told(log.with_suffix(".out"), on_result)
+    with log.open("wb") as errors, told.output.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         status = None
-        while status is None:
-            status = process.poll()
-            lines = results.read(log.with_suffix(".out"))
-            for name, found in lines[seen:]:
-                on_result(name, found)
-                all_ok = all_ok and bool(found.get("ok", True)) and not found.get("mutants_taken")
-            seen = len(lines)
-            if status is None and time.monotonic() - began > part.budget_s:
-                break
-            time.sleep(0.05)
-        _end(process)
-    outcome = {"seconds": time.monotonic() - began, "results": seen}
+        try:
+            while status is None and time.monotonic() - began <= part.budget_s:
+                status = process.poll()
+                told.pass_on()
+                time.sleep(0.05)
+        except KeyboardInterrupt:  # told to end: so is the part, and what it says then counts as well
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE_S)
+            told.pass_on()
+            raise
+        finally:
+            _end(process)
+    outcome = {"seconds": time.monotonic() - began, "results": told.count}
     if status is None:
         return {"status": "timeout", "why": f"took longer than {part.budget_s:g} s", **outcome}
     if status != 0:
         return {"status": "error", "why": _last_line(log) or f"exit status {status}", **outcome}
-    return {"status": "passed" if all_ok and seen else "failed", **outcome}
+    return {"status": "passed" if told.all_ok and told.count else "failed", **outcome}
+
+
+class _Told:
+    """What a part writes to ``output``."""
+
+    def __init__(self, output: Path, on_result: Report) -> None:
+        self.output = output
+        self._on_result = on_result
+        self.count = 0
+        self.all_ok = True
+
+    def pass_on(self) -> None:
+        """The results that are new."""
+        for name, found in results.read(self.output)[self.count :]:
+            self._on_result(name, found)
+            self.all_ok = self.all_ok and bool(found.get("ok", True)) and not found.get("mutants_taken")
+            self.count += 1
 
 
 def part_command(name: str) -> list[str]:

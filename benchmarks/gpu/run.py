@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, its parts a
 
 import torch
 
+from common.command import ENDED_EARLY, ended_early
+from common.gathered import Gathered
 from common.header import make_header
 from common.results import write_json
+from common.stopping import Stopping
 from gpu.parts import NOT_SHOWN, PARTS, Part, part_command, run_apart, run_here
 from gpu.results import told
 
@@ -24,7 +28,9 @@ UNAVAILABLE = "not available here: no CUDA device"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 all parts passed, 1 one did not, 2 there is no GPU or an argument is wrong."""
+    """Exit status: 0 all parts passed, 1 one did not, 2 there is no GPU or an argument is wrong, 130 or 143 it was
+    ended by Ctrl-C or SIGTERM.
+    """
     options = _options(arguments)
     chosen = [
         part
@@ -38,34 +44,75 @@ def main(arguments: list[str] | None = None) -> int:
         print(UNAVAILABLE, file=sys.stderr)
         return 2
     if options.part:
-        run_here(options.part, lambda name, found: print(told(name, found), flush=True))
-        return 0
+        with Stopping() as stopping:
+            stopping.until_stopped(
+                lambda: run_here(options.part, lambda name, found: print(told(name, found), flush=True))
+            )
+        return stopping.exit_status
     options.out.mkdir(parents=True, exist_ok=True)
-    return 0 if run_all(chosen, options.out, _header()) else 1
+    return run_all(chosen, options.out, _header())
 
 
-def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> bool:
-    """Run parts one after the other; ``gpu.json`` is written anew after every result. Whether all passed."""
-    data: dict[str, Any] = {"header": header, "parts": {}, "not_shown": NOT_SHOWN}
-    path = out / "gpu.json"
-    for part in parts:
-        found: dict[str, Any] = {"status": "running", "results": {}}
-        data["parts"][part.name] = found
-        write_json(path, data)
+def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> int:
+    """Run parts one after the other; ``gpu.json`` is written anew after every result. The exit status."""
+    results = GpuResults(parts, out, header)
+    with Stopping() as stopping:
+        stopping.until_stopped(lambda: _run_parts(parts, out, results))
+        if results.found.measured:
+            results.finish()
+            _draw(results.data, out / "gpu.png")
+        if stopping.signal is not None:
+            print(ended_early("gpu", stopping, results.found, out), file=sys.stderr)
+            return stopping.exit_status
+    return 0 if all(part["status"] == "passed" for part in results.data["parts"].values()) else 1
 
-        def on_result(name: str, result: dict[str, Any], found: dict[str, Any] = found) -> None:
-            found["results"][name] = result
-            write_json(path, data)
 
-        log = out / f"{part.name.replace(' ', '-')}.log"
-        outcome = run_apart(part, part_command(part.name), log, on_result)
+class GpuResults:
+    """What ``gpu.json`` holds: the results of each part as they come."""
+
+    def __init__(self, parts: list[Part], out: Path, header: dict[str, Any]) -> None:
+        self.found = Gathered()
+        self.found.header = header
+        self.found.expect(part.name for part in parts)
+        self.data: dict[str, Any] = {"header": {}, "parts": {}, "not_shown": NOT_SHOWN}
+        self._path = out / "gpu.json"
+
+    def add(self, part: str, name: str, result: dict[str, Any]) -> None:
+        """One result of a part that is running."""
+        found = self.data["parts"].setdefault(part, {"status": "running", "results": {}})
+        found["results"][name] = result
+        self.found.add(part, [], lacks=["the rest of it"])
+        self.write()
+
+    def end(self, part: str, outcome: dict[str, Any]) -> None:
+        """The part is over."""
+        found = self.data["parts"].setdefault(part, {"results": {}})
         found |= {name: value for name, value in outcome.items() if name != "results"}
-        write_json(path, data)
+        self.found.add(part, [])
+        self.write()
+
+    def finish(self) -> None:
+        """No part runs any more."""
+        for found in self.data["parts"].values():
+            if found["status"] == "running":
+                found["status"] = "ended early"
+        self.write()
+
+    def write(self) -> None:
+        """``gpu.json`` with what there is."""
+        self.data["header"] = self.found.head()
+        write_json(self._path, self.data)
+
+
+def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
+    for part in parts:
+        log = out / f"{part.name.replace(' ', '-')}.log"
+        outcome = run_apart(part, part_command(part.name), log, partial(results.add, part.name))
+        results.end(part.name, outcome)
         print(
-            f"{part.name}: {found['status']} in {found['seconds']:.0f} s {found.get('why', '')}", flush=True
+            f"{part.name}: {outcome['status']} in {outcome['seconds']:.0f} s {outcome.get('why', '')}",
+            flush=True,
         )
-    _draw(data, out / "gpu.png")
-    return all(found["status"] == "passed" for found in data["parts"].values())
 
 
 def _draw(data: dict[str, Any], path: Path) -> None:
@@ -79,7 +126,7 @@ def _draw(data: dict[str, Any], path: Path) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=ENDED_EARLY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [part.name for part in PARTS]
     parser.add_argument(

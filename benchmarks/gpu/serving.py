@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,8 +171,11 @@ def measure_overhead(report: Report) -> None:
         *("--long-history", "16384", "--batch", "16", "--rounds", "5", "--starts", "0", "--chunks", "50000"),
         *("--host-size", "32GB"),
     )
-    for row in results_of("overhead", arguments)["rows"]:
+
+    def on_row(row: dict[str, Any]) -> None:
         report(row["what"], {name: value for name, value in row.items() if name not in ("what", "times")})
+
+    run_command("overhead", arguments, on_row)
 
 
 def measure_zipf(report: Report) -> None:
@@ -181,20 +184,32 @@ def measure_zipf(report: Report) -> None:
         *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--documents", "12"),
         *("--context-limit", "8192", "--requests", "32", "--answer-limit", "8", "--host-size", "24"),
     )
-    rows = results_of("zipf_replay", arguments)["rows"]
-    for row in rows:
+
+    def on_row(row: dict[str, Any]) -> None:
         found = {name: value for name, value in row.items() if name not in ("alpha", "method")}
         report(f"alpha {row['alpha']:g}, {row['method']}", found | {"ok": not row.get("unequal")})
 
+    run_command("zipf_replay", arguments, on_row)
 
-def results_of(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What a command of ``benchmarks/`` finds out.
+
+def run_command(command: str, arguments: Sequence[str], on_row: Callable[[dict[str, Any]], None]) -> None:
+    """Each row of what a command of ``benchmarks/`` finds out, also if this process is told to end meanwhile.
 
     Raises:
         subprocess.CalledProcessError: it failed; why is in this part's log.
+        KeyboardInterrupt: the process is told to end; so is the command then.
     """
     path = Path(__file__).parents[1] / f"{command}.py"
-    output = subprocess.run(
-        [sys.executable, str(path), *arguments, "--json"], stdout=subprocess.PIPE, check=True
-    ).stdout
-    return json.loads(output)  # type: ignore[no-any-return]
+    whole = [sys.executable, str(path), *arguments, "--json"]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(whole, stdout=output)
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()  # where it runs still, it ends its servers
+            process.wait()
+            output.seek(0)
+            for row in json.loads(output.read() or b"{}").get("rows", ()):
+                on_row(row)
+    if status != 0:
+        raise subprocess.CalledProcessError(status, whole)

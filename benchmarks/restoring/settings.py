@@ -18,12 +18,12 @@ PIECE = 2048
 
 
 def parse_tiers(flag: str, text: str) -> tuple[str, ...]:
-    """``host,disk:500MB`` as tiers.
+    """``host,disk:500MB`` as tiers, each once.
 
     Raises:
         ConfigError: one is no tier.
     """
-    found = tuple(part.strip() for part in text.split(","))
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for tier in found:
         name, colon, limit = tier.partition(":")
         try:

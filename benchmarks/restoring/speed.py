@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.gathered import Gathered
 from common.terminal import new_progress, while_doing
 from restoring.rig import Rig, Variant, gate_of
 from restoring.settings import PIECE, Settings
@@ -50,16 +52,17 @@ class Row:
         return asdict(self) | {"efficiency": self.efficiency}
 
 
-def measure(settings: Settings, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+def measure(settings: Settings, folder: Path, found: Gathered) -> None:
     """Medians of every variant at every length and tier, and the profile that ``auto`` used.
 
     Args:
         folder: for the model and the disk tiers.
     """
+    found.header["profiles"] = {}
+    for tier in settings.all_tiers:
+        found.expect(_name(tier, length) for length in settings.lengths_of(tier))
     model = folder / "model"
     write_tiny_model(model, settings.model)
-    rows: list[Row] = []
-    profiles: dict[str, Any] = {}
     with new_progress() as progress:
         with while_doing(progress, "loading the model, computing a prompt"):
             rig = Rig.load(model, max(*settings.lengths, settings.sweep.length), PIECE)
@@ -68,44 +71,42 @@ def measure(settings: Settings, folder: Path) -> tuple[list[Row], dict[str, Any]
         for tier in settings.all_tiers:
             task = progress.add_task(tier, total=settings.rounds * len(settings.lengths_of(tier)))
             step = partial(progress.advance, task)
-            found, profile = _measure_tier(settings, rig, tier, folder / "disk", step)
-            rows += found
-            profiles[tier] = asdict(profile)
-    return rows, profiles
+            _measure_tier(settings, rig, tier, folder / "disk", step, found)
+
+
+def _name(tier: str, length: int) -> str:
+    """Of what is measured, in messages."""
+    return f"{tier}, {length:,} tokens"
 
 
 def _measure_tier(
-    settings: Settings, rig: Rig, tier: str, store: Path, step: Callable[[], None]
-) -> tuple[list[Row], Profile]:
+    settings: Settings, rig: Rig, tier: str, store: Path, step: Callable[[], None], found: Gathered
+) -> None:
     disk = None
     name, _, limit = tier.partition(":")
-    if name == "disk":
-        config = StoreConfig(
-            dirs=(store,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
-            read_limit_bytes_per_s=parse_size(limit) if limit else None,
-        )  # fmt: skip
-        disk = DiskStore.open(config, Counters())
-    profile = rig.profile(disk, settings.measure_s)
-    variants = {}
-    for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
-        stored = _stored(profile, name, kind)
-        gate = gate_of(profile, stored, kind)
-        longest = max(settings.lengths_of(tier))
-        variants[kind.value] = Variant(
-            rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest
-        )
-    rows = []
-    for length in settings.lengths_of(tier):
-        rows += _measure_length(settings, rig, tier, length, variants, step)
-    for row in rows:
-        if row.variant in variants:
-            row.stored = describe(variants[row.variant].stored)
-    for variant in variants.values():
-        variant.close()
-    if disk is not None:
-        disk.close()
-        shutil.rmtree(store)
-    return rows, profile
+    with ExitStack() as closing:
+        if name == "disk":
+            config = StoreConfig(
+                dirs=(store,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
+                read_limit_bytes_per_s=parse_size(limit) if limit else None,
+            )  # fmt: skip
+            closing.callback(shutil.rmtree, store, ignore_errors=True)
+            disk = DiskStore.open(config, Counters())
+            closing.callback(disk.close)
+        profile = rig.profile(disk, settings.measure_s)
+        found.header["profiles"][tier] = asdict(profile)
+        variants = {}
+        for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
+            stored = _stored(profile, name, kind)
+            gate = gate_of(profile, stored, kind)
+            longest = max(settings.lengths_of(tier))
+            variants[kind.value] = Variant(
+                rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest
+            )
+            closing.callback(variants[kind.value].close)
+        for length in settings.lengths_of(tier):
+            rows = _measure_length(settings, rig, tier, length, variants, step)
+            found.add(_name(tier, length), [row.as_json() for row in rows])
 
 
 def _stored(profile: Profile, tier: str, kind: PlanKind) -> tuple[Method, ...]:
@@ -138,6 +139,7 @@ def _measure_length(
         rows["ideal"].times.append(rig.question(length))
         step()
     for name, row in rows.items():
+        row.stored = describe(variants[name].stored) if name in variants else ""
         row.seconds = statistics.median(row.times)
         if name in variants and not row.num_recompute:
             share = variants[name].stored.count(Method.HIDDEN) / rig.num_layers

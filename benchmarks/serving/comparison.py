@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.gathered import Gathered
 from serving.latency import Latency
 from serving.token_client import TokenAnswer, compare
 
@@ -53,17 +54,54 @@ def row_of(measured: Measured, reference: Sequence[TokenAnswer]) -> dict[str, An
     }
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Methods under one load after another. Each method's row is there as soon as it is measured.
+
+    Args:
+        key: what tells loads apart, such as ``alpha``.
+        notes: method -> why it cannot be measured.
+    """
+
+    found: Gathered
+    key: str
+    values: Sequence[float]
+    """Of ``key``, one for each load."""
+    methods: Sequence[str]
+    notes: Mapping[str, str]
+
+    def begin(self) -> None:
+        """All loads are expected; those that there is no method for are over."""
+        self.found.expect(map(self._name, self.values))
+        if not set(self.methods) - self.notes.keys():
+            for value in self.values:
+                self.add(value, {})
+
+    def add(self, value: float, measured: Mapping[str, Measured]) -> None:
+        """What is measured so far under one load, by method."""
+        rows = rows_of({self.key: value}, self.methods, measured, self.notes)
+        lacks = [method for method in self.methods if method not in (*measured, *self.notes)]
+        self.found.add(self._name(value), rows, lacks=lacks)
+
+    def leave_out(self, value: float) -> None:
+        """This load is not measured, and not missing."""
+        self.found.leave_out(self._name(value))
+
+    def _name(self, value: float) -> str:
+        return f"{self.key} {value:.12g}"
+
+
 def rows_of(
     key: Mapping[str, Any], methods: Sequence[str], measured: Mapping[str, Measured], notes: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One row for each of ``methods``, also for those that could not be measured.
+    """One row for each of ``methods`` that is measured, or has a note.
 
     Args:
         key: first fields of the rows, such as ``{"alpha": 1.0}``.
         notes: method -> why it was not measured.
     """
     if not measured:
-        return [{**key, "method": method, "requests": 0, "note": notes[method]} for method in methods]
+        return [{**key, "method": method, "requests": 0, "note": note} for method, note in notes.items()]
     reference = measured["recompute" if "recompute" in measured else next(iter(measured))].answers
     rows = {method: row_of(item, reference) for method, item in measured.items()}
     blank = dict.fromkeys(next(iter(rows.values())))
@@ -75,9 +113,5 @@ def rows_of(
     return [
         {**key, "method": method, **rows.get(method, blank), "note": notes.get(method, "")}
         for method in methods
+        if method in rows or method in notes
     ]
-
-
-def count_unequal(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Answers that differ from those of the reference, in all rows."""
-    return sum(row.get("unequal") or 0 for row in rows)

@@ -41,6 +41,8 @@ def write(folder: Path, data: dict[str, Any]) -> None:
 
 
 def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
     axis = figure.add_subplot()
     places = range(len(rows), 0, -1)

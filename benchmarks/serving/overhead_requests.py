@@ -49,6 +49,12 @@ class Settings:
         return 2 * max(*self.histories, self.long_history, self.prompt) + 2048
 
 
+def section_names(settings: Settings) -> list[str]:
+    """What requests measure, in order."""
+    returning = (f"{length} tokens return" for length in settings.histories)
+    return ["prefill", "decoding", *returning, "decoding while others return"]
+
+
 class PairedRequests:
     """Requests to both servers.
 
@@ -58,16 +64,14 @@ class PairedRequests:
 
     def __init__(self, settings: Settings, model: BenchModel, clients: dict[str, TokenClient]) -> None:
         self._settings = settings
-        self._clients = clients
+        self.clients = clients
         self._prompt = partial(model.random_prompt, np.random.default_rng(settings.seed))
 
     def sections(self) -> Iterator[tuple[str, Callable[[], Awaitable[list[dict[str, Any]]]]]]:
-        """What is measured, in order."""
-        yield "prefill", self._prefill
-        yield "decoding", self._decode
-        for length in self._settings.histories:
-            yield f"{length} tokens return", lambda length=length: self._returning(length)
-        yield "decoding while others return", self._company
+        """What is measured, by its name."""
+        returning = (partial(self._returning, length) for length in self._settings.histories)
+        sections = (self._prefill, self._decode, *returning, self._company)
+        return zip(section_names(self._settings), sections, strict=True)
 
     async def _alternate(
         self, rounds: int, once: Callable[[TokenClient, int], Awaitable[float]]
@@ -76,8 +80,8 @@ class PairedRequests:
         times: dict[str, list[float]] = {OFF: [], TIER: []}
         for number in range(-_WARM_UP, rounds):
             for name in (OFF, TIER) if number % 2 else (TIER, OFF):
-                seconds = await once(self._clients[name], number)
-                await self._clients[TIER].settle()
+                seconds = await once(self.clients[name], number)
+                await self.clients[TIER].settle()
                 if number >= 0:
                     times[name].append(seconds)
         return times
@@ -111,7 +115,7 @@ class PairedRequests:
             await client.ask(history, max_tokens=1)
             await client.empty(tiers=False)
             answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
-            if client is self._clients[TIER]:
+            if client is self.clients[TIER]:
                 restored.append(answer.sources.restored)
             return answer.ttft_s
 
@@ -125,18 +129,16 @@ class PairedRequests:
         What it computes afterwards holds up the others as a hit on the device does, without any tier: not counted.
         """
         history = self._prompt(self._settings.long_history)
-        gaps: dict[str, dict[str, list[float]]] = {
-            name: {"alone": [], "beside": []} for name in self._clients
-        }
+        gaps: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside": []} for name in self.clients}
         for _ in range(self._settings.rounds):
-            for name, client in self._clients.items():
+            for name, client in self.clients.items():
                 await client.ask(history, max_tokens=1)
                 hit_s = (await client.ask(history, max_tokens=1)).ttft_s
                 await client.empty(tiers=False)
                 alone, beside = await self._decode_beside(client, history, hit_s)
                 gaps[name]["alone"] += alone
                 gaps[name]["beside"] += beside
-                await self._clients[TIER].settle()
+                await self.clients[TIER].settle()
         rows = []
         for statistic, percent in (("p50", 50), ("p99", 99)):
             found = {

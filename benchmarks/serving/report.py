@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from common.gathered import count_unequal
 from common.results import write_csv, write_json
-from serving.comparison import SOURCES, count_unequal
+from serving.comparison import SOURCES
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 
 if TYPE_CHECKING:
@@ -142,9 +143,11 @@ def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
     """How many times smaller the mean TTFT is than the first baseline's."""
     baseline = next((name for name in ("recompute", "kv") if name in measured_methods(rows)), None)
     for method in measured_methods(rows):
-        line = [row for row in rows if row["method"] == method]
         if baseline is None:
             break
+        line = [
+            row for row in rows if row["method"] == method and row[f"speedup_over_{baseline}"] is not None
+        ]
         heights = [row[f"speedup_over_{baseline}"] for row in line]
         axes.plot([row[key] for row in line], heights, "o-", color=COLOURS[method], label=method)
         if method != baseline:
@@ -163,17 +166,18 @@ def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
     methods = measured_methods(rows)
     values = list(dict.fromkeys(row[key] for row in rows))
     width = 0.8 / max(len(methods), 1)
-    for place, value in enumerate(values):
-        for number, method in enumerate(methods):
-            row = next(row for row in rows if (row[key], row["method"]) == (value, method))
-            at, bottom = place + (number - (len(methods) - 1) / 2) * width, 0.0
-            for source in SOURCES:
-                height = row[f"{source}_hit_ratio"]
-                axes.bar(
-                    at, height, 0.92 * width, bottom, color=COLOURS[method], alpha=_SHADES[source],
-                    edgecolor="white", linewidth=0.4,
-                )  # fmt: skip
-                bottom += height
+    for row in rows:
+        if not row["requests"]:
+            continue
+        number = methods.index(row["method"])
+        at, bottom = values.index(row[key]) + (number - (len(methods) - 1) / 2) * width, 0.0
+        for source in SOURCES:
+            height = row[f"{source}_hit_ratio"]
+            axes.bar(
+                at, height, 0.92 * width, bottom, color=COLOURS[row["method"]], alpha=_SHADES[source],
+                edgecolor="white", linewidth=0.4,
+            )  # fmt: skip
+            bottom += height
     from matplotlib.patches import Patch
 
     axes.legend(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress
 
+from common.gathered import Gathered
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
@@ -24,11 +26,12 @@ from storage.disk_store import (
     write_runs,
 )
 from storage.loads import Fio, Load, Neighbours, Sample, SharedMemory, make_file, open_direct, run_engine
-from storage.report import NO_FIO, Report, Row
+from storage.report import NO_FIO, Row, finished
 
 KIB = 2**10
 MAKERS: dict[str, Callable[[int, int], IOEngine]] = {"posix": PosixEngine, "nixl": NixlEngine}
 PATTERNS = ("read", "randread", "write")
+STORE_WRITES, STORE_READS = "the store writes", "the store reads"
 MAX_OTHERS_PERCENT = 20.0
 """Of one core: a round during which other processes used more is measured again."""
 QUIET_S = 0.2
@@ -52,7 +55,23 @@ class Plan:
 
     @property
     def num_loads(self) -> int:
-        return len(PATTERNS) * len(self.blocks) * len(self.depths) + (2 if self.store else 0)
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all loads, in order."""
+        names = [
+            engine_load(pattern, block, depth)
+            for pattern in PATTERNS
+            for block in self.blocks
+            for depth in self.depths
+        ]
+        return names + ([STORE_WRITES, STORE_READS] if self.store else [])
+
+
+def engine_load(pattern: str, block: int, depth: int) -> str:
+    """Its name."""
+    return f"{pattern} {block / KIB:g} KiB, depth {depth}"
 
 
 @dataclass
@@ -60,22 +79,28 @@ class Variant:
     """One way to do a load. Each of its samples goes to all ``rows``."""
 
     rows: list[Row]
-    measure: Callable[[], Sample]
+    measure: Callable[[], Sample] | None
+    """None: it cannot be measured, and its row says why."""
+
+    def sample(self) -> Sample:
+        """Measure once, and what others do meanwhile."""
+        assert self.measure is not None
+        neighbours = Neighbours()
+        sample = self.measure()
+        return replace(sample, others_percent=neighbours.percent())
 
 
-def _watched(variant: Variant) -> Sample:
-    neighbours = Neighbours()
-    sample = variant.measure()
-    return replace(sample, others_percent=neighbours.percent())
+Loads = Generator[tuple[str, list[Variant]], None, None]
+"""Names and variants; what they need is there until the next one is asked for, or the generator is closed."""
 
 
 class Bench:
-    """Measures in ``folder`` and collects in ``report``."""
+    """Measures in ``folder``; the rows of a load go to ``found`` when it is over."""
 
-    def __init__(self, folder: Path, plan: Plan, report: Report) -> None:
+    def __init__(self, folder: Path, plan: Plan, found: Gathered) -> None:
         self._folder = folder
         self._plan = plan
-        self._report = report
+        self._found = found
         self._fio: Fio | None = None
         self._quiet_s = plan.quiet_s
         self._makers = {
@@ -87,19 +112,22 @@ class Bench:
         Raises:
             HCacheError, OSError: it cannot be measured here.
         """
+        self._found.expect(self._plan.names)
         task = progress.add_task("writing the file", total=self._plan.num_loads)
         data = self._folder / "data"
         make_file(data, self._plan.file_bytes)
         self._fio = Fio.find(data)
-        self._report.header["fio"] = self._fio and f"{self._fio.version} {self._fio.io_engine}"
+        self._found.header["fio"] = self._fio and f"{self._fio.version} {self._fio.io_engine}"
         loads = [self._engine_loads(data)]
         if self._plan.store is not None:
             loads += [self._store_writes(self._plan.store), self._store_reads(self._plan.store)]
         for group in loads:
-            for title, variants in group:
-                progress.update(task, description=title)
-                self._take_turns(variants)
-                progress.advance(task)
+            with closing(group):
+                for name, variants in group:
+                    progress.update(task, description=name)
+                    self._take_turns([variant for variant in variants if variant.measure is not None])
+                    self._found.add(name, finished([row for variant in variants for row in variant.rows]))
+                    progress.advance(task)
 
     def _take_turns(self, variants: Sequence[Variant]) -> None:
         for number in range(self._plan.rounds):
@@ -115,12 +143,12 @@ class Bench:
         while True:
             self._wait_for_quiet()
             begun = time.monotonic()
-            samples = [_watched(variant) for variant in variants]
+            samples = [variant.sample() for variant in variants]
             if max(sample.others_percent for sample in samples) <= MAX_OTHERS_PERCENT:
                 return samples
             self._quiet_s -= time.monotonic() - begun
             if self._quiet_s <= 0:
-                self._report.header["disturbed_rounds"] += 1
+                self._found.header["disturbed_rounds"] += 1
                 return samples
 
     def _wait_for_quiet(self) -> None:
@@ -131,48 +159,38 @@ class Bench:
                 return
             self._quiet_s -= QUIET_S
 
-    def _rows(self, what: str, pattern: str, variant: str, loads: Sequence[tuple[int, int]]) -> list[Row]:
-        rows = [Row(what, pattern, variant, block, depth) for block, depth in loads]
-        self._report.rows += rows
-        return rows
-
     def _fio_variant(
         self, what: str, load: Load, files: Sequence[Path], memory: SharedMemory, options: Sequence[str]
-    ) -> list[Variant]:
-        """None, and a row that says why, if there is no fio."""
-        rows = self._rows(what, load.pattern, "fio", [(load.block_bytes, load.depth)])
+    ) -> Variant:
+        row = Row(what, load.pattern, "fio", load.block_bytes, load.depth)
         if self._fio is None:
-            rows[0].note = NO_FIO
-            return []
-        return [Variant(rows, partial(self._fio.run, load, files, memory, options))]
+            row.note = NO_FIO
+            return Variant([row], None)
+        return Variant([row], partial(self._fio.run, load, files, memory, options))
 
-    def _engine_loads(self, data: Path) -> Iterator[tuple[str, list[Variant]]]:
+    def _engine_loads(self, data: Path) -> Loads:
         file = open_direct(data)
-        memory = SharedMemory(8 * 2**20)
-        engine: IOEngine = PosixEngine(1, 8)
-        rate = run_engine(engine, Load("read", 2**20, 8, self._plan.file_bytes // 2), file, memory).mb_per_s
-        engine.close(1.0)
-        memory.close()
+        with closing(SharedMemory(8 * 2**20)) as memory, _closing_engine(PosixEngine(1, 8)) as engine:
+            all_of_it = Load("read", 2**20, 8, self._plan.file_bytes // 2)
+            rate = run_engine(engine, all_of_it, file, memory).mb_per_s
         for pattern in PATTERNS:
             for block in self._plan.blocks:
                 for depth in self._plan.depths:
                     total = max(int(rate * 1e6 * self._plan.seconds), 8 * block * depth)
                     load = Load(pattern, block, depth, min(total, self._plan.file_bytes))
-                    memory = SharedMemory(block * depth)
                     # The file is there in full: no allocation while fio writes.
                     options = ["--overwrite=1", "--fallocate=none"]
-                    variants = self._fio_variant("engine", load, [data], memory, options)
-                    engines = [make(1, depth) for make in self._makers.values()]
-                    for engine in engines:
-                        rows = self._rows("engine", pattern, engine.name, [(block, depth)])
-                        variants.append(Variant(rows, partial(run_engine, engine, load, file, memory)))
-                    yield f"{pattern} {block // KIB} KiB, depth {depth}", variants
-                    for engine in engines:
-                        engine.close(1.0)
-                    memory.close()
+                    with ExitStack() as stack:
+                        memory = stack.enter_context(closing(SharedMemory(block * depth)))
+                        variants = [self._fio_variant("engine", load, [data], memory, options)]
+                        for make in self._makers.values():
+                            engine = stack.enter_context(_closing_engine(make(1, depth)))
+                            row = Row("engine", pattern, engine.name, block, depth)
+                            variants.append(Variant([row], partial(run_engine, engine, load, file, memory)))
+                        yield engine_load(pattern, block, depth), variants
         data.unlink()
 
-    def _store_writes(self, store: StoreLoad) -> Iterator[tuple[str, list[Variant]]]:
+    def _store_writes(self, store: StoreLoad) -> Loads:
         memory = SharedMemory(IO_THREADS * store.layer_bytes)
         at = (store.layer_bytes, IO_THREADS)
         load = Load("write", *at, store.num_runs * store.run_bytes)
@@ -181,15 +199,15 @@ class Bench:
             *(f"--size={load.total_bytes}", "--fallocate=posix", "--unlink=1"),
             f"--fdatasync={store.num_layers}",
         ]
-        variants = self._fio_variant("store", load, [self._folder / "fio"], memory, options)
+        variants = [self._fio_variant("store", load, [self._folder / "fio"], memory, options)]
         for name, make in self._makers.items():
-            rows = self._rows("store", "write", f"DiskStore, {name}", [at])
+            row = Row("store", "write", f"DiskStore, {name}", *at)
             measure = partial(measure_write, store, self._folder / "new", make, memory)
-            variants.append(Variant(rows, measure))
-        yield f"the store writes {store.num_runs} runs", variants
-        memory.close()
+            variants.append(Variant([row], measure))
+        with closing(memory):
+            yield STORE_WRITES, variants
 
-    def _store_reads(self, store: StoreLoad) -> Iterator[tuple[str, list[Variant]]]:
+    def _store_reads(self, store: StoreLoad) -> Loads:
         directory = self._folder / "store"
         memory = SharedMemory(READERS * store.layer_bytes)
         with opened(store, directory, PosixEngine(1, 1)) as disk_store:
@@ -203,9 +221,17 @@ class Bench:
             used = store.segment_bytes // block * block
             load = Load("read", block, depth, len(files) * used)
             options = [f"--filesize={used}", f"--size={load.total_bytes}"]
-            variants += self._fio_variant("store", load, files, memory, options)
+            variants.append(self._fio_variant("store", load, files, memory, options))
         for name, make in self._makers.items():
-            rows = self._rows("store", "read", f"DiskStore, {name}", loads)
+            rows = [Row("store", "read", f"DiskStore, {name}", *at) for at in loads]
             variants.append(Variant(rows, partial(measure_read, store, directory, make, memory)))
-        yield f"the store reads {store.num_runs} runs", variants
-        memory.close()
+        with closing(memory):
+            yield STORE_READS, variants
+
+
+@contextmanager
+def _closing_engine(engine: IOEngine) -> Iterator[IOEngine]:
+    try:
+        yield engine
+    finally:
+        engine.close(1.0)

@@ -124,19 +124,20 @@ def measure_read(load: StoreLoad, directory: Path, make: MakeEngine, memory: Sha
         leases = [stack.enter_context(store.lease(load.keys(number))) for number in range(load.num_runs)]
         # Handed out one by one, so that no reader is left with a whole run at the end.
         todo = ((lease, layer) for lease in leases for layer in range(load.num_layers))
+        is_over = threading.Event()
         take = threading.Lock()
         start = threading.Barrier(READERS + 1)
 
         def read(out: ByteArray) -> None:
-            start.wait()
             try:
-                while True:
+                start.wait()
+                while not is_over.is_set():
                     with take:
                         lease, layer = next(todo)
                     begun = time.perf_counter()
                     store.read_layer(lease, layer, out)
                     spent.append(time.perf_counter() - begun)
-            except StopIteration:
+            except (StopIteration, threading.BrokenBarrierError):
                 pass
             except BaseException as error:
                 failures.append(error)
@@ -146,12 +147,18 @@ def measure_read(load: StoreLoad, directory: Path, make: MakeEngine, memory: Sha
             for index in range(READERS)
         ]
         store.read_layer(leases[0], 0, memory.slot(0, load.layer_bytes))  # starts the engine's threads
-        for thread in threads:
-            thread.start()
-        start.wait()
-        watch = Stopwatch()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            start.wait()
+            watch = Stopwatch()
+            for thread in threads:
+                thread.join()
+        finally:  # also where the run is ended early: no reader outlives the store
+            start.abort()
+            is_over.set()
+            for thread in filter(threading.Thread.is_alive, threads):
+                thread.join()
         if failures:
             raise failures[0]
         return watch.sample(load.num_runs * load.run_bytes, spent)

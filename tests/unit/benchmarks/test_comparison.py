@@ -69,7 +69,7 @@ def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:
     assert (kv["requests_per_s"], kv["tokens_per_s"]) == (0.4, 206 / 5)
     assert recompute["speedup_over_kv"] == 0.5
     assert [row["unequal"] for row in rows] == [0, 0, 1, None]
-    assert bench("serving.comparison").count_unequal(rows) == 1
+    assert bench("common.gathered").count_unequal(rows) == 1
     assert (absent["requests"], absent["note"], absent["ttft_mean_s"]) == (0, "not available here: why", None)
     alone = bench("serving.comparison").rows_of({"alpha": 0}, ("lmcache",), {}, {"lmcache": "why"})
     assert alone == [{"alpha": 0, "method": "lmcache", "requests": 0, "note": "why"}]
@@ -148,6 +148,54 @@ def test_results_are_shown_and_written(
         (row[key], row["method"]) for row in data["rows"]
     ]
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def ended_early(bench: Import, key: str, methods: tuple[str, ...]) -> dict[str, Any]:
+    """Results of ``recompute``, ``kv`` and ``lmcache``: one load, and of the second only ``methods``."""
+    module = bench("serving.comparison")
+    found = bench("common.gathered").Gathered()
+    found.header = {name: value for name, value in results(bench, key).items() if name != "rows"}
+    notes = {"lmcache": "not available here: why"}
+    comparison = module.Comparison(found, key, (0.5, 1.0, 2.0), ("recompute", "kv", "lmcache"), notes)
+    comparison.begin()
+    assert not found.measured
+    for value, there in ((0.5, ("recompute", "kv")), (1.0, methods)):
+        comparison.add(value, {name: module.Measured([answer(bench)] * 3, 5.0) for name in there})
+    return found.results()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("report", "name", "key"),
+    [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],
+)
+@pytest.mark.parametrize("there", ["recompute", "kv"])
+def test_a_method_that_was_not_measured_has_no_row(
+    bench: Import, tmp_path: Path, report: str, name: str, key: str, there: str
+) -> None:
+    data = ended_early(bench, key, (there,))
+    other = {"recompute": "kv", "kv": "recompute"}[there]
+    assert (data["complete"], data["missing"]) == (False, [f"{key} 1: {other}", f"{key} 2"])
+    assert [(row[key], row["method"]) for row in data["rows"]] == [
+        *((0.5, method) for method in ("recompute", "kv", "lmcache")),
+        (1.0, there),
+        (1.0, "lmcache"),
+    ]
+    alone = data["rows"][3]
+    assert (alone[f"speedup_over_{there}"], alone[f"speedup_over_{other}"]) == (1, None)
+    console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"))
+    bench(report).show(data, console)
+    assert "All 9 answers are equal" in console.export_text()
+    bench(report).write(tmp_path, data)
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_no_method_can_run_nothing_is_missing(bench: Import) -> None:
+    found = bench("common.gathered").Gathered()
+    notes = {"lmcache": "why"}
+    bench("serving.comparison").Comparison(found, "alpha", (0.0, 1.0), ("lmcache",), notes).begin()
+    data = found.results()
+    assert data["complete"]
+    assert [(row["alpha"], row["note"]) for row in data["rows"]] == [(0.0, "why"), (1.0, "why")]
 
 
 def test_the_header_says_what_one_must_know(bench: Import) -> None:

@@ -97,7 +97,7 @@ def test_one_part_stops_no_other(
 
     monkeypatch.setattr(command, "write_json", write_json)
     chosen = [parts.Part(name, 8.0 if name == "hanging" else 120.0, "") for name in SCRIPTS]
-    assert not command.run_all(chosen, tmp_path, {"date": "today"})
+    assert command.run_all(chosen, tmp_path, {"date": "today"}) == 1
     data = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: found["status"] for name, found in data["parts"].items()} == EXPECTED
     assert data["parts"]["broken"]["why"] == "ValueError: it broke"
@@ -117,7 +117,57 @@ def test_all_parts_well_is_a_passed_run(
     parts, command = bench("gpu.parts"), bench("gpu.run")
     script = "import json\n" + SCRIPTS["good"]
     monkeypatch.setattr(command, "part_command", lambda _name: [sys.executable, "-c", script])
-    assert command.run_all([parts.Part("good", 60.0, "")], tmp_path, {})
+    assert command.run_all([parts.Part("good", 60.0, "")], tmp_path, {}) == 0
+    header = json.loads((tmp_path / "gpu.json").read_text())["header"]
+    assert (header["complete"], header["missing"]) == (True, [])
+
+
+ENDED = """
+import json, os, signal, sys, time
+
+def say(name):
+    print("RESULT " + json.dumps({"name": name, "ok": True}), flush=True)
+
+def end(*_):
+    say("last")  # such as the rows that a command of it has by then
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, end)
+if sys.argv[1] != "silent":
+    say("first")
+if sys.argv[1] != "good":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("first", ["good", "silent"])
+def test_a_run_that_is_ended_has_what_was_there(
+    bench: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    first: str,
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    monkeypatch.setattr(command, "part_command", lambda name: [sys.executable, "-c", ENDED, name])
+    chosen = [parts.Part(name, 120.0, "") for name in (first, "ended", "later")]
+    assert command.run_all(chosen, tmp_path, {}) == 143
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    assert data["header"]["complete"] is False
+    ok = {"ok": True}
+    if first == "silent":  # and so nothing was finished, but what it says when it is ended counts
+        assert data["parts"] == {"silent": {"status": "ended early", "results": {"last": ok}}}
+        assert data["header"]["missing"] == ["silent: the rest of it", "ended", "later"]
+        return
+    assert {name: found["status"] for name, found in data["parts"].items()} == {
+        "good": "passed",
+        "ended": "ended early",
+    }
+    assert data["parts"]["ended"]["results"] == {"first": ok, "last": ok}
+    assert data["header"]["missing"] == ["ended: the rest of it", "later"]
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "gpu: ended by SIGTERM" in capsys.readouterr().err
 
 
 def test_the_picture_takes_what_there_is(bench: Callable[[str], Any], tmp_path: Path) -> None:
