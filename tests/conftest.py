@@ -1,10 +1,25 @@
-"""Options for all tests."""
+"""Options for all tests, and what a worker takes at a time."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
+
+
+class WholeFiles(LoadFileScheduling):  # type: ignore[misc]
+    """Workers take whole files, and ``one_server/`` as if it were one: a server for each worker is one too many."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        before, folder, _ = nodeid.partition("/one_server/")
+        return before + folder if folder else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return WholeFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

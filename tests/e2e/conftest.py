@@ -1,13 +1,30 @@
-"""Models, made once a test run."""
+"""Models, made once a test run, and the environment of what the tests start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model import FAMILIES, TinyModel, write_tiny_model
+from tests.e2e.harness import PLUGINS
+from tests.patched_sglang import installed_sglang
+
+
+@pytest.fixture(scope="package", autouse=True)
+def faster_imports() -> Iterator[None]:
+    """In whatever is started: no models that no test serves, and what ``plugins/sitecustomize.py`` does."""
+    families = "|".join(family.prefix for family in FAMILIES.values())
+    is_served = re.compile(rf"^class ({families})(ForCausalLM|LMHeadModel)\(", re.MULTILINE)
+    models = (installed_sglang() / "srt" / "models").glob("*.py")
+    others = sorted(path.stem for path in models if not is_served.search(path.read_text()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+        patch.setenv("PYTHONPATH", str(PLUGINS), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session")

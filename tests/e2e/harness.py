@@ -41,10 +41,13 @@ class Answer:
 class TierServer:
     """A server under strict memory checks, with the switches of ``plugins/hcache_test_plugin.py``.
 
+    At the end it is killed. A test of what a stop leaves behind says ``process.stop()``.
+
     Args:
         cache: its user's cache folder, where profiles are looked for; None: an empty one.
         packages: folders in which it looks for Python packages first.
         port: of every start; 0 for a free one each time.
+        sleep_on_idle: a server that is not asked leaves the cores to others; SGLang's default takes one at all times.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class TierServer:
         *,
         packages: Sequence[Path] = (),
         port: int = 0,
+        sleep_on_idle: bool = True,
     ) -> None:
         self.switches = folder / "switches"
         self.switches.mkdir(parents=True, exist_ok=True)
@@ -68,6 +72,8 @@ class TierServer:
         }
         if "--hcache-method" not in args:
             args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine
+        if sleep_on_idle:
+            args = [*args, "--sleep-on-idle"]
         self.process = ServerProcess(
             args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400, port=port
         )
@@ -78,7 +84,7 @@ class TierServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.stop()
+        self.process.kill()
         self._client.close()
 
     # -- requests --------------------------------------------------------------------------------

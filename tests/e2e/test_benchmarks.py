@@ -42,6 +42,7 @@ def run(program: str, folder: Path, *options: str, named: str = "method") -> dic
 
 def check_header(data: dict[str, Any], program: str) -> None:
     assert data["benchmark"] == program
+    assert (data["complete"], data["missing"]) == (True, [])
     assert data["machine"]["cores"] >= 1
     assert {"sglang", "sglang-hcache", "torch", "python"} <= data["versions"].keys()
     assert data["model"]["layers"] > 0

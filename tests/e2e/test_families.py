@@ -25,20 +25,14 @@ class Case:
     """The method that the log names."""
 
 
-SERVED_IN_CI = ("phi",)
-"""What a server does with a projection does not depend on the family; ``test_attention.py`` has them all."""
 CASES = {
     **{name: Case({"family": name}) for name in FAMILIES},
     "llama-gqa": Case({"family": "llama", "kv_heads": 2}),
     "llama-gqa-auto": Case({"family": "llama", "kv_heads": 2}, "auto", "kv (auto)"),
     "llama-kv": Case({"family": "llama"}, "kv", "kv"),
 }
-
-
-def served() -> list[Any]:
-    """Names of the cases; all but a few need ``--all-families``."""
-    marks = {name: () if name in SERVED_IN_CI else (pytest.mark.all_families,) for name in CASES}
-    return [pytest.param(name, marks=marks[name]) for name in CASES]
+"""What a server does with a projection does not depend on the family: ``test_attention.py`` has them all without a
+server, and two are behind the servers of ``test_cpu.py``."""
 
 
 def server_for(
@@ -54,7 +48,8 @@ def server_for(
     )
 
 
-@pytest.mark.parametrize("name", served())
+@pytest.mark.all_families
+@pytest.mark.parametrize("name", CASES)
 def test_restored_equals_recomputed(name: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     case = CASES[name]
     with server_for(tmp_path, tiny_model(**case.model), method=case.method) as server:
@@ -93,22 +88,35 @@ def test_the_self_check_refuses_a_wrong_projector(tiny_model: Callable[..., Path
 def test_auto_does_without_hidden_states_that_are_projected_wrongly(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Whatever is wrong with the projection, K and V themselves can be stored."""
+    """Whatever is wrong with the projection, K and V themselves can be stored; the next server has them from disk."""
     model, costs = tiny_model(), tmp_path / "costs.json"
     write_profile(model, costs, fixed=1, hidden=1, kv=1, project=1, run=1000)  # restoring always pays
-    server = server_for(tmp_path, model, "float32", "auto", "--hcache-profile", str(costs))
+    disk = ("--hcache-dirs", str(tmp_path / "disk"), "--hcache-disk-size", "64MB")
+    disk += ("--hcache-disk-free-floor", "0")
+    server = server_for(tmp_path, model, "float32", "auto", "--hcache-profile", str(costs), *disk)
+    prompt = random_prompt(1, 900)  # prefilled in two pieces
     with server.switched_on("projector_positions"), server:
         log = server.process.log_text()
         assert "hidden states are not used: K or V differ from the model's own" in log
         assert "method kv (auto); self-check error 0 " in log
-        prompt = random_prompt(1, 700)
-        recomputed = server.recompute(prompt, tokens=16)
-        server.ask(prompt)
+        recomputed = server.recompute(prompt, tokens=80, rid="probe-recomputed")
+        first = server.ask(prompt, tokens=80)
         server.settle()
         server.flush_device()
-        restored = server.ask(prompt, tokens=16)
-        assert restored.host == 640
+        restored = server.ask(prompt, tokens=80)
+        assert restored.host == 896
         assert largest_difference(restored, recomputed) <= TOLERANCE
+        server.flush_device()
+        server.assert_nothing_left()
+        server.process.stop()
+    with server_for(tmp_path, model, "float32", "kv", *disk) as server:
+        restored = server.ask(prompt, tokens=80, rid="probe-restored")
+        assert (restored.host, restored.disk) == (0, 896)
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        server.flush_device()
+        decoded = [*prompt, *first.tokens, 1, 2, 3]
+        assert server.ask(decoded, tokens=1).restored == 960, "what was decoded is stored as well"
         server.flush_device()
         server.assert_nothing_left()
 
@@ -127,7 +135,7 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
             whole = score(server, prompt, extra_key=f"whole-{seed}")
             # Computed in two pieces: the first is a device hit for the second.
             for warm in (64, 320, 576, 640):
-                server.ask(prompt[: warm + 1], tokens=1, extra_key=f"pieces-{warm}-{seed}")
+                server.ask(prompt[:warm], tokens=1, extra_key=f"pieces-{warm}-{seed}")
                 pieces = score(server, prompt, extra_key=f"pieces-{warm}-{seed}")
                 assert pieces.device == warm
                 among_themselves.append(largest_difference(pieces, whole))
@@ -146,33 +154,3 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
 def score(server: TierServer, prompt: list[int], **fields: Any) -> Answer:
     """One token only: greedy decoding of more would follow different tokens after the first near-tie."""
     return server.ask(prompt, tokens=1, top_logprobs_num=5, **fields)
-
-
-def test_stored_kv_comes_back_from_disk_in_the_next_server(
-    tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """K and V, prefilled in two pieces and decoded: written, and read by another server."""
-    model = tiny_model(family="llama", kv_heads=2)
-    disk = (
-        "--hcache-dirs",
-        str(tmp_path / "disk"),
-        "--hcache-disk-size",
-        "64MB",
-        "--hcache-disk-free-floor",
-        "0",
-    )
-    prompt = random_prompt(5, 900)
-    with server_for(tmp_path, model, "float32", "kv", *disk) as server:
-        recomputed = server.recompute(prompt, tokens=80, rid="probe-recomputed")
-        first = server.ask(prompt, tokens=80)
-        server.settle()
-    with server_for(tmp_path, model, "float32", "kv", *disk) as server:
-        restored = server.ask(prompt, tokens=80, rid="probe-restored")
-        assert (restored.host, restored.disk) == (0, 896)
-        assert largest_difference(restored, recomputed) <= TOLERANCE
-        assert_same_pool(server, "restored", "recomputed")
-        server.flush_device()
-        decoded = [*prompt, *first.tokens, 1, 2, 3]
-        assert server.ask(decoded, tokens=1).restored == 960, "what was decoded is stored as well"
-        server.flush_device()
-        server.assert_nothing_left()

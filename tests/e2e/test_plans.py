@@ -153,6 +153,7 @@ def test_grouped_queries_mix_kv_and_recomputation_and_store_no_hidden_states(
         server.ask(prompt)
         server.settle()
         server.assert_nothing_left()
+        server.process.stop()
     with serve(tmp_path, model, "hybrid", costs) as server:
         restored = server.ask(prompt, rid="probe-restored", tokens=16)
         assert (restored.host, restored.disk) == (0, 640)

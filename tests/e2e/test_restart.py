@@ -52,6 +52,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         server.settle()
         # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
         assert server.state()["disk"]["chunks"] == 0
+        server.process.stop()
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
         assert chat(server) > 256
@@ -74,12 +75,14 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         server.settle()
         assert server.state()["host"]["dirty"] == 0
         server.process.kill()
-    # Other weights in a folder of the same shape: nothing of the above may be served.
+    # Other weights in a folder of the same shape: nothing of the above may be served, before it has the right ones.
     with server_on(tmp_path, tiny_model(seed=1)) as server:
         assert server.state()["disk"]["chunks"] > 0
         for prompt in (stopped, evicted, through):
             assert server.ask(prompt).cached == 0
-    with server_on(tmp_path, tiny_model()) as server:
+        server.settle()
+        load = server.post("/update_weights_from_disk", {"model_path": str(tiny_model())})
+        assert load.json()["success"], load.text
         check_restored(server, through, third)
         server.flush_device()
         with server.switched_on("corrupt_restored_key"), pytest.raises(AssertionError):
