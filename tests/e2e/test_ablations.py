@@ -101,7 +101,9 @@ def test_what_is_saved_is_the_same_however_it_is_saved(data: dict[str, Any]) -> 
         assert of["off"]["write_bytes"] == 0
         for name in ("direct, page cache", "direct"):
             assert of[name]["bytes_per_token"] == LAYERS * ROW_BYTES
-        assert 0 < of["two-stage"]["writes"] < of["direct"]["writes"]
+        assert of["two-stage"]["writes"] > 0
+        if load == "decode":  # a prompt's chunks may be written one by one too, if the disk keeps up
+            assert of["two-stage"]["writes"] < of["direct"]["writes"]
 
 
 def test_schedules_are_those_of_the_paper(data: dict[str, Any]) -> None:
