@@ -77,7 +77,7 @@ class TwoStageSaver:
             host, self._disk, self.observer, write_policy=WritePolicy.WRITE_THROUGH, run_chunks=RUN_CHUNKS
         )
         ring = StagingRing(torch.from_numpy(staging), self._layout, rig.model.dtype)
-        self._assembler = Assembler(ring, self._tiers, rig.model.dtype, self.observer)
+        self._assembler = Assembler(ring, self._tiers, self.observer)
         self._tap = Tap(ring, self._assembler.publish, self.observer)
         self._rows: Sequence[RequestRows] = ()
         self._rids: Sequence[str] = ()

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_hcache.core.layout import StateLayout
@@ -34,10 +36,13 @@ class StagingRing:
 
     def __init__(self, memory: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> None:
         self._layout = layout
+        self._groups = layout.groups
         self._widths = [size // dtype.itemsize for size in layout.row_bytes]
         *self._begins, self._row_values = accumulate(self._widths, initial=0)
         self.num_rows = memory.nbytes // (self._row_values * dtype.itemsize)
+        self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
+        self._item_bytes = dtype.itemsize
         self._lock = threading.Lock()
         self._spans: deque[RowSpan] = deque()
 
@@ -51,12 +56,23 @@ class StagingRing:
         begin = span.first * self._row_values + span.count * self._begins[first]
         return self._values[begin : begin + count * span.count * width].view(count, span.count, width)
 
-    def groups(self, span: RowSpan, first: int, count: int) -> list[torch.Tensor]:
-        """Rows [first, first + count) of the span, group by group of the layout: views (layers, count, width)."""
+    def rows(self, span: RowSpan) -> list[torch.Tensor]:
+        """The span's rows of each layer: views (span.count, width). One call for a pass is cheaper than one a layer."""
         return [
-            self.layers(span, group.first, group.count)[:, first : first + count]
-            for group in self._layout.groups
+            rows for group in self._groups for rows in self.layers(span, group.first, group.count).unbind()
         ]
+
+    def groups(self, span: RowSpan, first: int, count: int) -> list[npt.NDArray[np.uint8]]:
+        """Rows [first, first + count) of the span, group by group of the layout: views (layers, count, row bytes)."""
+        found = []
+        for group in self._groups:
+            size = self._layout.row_bytes[group.first]
+            begin = self._item_bytes * (
+                span.first * self._row_values + span.count * self._begins[group.first]
+            )
+            rows = self._bytes[begin : begin + group.count * span.count * size]
+            found.append(rows.reshape(group.count, span.count, size)[:, first : first + count])
+        return found
 
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""

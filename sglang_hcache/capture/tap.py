@@ -35,6 +35,8 @@ class Tap:
         self._observer = observer
         self._tokens = torch.empty(0, dtype=torch.int64)
         self._span: RowSpan | None = None
+        self._rows: list[torch.Tensor] = []
+        """Of each layer in the ring, where the pass writes into it."""
         self._layers_seen = 0
 
     def begin_pass(self, tokens: torch.Tensor) -> None:
@@ -45,6 +47,7 @@ class Tap:
         self._span = self._ring.reserve(num_rows)
         if self._span is None and num_rows > self._ring.num_rows:
             self._span = self._ring.reserve(self._ring.num_rows)
+        self._rows = [] if self._span is None or self._device is not None else self._ring.rows(self._span)
         dropped = num_rows - (self._span.count if self._span else 0)
         if dropped:
             self._observer.count("capture.rows_dropped_staging_full", dropped)
@@ -61,11 +64,16 @@ class Tap:
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
         """Snapshot hidden states of layer ``index``: (rows, width)."""
-        if self._span is not None and len(hidden) < self._span.count:
+        if self._span is None:
+            return
+        if len(hidden) < self._span.count:
             # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
-            return
-        self.layers(index, 1, HiddenSource(hidden[None]))
+        elif self._rows:
+            self._rows[index].copy_(hidden[: self._span.count])
+            self._layers_seen += 1
+        else:
+            self.layers(index, 1, HiddenSource(hidden[None]))
 
     def layers(self, first: int, count: int, source: RowSource) -> None:
         """Snapshot what is stored of neighbouring layers of equal rows."""

@@ -40,7 +40,7 @@ class SaveParts:
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
         self.ring = StagingRing(staging, layout, torch.float32)
-        self.assembler = Assembler(self.ring, self.tiers, torch.float32, self.counters)
+        self.assembler = Assembler(self.ring, self.tiers, self.counters)
         self.tap = Tap(self.ring, self.assembler.publish, self.counters, device_ring)
 
     def chunks(

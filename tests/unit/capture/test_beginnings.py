@@ -126,6 +126,28 @@ def test_an_evicted_chunk_is_no_beginning() -> None:
     path.finish()
 
 
+def test_room_for_a_copy_is_not_made_of_what_is_copied() -> None:
+    path = SavePath(slots=2)
+    run(path, "a", [1] * 64)
+    run(path, "b", [2] * 64)
+    run(path, "c", [*[1] * 50, *[3] * 14], prefix=50)
+    assert path.sealed([*[1] * 50, *[3] * 14]) == [True]
+    assert path.sealed([1] * 64) == [True]
+    assert path.counters[GONE] == 0
+    path.finish()
+
+
+def test_the_only_unfinished_chunk_may_become_its_own_copy() -> None:
+    path = SavePath(slots=8)
+    run(path, "a", [1] * 10)
+    for name in range(2, 9):
+        path.begin(str(name), [])
+    path.forward([(str(name), 0, [name] * 10) for name in range(2, 9)])
+    run(path, "b", [1] * 64, prefix=10)
+    assert path.sealed([1] * 64) == [True]
+    path.finish()
+
+
 def test_cleared_tiers_keep_nothing(path: SavePath) -> None:
     run(path, "a", [1] * 100)
     path.tiers.clear()

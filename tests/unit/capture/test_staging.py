@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,11 +63,14 @@ def test_a_span_has_rows_of_its_own_for_every_layer() -> None:
         for layer in range(LAYOUT.num_layers):
             ring.layers(span, layer, 1).fill_(10 * number + layer)
     for number, span in enumerate(spans):
-        kv, hidden = ring.groups(span, 1, span.count - 1)
+        rows = ring.rows(span)
+        assert [tuple(of_layer.shape) for of_layer in rows] == [(span.count, width) for width in (8, 4, 4)]
+        assert all((of_layer == 10 * number + layer).all() for layer, of_layer in enumerate(rows))
+        kv, hidden = (group.view(np.float32) for group in ring.groups(span, 1, span.count - 1))
         assert kv.shape == (1, span.count - 1, 8)
         assert hidden.shape == (2, span.count - 1, 4)
         assert (kv == 10 * number).all()
-        assert (hidden == torch.tensor([10 * number + 1, 10 * number + 2])[:, None, None]).all()
+        assert (hidden == np.array([10 * number + 1, 10 * number + 2])[:, None, None]).all()
 
 
 def test_a_span_lies_in_one_piece() -> None:
