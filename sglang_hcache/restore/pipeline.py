@@ -112,6 +112,8 @@ class LayerPipeline:
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
         self._memory = memory
         self._spare: list[npt.NDArray[np.uint8]] = []
+        self._left: list[_Read] = []
+        """Reads that went on when their job was over."""
         self._replace_buffers()
 
     def run(self, job: RestoreJob) -> None:
@@ -139,12 +141,19 @@ class LayerPipeline:
             for write in writes:  # whoever sees the job's end may use its slots
                 write.stop()
                 self._give_back(write.read)
-            # A read in flight owns its buffer until it ends: leave it to it. The next job takes a new one.
-            for read in reads:
-                if read.is_over():
-                    self._give_back(read)
+            self._left += reads
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it."""
+        for read in self._left:
+            if read.is_over():
+                self._give_back(read)
+        self._left = [read for read in self._left if read.future is not None and not read.future.done()]
 
     def _replace_buffers(self) -> None:
+        """Before a job: pinned memory is never freed, so what can be used again is."""
+        self._take_back()
         # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
         while len(self._spare) < NUM_BUFFERS:
             self._spare.append(self._memory(self._buffer_bytes))

@@ -65,7 +65,7 @@ class Bridge:
         self._capturing: set[str] = set()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
         ring = StagingRing(memory, tiers.layout, model.dtype)
-        self._assembler = Assembler(ring, tiers, model.dtype, counters)
+        self._assembler = Assembler(ring, tiers, counters)
         beside = device.beside
         tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
         replayed = None if beside is None else beside.replayed
@@ -73,7 +73,7 @@ class Bridge:
         self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
         self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
         self._engine = RestoreEngine(
-            tiers, restorer, counters, self.restores.on_over, budget.block_chunks, device.host_memory
+            tiers, restorer, counters, self.restores.running.on_over, budget.block_chunks, device.host_memory
         )
         self.restores.attach_engine(self._engine)
         self._gauges = gauges
@@ -168,7 +168,7 @@ class Bridge:
     def evicted(self, tokens: array[int], tenant: str | None, first_chunk: int) -> None:
         """The device dropped the KV of ``tokens`` from chunk ``first_chunk`` on: demote those chunks."""
         root = self._namespace_of(tenant).root_key()
-        self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk))
+        self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk), len(tokens))
 
     def device_reset(self) -> None:
         """The device dropped everything."""
@@ -192,10 +192,11 @@ class Bridge:
     def tick(self) -> None:
         """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
         self.restores.tick()
-        if self.restores.is_recomputing or self.restores.scheduler.is_running():
+        running = self.restores.running
+        if running.is_recomputing or self.restores.scheduler.is_running():
             return
-        if self.restores.in_flight_tokens:
-            self.restores.wait_for_job()
+        if running.tokens:
+            running.wait()
         elif self.is_saving:
             # Releases the GIL for the assembler and the demoter; short, for a request may arrive.
             time.sleep(_SAVING_PAUSE_S)
@@ -258,7 +259,7 @@ class Bridge:
             },
             "requests": self.restores.phases(),
             "captured_requests": self._assembler.open_requests,
-            "in_flight_tokens": self.restores.in_flight_tokens,
+            "in_flight_tokens": self.restores.running.tokens,
         }
 
     def _namespace_of(self, tenant: str | None) -> Namespace:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import RestoreError
+from sglang_hcache.core.errors import RestoreError, RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
@@ -84,9 +84,11 @@ class Launcher:
                 self._observer.observe(
                     "restore.prediction_ratio", restore.seconds / restore.decision.restore_s
                 )
-        is_telling = restore.is_complete or restore.job.error is not None
-        if self._gate is not None and restore.decision is not None and is_telling:
-            self._gate.restored(restore.decision, restore.seconds)
+        if self._gate is not None and restore.decision is not None:
+            # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
+            is_late = isinstance(restore.job.error, RestoreTimeoutError)
+            if restore.is_complete or (is_late and restore.seconds > restore.decision.restore_s):
+                self._gate.restored(restore.decision, restore.seconds)
 
     def prepare(
         self,

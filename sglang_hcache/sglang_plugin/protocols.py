@@ -88,6 +88,9 @@ class SchedulerView(Protocol):
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""
 
+    def is_first_come_first_served(self) -> bool:
+        """Whether requests are admitted in the order in which they came."""
+
     def metric_labels(self) -> dict[str, str] | None:
         """Labels of this process's metrics; None if there are none (no ``--enable-metrics``)."""
 

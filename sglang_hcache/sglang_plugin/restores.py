@@ -16,13 +16,12 @@ RESOLVED becomes PENDING again if the device evicts what the request was to find
 
 Ownership of slots: [0, job.start) belongs to the tree and is locked; [job.start, job.end) belongs to the job
 until :meth:`RestoreCoordinator.reap` inserts it into the tree or frees it. Everything runs on the scheduler's
-thread, except :meth:`RestoreCoordinator.on_over`.
+thread.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 
@@ -35,9 +34,9 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
-from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.waiting import Waiting
 from sglang_hcache.tier.tiered import TieredStore
@@ -50,8 +49,9 @@ _LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait 
 _REST_FACTOR = 10.0  # and the rest is so many times what was lost
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _HOLD_S = 0.25  # and time in which nobody takes the room they leave, so that the head of the queue gets it
-_WAIT_S = 0.005
 _INVALIDATE_S = 30.0  # more than any deadline of a job
+_STOP_S = 1.0  # for a restore to end whose slots a running request needs
+_LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
 
 
 class RestoreCoordinator:
@@ -79,20 +79,16 @@ class RestoreCoordinator:
         self._observer = observer
         self._engine: RestoreEngine | None = None
         self._waiting = Waiting(device.tree, device.scheduler, observer)
-        self._running: list[Restore] = []
-        self._in_flight: set[ChunkKey] = set()
+        self.running = Running()
         self._stalled = 0
         self._resting_until = 0.0
         self._holding_until = 0.0
-        self._over = threading.Event()
+        self._first_in_line: Ticket | None = None
+        self._look_again = 0.0
 
     def attach_engine(self, engine: RestoreEngine) -> None:
-        """Set the engine whose jobs report to :meth:`on_over`."""
+        """Set the engine whose jobs report to :attr:`running`."""
         self._engine = engine
-
-    def on_over(self, _job: RestoreJob) -> None:
-        """A job is over (engine's thread)."""
-        self._over.set()
 
     # -- called by the scheduler -----------------------------------------------------------------
 
@@ -103,9 +99,11 @@ class RestoreCoordinator:
             return
         ticket = Ticket(prompt, keys)
         self._waiting.add(ticket)
-        self._observer.count("lookup.requests")
-        self._resolve(ticket)
+        if not self._resolve(ticket):
+            ticket.note("queued with %d whole chunks, not looked for", len(keys))
+            return
         is_hit = ticket.phase is Phase.PENDING
+        self._observer.count("lookup.requests")
         self._observer.count("lookup.hits" if is_hit else "lookup.misses")
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
@@ -116,12 +114,12 @@ class RestoreCoordinator:
             return True
         if ticket.phase is Phase.RESOLVED and ticket.seen_evictions != self._tree.evictions:
             self._resolve(ticket)
-        return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
+        return ticket.phase in (Phase.RESOLVED, Phase.PINNED) and not self._is_behind(ticket)
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
         ticket = self._waiting.take(rid)
-        self._stalled = 0
+        self._stalled, self._look_again = 0, 0.0
         if ticket is None:
             return Admission()
         host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
@@ -152,37 +150,38 @@ class RestoreCoordinator:
             ticket.keys = []
             ticket.restore = None
             ticket.enter(Phase.RESOLVED)
-        deadline = time.monotonic() + _INVALIDATE_S
-        while self._running and time.monotonic() < deadline:
-            self._over.wait(_WAIT_S)
-            self._over.clear()
-            self.reap()
+        self._await_end(list(self.running), _INVALIDATE_S)
+
+    def give_back(self) -> bool:
+        """A running request needs room: let the device evict what is pinned, else stop the newest restore.
+
+        Returns:
+            False if there was nothing.
+        """
+        if self._waiting.give_back_pins():
+            return True
+        restore = self.running.newest()
+        if restore is None:
+            return False
+        ticket, restore.ticket = restore.ticket, None
+        restore.abandon()
+        if ticket is not None:
+            self._observer.count("restore.stopped_for_room")
+            ticket.note("the restore is stopped: a running request needs its room")
+            ticket.restore = None
+            ticket.enter(Phase.PENDING)
+        return self._await_end([restore], _STOP_S)
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
-        self._over.clear()
         self.reap()
         for rid in self._waiting.gone():
             self.drop(rid)
         self._relieve()
         self._start_pending()
-        self._launcher.advance(self._running)
-
-    def wait_for_job(self) -> None:
-        """Wait a moment for a job to be over."""
-        self._over.wait(_WAIT_S)
+        self._launcher.advance(self.running)
 
     # -- numbers ---------------------------------------------------------------------------------
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether the next round will compute something for a restore."""
-        return any(restore.is_recomputing for restore in self._running)
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Slots that belong to jobs, neither free nor in the tree."""
-        return sum(restore.job.num_tokens for restore in self._running)
 
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase."""
@@ -190,38 +189,62 @@ class RestoreCoordinator:
 
     # -- deciding --------------------------------------------------------------------------------
 
-    def _resolve(self, ticket: Ticket) -> None:
-        """PENDING if a tier continues the device's prefix, else RESOLVED."""
+    def _resolve(self, ticket: Ticket) -> bool:
+        """PENDING if a tier continues the device's prefix, else RESOLVED.
+
+        Returns:
+            False if the tiers were not asked: the device has all whole chunks, or nothing is to be restored now.
+        """
         ticket.seen_evictions = self._tree.evictions
         on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)) // CHUNK_TOKENS
-        wanted = ticket.attempts < MOST_ATTEMPTS and on_device < len(ticket.keys)
-        is_hit = wanted and time.monotonic() >= self._resting_until and ticket.keys[on_device] in self._tiers
+        is_wanted = ticket.attempts < MOST_ATTEMPTS and on_device < len(ticket.keys)
+        is_asked = is_wanted and time.monotonic() >= self._resting_until
+        is_hit = is_asked and ticket.keys[on_device] in self._tiers
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
             ticket.enter(phase)
+        return is_asked
 
     def _start_pending(self) -> None:
-        if time.monotonic() < self._holding_until:
+        now = time.monotonic()
+        if now < self._holding_until or now < self._look_again:
             return
+        self._first_in_line = None
         for ticket in self._waiting:
-            if ticket.phase is Phase.PENDING and not self._start(ticket):
+            if ticket.phase is not Phase.PENDING:
+                continue
+            if now < self._resting_until:
+                ticket.give_up()
+            elif not self._start(ticket):
                 if ticket.age_s < _PENDING_LIMIT_S:
+                    self._first_in_line = ticket
+                    self._look_again = now + _LOOK_AGAIN_S
                     return  # first come, first served: later requests must not take the slots it waits for
                 self._observer.count("restore.no_slots")
                 ticket.note("no room for a restore")
                 ticket.give_up()
 
+    def _is_behind(self, ticket: Ticket) -> bool:
+        """Whether to hold it back, lest the room that an earlier one waits for never grows, as SGLang does.
+
+        Not while restores or pins are in the way, which go by themselves.
+        """
+        first = self._first_in_line
+        if first is None or ticket.life.began <= first.life.began or self._held_tokens():
+            return False
+        return self.scheduler.is_running() and self.scheduler.is_first_come_first_served()
+
     def _start(self, ticket: Ticket) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
-        if missing and missing[0] in self._in_flight:
+        if missing and self.running.restores(missing[0]):
             return True  # somebody restores them already; look again when that is over
         keys = missing[: self._tiers.match(missing)]
         if not keys:
             ticket.enter(Phase.RESOLVED)
             return True
-        decision, backlog_s = self._launcher.decide(keys, len(match)), self._backlog_s()
+        decision, backlog_s = self._launcher.decide(keys, len(match)), self.running.backlog_s
         if not self._launcher.pays(decision, backlog_s):
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
@@ -240,37 +263,31 @@ class RestoreCoordinator:
             self._tree.unlock(match.node)
             return True  # gone since the look-up: decided anew at the next round
         ticket.restore = restore
-        self._running.append(restore)
+        self.running.add(restore)
         ticket.attempts += 1
         ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision or "as stored")
         ticket.enter(Phase.RUNNING)
-        self._in_flight.update(keys)
         assert self._engine is not None
         self._engine.submit(restore.job)
         return True
 
-    def _backlog_s(self) -> float:
-        """Predicted seconds of the restores that come first."""
-        return sum(restore.decision.restore_s for restore in self._running if restore.decision is not None)
-
     def _has_room(self, count: int) -> bool:
         """Whether ``count`` slots may be taken: within our share, and not those that running requests will need."""
-        held = self.in_flight_tokens + self._waiting.pinned_tokens
+        held = self._held_tokens()
         if held and held + count > self._config.max_inflight_fraction * self._tree.capacity():
             return False
         return self._tree.room() - count >= self.scheduler.reserved_tokens()
+
+    def _held_tokens(self) -> int:
+        """Slots that restores fill, or have filled for requests that still wait."""
+        return self.running.tokens + self._waiting.pinned_tokens
 
     # -- finishing -------------------------------------------------------------------------------
 
     def reap(self) -> None:
         """Settle the jobs that are over: into the tree, or back to the free slots."""
-        for restore in self._running:
-            if restore.job.is_over and restore.job.state is not RestoreState.DONE:
-                restore.abandon()
-        over = [restore for restore in self._running if restore.is_over]
-        for restore in over:
-            self._running.remove(restore)
-            self._in_flight.difference_update(restore.job.keys)
+        for restore in self.running.take_ended():
+            self._look_again = 0.0
             if isinstance(restore.job.error, RestoreTimeoutError):
                 self._rest(restore.job.deadline_s)
             self._launcher.learn(restore)
@@ -284,6 +301,16 @@ class RestoreCoordinator:
                 ticket.note("restore ends without a result: %s", repr(restore.job.error))
                 ticket.restore = None
                 ticket.give_up()
+
+    def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
+        """Wait until none of ``restores`` runs; False if they take longer."""
+        deadline = time.monotonic() + limit_s
+        while any(restore in self.running for restore in restores):
+            if time.monotonic() > deadline:
+                return False
+            self.running.wait()
+            self.reap()
+        return True
 
     def _rest(self, lost_s: float) -> None:
         """After a restore that was late: start none for a while, in which the tier may recover."""
@@ -313,12 +340,9 @@ class RestoreCoordinator:
 
     def _relieve(self) -> None:
         """Give pins back that are old, or that keep the queue from moving."""
-        waiting_for_nothing = not self._running and not self.scheduler.is_running()
+        waiting_for_nothing = not self.running.tokens and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
         if self._stalled >= _STALLED_TICKS and self._waiting.give_back_pins():
             self._holding_until = time.monotonic() + _HOLD_S
+            self._first_in_line = None
         self._waiting.give_back_pins(older_than_s=_PIN_LIMIT_S)
-
-    def give_back_pins(self) -> bool:
-        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
-        return self._waiting.give_back_pins()

@@ -27,7 +27,7 @@ class Phase(Enum):
     PINNED = "pinned"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Restore:
     """A job, what it holds on the device, and for whom: None once nobody wants it."""
 
@@ -98,7 +98,7 @@ class Life:
         return "; ".join(f"+{at:.3f} {event % values}" for at, event, values in self.events)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     prompt: Prompt
     keys: list[ChunkKey]

@@ -24,7 +24,8 @@ _SPARE_FRACTION = 8  # one in so many host slots is kept free or clean
 _TICK_S = 0.5
 _WAIT_FOR_SLOT_S = 0.5
 _CLOSE_S = 3.0
-_MOST_REQUESTS = 4096  # each holds the tokens of an evicted prefix
+_MOST_REQUESTS = 4096
+_MOST_WAITING_TOKENS = 2**22  # 32 MiB of evicted prefixes
 
 
 class ChunkSource(Protocol):
@@ -51,6 +52,7 @@ class Demoter:
         self._wake = threading.Condition(lock)  # there is work
         self._freed = threading.Condition(lock)  # slots were made clean
         self._requests: deque[ChunkSource] = deque()
+        self._waiting_tokens = 0
         self._keeps_up = True
         self._busy = False
         self._clearing = False
@@ -69,14 +71,20 @@ class Demoter:
         """Whether what is on disk must count as gone already."""
         return self._clearing
 
-    def request(self, keys: ChunkSource) -> None:
-        """Write those of the chunks ``keys()`` that exist only in host memory. Never waits."""
+    def request(self, keys: ChunkSource, num_tokens: int = 0) -> None:
+        """Write those of the chunks ``keys()`` that exist only in host memory. Never waits.
+
+        Args:
+            num_tokens: that ``keys`` holds in memory.
+        """
         with self._wake:
-            if len(self._requests) == _MOST_REQUESTS:
+            tokens = self._waiting_tokens + num_tokens
+            if len(self._requests) == _MOST_REQUESTS or tokens > _MOST_WAITING_TOKENS:
                 # The disk does not keep up. Those chunks stay dirty, and go when slots run short.
                 self._observer.count("demote.requests_dropped")
                 return
             self._requests.append(keys)
+            self._waiting_tokens = tokens
             self._wake.notify()
 
     def wake_if_short(self) -> None:
@@ -112,7 +120,7 @@ class Demoter:
     def clear_disk(self) -> None:
         """Empty the disk, and forget what was asked before. Never waits."""
         with self._wake:
-            self._requests.clear()
+            self._forget_requests()
             self._clearing = True
             self._wake.notify()
 
@@ -120,7 +128,7 @@ class Demoter:
         """Stop after the run that is being written; does not wait for a disk that hangs. Idempotent."""
         with self._wake:
             self._stopping = True
-            self._requests.clear()
+            self._forget_requests()
             self._wake.notify()
         self._thread.join(_CLOSE_S)
 
@@ -135,11 +143,10 @@ class Demoter:
                 if self._stopping:
                     return
                 self._busy = True
-                requests = [self._requests.popleft() for _ in range(len(self._requests))]
             try:
                 if self._clearing:
                     self._clear()
-                self._demote(requests)
+                self._demote(self._wanted(self._take_requests()))
             except Exception:
                 # The thread must outlive anything: what could not be written stays in host memory or is dropped.
                 logger.exception("hcache: demotion failed")
@@ -155,13 +162,27 @@ class Demoter:
         with self._wake:
             self._clearing = False
 
-    def _demote(self, requests: Sequence[ChunkSource]) -> None:
-        chunks = {
+    def _take_requests(self) -> list[ChunkSource]:
+        with self._wake:
+            requests = list(self._requests)
+            self._forget_requests()
+        return requests
+
+    def _forget_requests(self) -> None:
+        self._requests.clear()
+        self._waiting_tokens = 0
+
+    def _wanted(self, requests: Iterable[ChunkSource]) -> dict[ChunkKey, ChunkInfo]:
+        """What of ``requests`` still has to be written."""
+        return {
             info.key: info
             for request in requests
             for key in request()
             if (info := self._host.dirty_info(key)) is not None
         }
+
+    def _demote(self, chunks: dict[ChunkKey, ChunkInfo]) -> None:
+        """Write ``chunks``, and the oldest if slots run short."""
         if self._is_short_of_slots():
             oldest = self._host.oldest_dirty(max(self._spare_slots, self._run_chunks))
             chunks.update((info.key, info) for info in oldest)

@@ -120,10 +120,14 @@ class TieredStore:
         elif self._demoter is not None:
             self._demoter.wake_if_short()
 
-    def demote(self, keys: ChunkSource) -> None:
-        """The chunks named by ``keys()`` left the device: write those that exist only in host memory."""
+    def demote(self, keys: ChunkSource, num_tokens: int = 0) -> None:
+        """The chunks named by ``keys()`` left the device: write those that exist only in host memory.
+
+        Args:
+            num_tokens: that ``keys`` holds in memory.
+        """
         if self._demoter is not None:
-            self._demoter.request(keys)
+            self._demoter.request(keys, num_tokens)
 
     def demote_all(self) -> None:
         """Write every chunk that exists only in host memory."""

@@ -209,12 +209,12 @@ def test_aborts_of_running_requests_leave_nothing(server: TierServer) -> None:
 
 def test_retracted_requests(server: TierServer) -> None:
     """Decoding outgrows the pool, SGLang retracts requests and prefills them again, with the tier in between."""
-    prompts = [random_prompt(400 + index, 150) for index in range(10)]
+    prompts = [random_prompt(400 + index, 150) for index in range(8)]
     with ThreadPoolExecutor(3) as threads:
-        references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=450), prompts))
+        references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=400), prompts))
     assert not any(reference.retractions for reference in references)
     with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(lambda prompt: server.ask(prompt, tokens=450), prompts))
+        answers = list(threads.map(lambda prompt: server.ask(prompt, tokens=400), prompts))
     assert any(answer.retractions for answer in answers)
     for answer, reference in zip(answers, references, strict=True):
         assert largest_difference(answer, reference) <= TOLERANCE
@@ -229,6 +229,27 @@ def test_retracted_requests(server: TierServer) -> None:
     with server.switched_on("corrupt_restored_key"):
         assert largest_difference(server.ask(history), reference) > TOLERANCE
     server.forget_everything()
+
+
+def test_a_running_request_takes_the_room_of_a_restore(server: TierServer) -> None:
+    """Else SGLang, which finds nothing to evict, would end it for want of memory."""
+    history = random_prompt(9, 3400)
+    reference = server.recompute(history)
+    server.ask(history)
+    server.settle()
+    server.flush_device()
+    stopped = server.counter("restore.stopped_for_room")
+    with ThreadPoolExecutor(2) as threads:
+        with server.switched_on("linger_restore"):
+            running = threads.submit(server.ask, random_prompt(90, 64), tokens=900)
+            wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
+            returning = threads.submit(server.ask, history)
+            assert running.result(120).retractions == 0
+        assert server.counter("restore.stopped_for_room") > stopped
+        restored = returning.result(120)
+    assert restored.restored == 3392
+    assert largest_difference(restored, reference) <= TOLERANCE
+    server.flush_device()
 
 
 def test_a_failed_restore_is_recomputed(server: TierServer) -> None:

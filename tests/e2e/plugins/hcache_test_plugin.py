@@ -7,6 +7,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``keep_costs``: what restores and prefills take does not change the predictions.
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``hold_restore``: no layer of a restore is written before the switch is off.
+* ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
 * ``fail_read``: taking a layer from a tier fails.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
@@ -89,7 +90,16 @@ def _patch_restorer(switches):
             key, value = self._pool.read(stored.layer, slots)
             self._pool.write(stored.layer, slots, key * 1.05, value)
 
+    start = LayerRestorer.start
+
+    def lingering(self, stored, positions, slots, before_layer=lambda: None):
+        while (switches / "linger_restore").exists():
+            before_layer()
+            time.sleep(_LET_GO_S)
+        return start(self, stored, positions, slots, before_layer)
+
     LayerRestorer._write = damaged
+    LayerRestorer.start = lingering
 
 
 def _patch_recomputation(switches):

@@ -29,6 +29,7 @@ NOT_EXPORTED = {
     "lookup.requests",  # hits and misses
     "restore.tokens",  # by tier
     "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
+    "restore.stopped_for_room",
     "capture.requests_out_of_order", "capture.chunks_dropped_beginning_gone",
     "demote.requests_dropped",
     "store.chunks_written",  # demoted

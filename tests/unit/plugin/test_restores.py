@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
-from sglang_hcache.core.errors import RestoreTimeoutError
+from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -114,6 +115,7 @@ class ChunkTree:
 class Scheduler:
     running: bool = False
     reserved: int = 0
+    keeps_order: bool = True
     waiting: list[str] = field(default_factory=list)
 
     def is_running(self) -> bool:
@@ -121,6 +123,9 @@ class Scheduler:
 
     def waiting_ids(self) -> list[str]:
         return self.waiting
+
+    def is_first_come_first_served(self) -> bool:
+        return self.keeps_order
 
     def reserved_tokens(self) -> int:
         return self.reserved
@@ -202,7 +207,7 @@ class World:
         in_tree = [slot for slots in self.tree.cached.values() for slot in slots.tolist()]
         assert len(in_tree) == len(set(in_tree))
         assert set(in_tree) | self.tree.free_slots == set(range(CAPACITY))
-        assert self.coordinator.in_flight_tokens == 0
+        assert self.coordinator.running.tokens == 0
 
 
 def tokens(name: int, chunks: int) -> list[int]:
@@ -223,7 +228,7 @@ def test_a_restore_from_request_to_admission(world: World) -> None:
     world.coordinator.tick()
     job = world.engine.jobs[0]
     assert (job.first_position, job.num_tokens) == (2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
-    assert world.coordinator.in_flight_tokens == 3 * CHUNK_TOKENS
+    assert world.coordinator.running.tokens == 3 * CHUNK_TOKENS
     assert not world.coordinator.may_be_admitted("a")
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
@@ -318,6 +323,7 @@ def test_running_requests_keep_their_reserve(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     world.scheduler.reserved -= CHUNK_TOKENS
+    world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.engine.jobs
 
@@ -379,6 +385,7 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("a")
     monkeypatch.setattr(restores, "_PENDING_LIMIT_S", 0.0)
+    world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
 
@@ -395,7 +402,7 @@ def test_new_weights_end_everything(world: World) -> None:
         while world.engine.jobs:
             world.engine.end(RestoreState.CANCELLED)
 
-    world.coordinator._over.wait = finish_cancelled  # type: ignore[method-assign, assignment]
+    world.coordinator.running._over.wait = finish_cancelled  # type: ignore[method-assign, assignment]
     world.coordinator.invalidate()
     world.assert_clean()
     world.tree.evict_all()
@@ -423,6 +430,123 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world.coordinator.drop("late")
     world.coordinator.drop("later")
     world.assert_clean()
+
+
+def test_who_waited_for_it_already_does_not_either(world: World) -> None:
+    """Requests with one prefix wait for the first one's restore; they must not be late one after the other."""
+    world.store(tokens(1, 4))
+    for rid in ("late", "second", "third"):
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    assert world.coordinator.phases()["pending"] == 2
+    world.engine.jobs[0].error = RestoreTimeoutError()
+    world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
+
+
+def ends_when_cancelled(world: World) -> None:
+    """The engine ends jobs that are cancelled while somebody waits for that."""
+
+    def end(_timeout: float) -> None:
+        jobs = world.engine.jobs
+        jobs.sort(key=lambda job: not job._cancelled.is_set())
+        while jobs and jobs[0]._cancelled.is_set():
+            world.engine.end(RestoreState.CANCELLED)
+
+    world.coordinator.running._over.wait = end  # type: ignore[method-assign, assignment]
+
+
+def test_a_running_request_that_needs_room_stops_the_newest_restore(world: World) -> None:
+    """SGLang would end it with "out of memory": what is being restored is in no tree that it could evict."""
+    ends_when_cancelled(world)
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.coordinator.tick()
+    free = len(world.tree.free_slots)
+    assert world.coordinator.give_back()
+    assert len(world.tree.free_slots) == free + 4 * CHUNK_TOKENS
+    assert world.counters["restore.stopped_for_room"] == 1
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 1, "running": 2, "pinned": 0}
+    assert not world.coordinator.may_be_admitted("r3"), "its restore starts again when there is room"
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+    assert all(world.coordinator.give_back() for _ in range(3))
+    assert not world.coordinator.give_back()
+    for name in (1, 2, 3):
+        world.coordinator.drop(f"r{name}")
+    world.assert_clean()
+
+
+def test_pins_go_before_restores_that_run(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.store(tokens(2, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    world.queue("b", tokens(2, 4))
+    world.coordinator.tick()
+    assert world.coordinator.give_back()
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 1, "pinned": 0}
+
+
+def test_a_restore_that_does_not_stop_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "_STOP_S", 0.02)
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.coordinator.give_back()
+    assert world.coordinator.running.tokens == 4 * CHUNK_TOKENS
+    world.engine.end(RestoreState.CANCELLED)
+    world.coordinator.drop("a")
+    world.coordinator.tick()
+    world.assert_clean()
+
+
+def waiting_for_room(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    world.queue("earlier", tokens(8, 4))
+    world.queue("first", tokens(1, 4))
+    world.queue("later", tokens(9, 4))
+    world.coordinator.tick()
+
+
+def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
+    waiting_for_room(world)
+    assert world.coordinator.may_be_admitted("earlier")
+    assert not world.coordinator.may_be_admitted("first")
+    assert not world.coordinator.may_be_admitted("later")
+    world.scheduler.running = False  # nobody is left who could make room: nothing to hold back for
+    assert world.coordinator.may_be_admitted("later")
+    world.scheduler.running, world.scheduler.keeps_order = True, False
+    assert world.coordinator.may_be_admitted("later")
+
+
+def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 0.0)
+    waiting_for_room(world)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert world.coordinator.may_be_admitted("later")
+
+
+def test_whether_there_is_room_is_not_looked_at_in_every_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 60.0)
+    waiting_for_room(world)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.engine.jobs
 
 
 def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
@@ -480,18 +604,38 @@ def test_layers_are_recomputed_in_pieces_behind_the_prefix(mixing: World) -> Non
     job = mixing.engine.jobs[0]
     assert job.layers == (2,)
     assert mixing.forward.passes == [(64, 192, 2)], "at once, while the other layers are read"
-    assert mixing.coordinator.is_recomputing
+    assert mixing.coordinator.running.is_recomputing
     mixing.engine.end(RestoreState.DONE)
     mixing.coordinator.tick()
     assert not mixing.coordinator.may_be_admitted("a"), "its first layers are not complete"
     mixing.coordinator.tick()
     assert mixing.forward.passes == [(64, 192, 2), (192, 320, 2), (320, 384, 2)]
     assert mixing.forward.slots[64:] == job.slots.tolist()
-    assert not mixing.coordinator.is_recomputing
+    assert not mixing.coordinator.running.is_recomputing
     mixing.coordinator.tick()
     assert mixing.coordinator.may_be_admitted("a")
     assert mixing.coordinator.admitted("a", len(prompt)).host == 5 * CHUNK_TOKENS
     mixing.assert_clean()
+
+
+def test_only_restores_that_ended_or_were_late_say_how_fast_a_tier_is() -> None:
+    gate = recomputing_gate(2)
+
+    def drift(error: Exception, seconds: float) -> float:
+        world = World(gate)
+        world.store(tokens(1, 6))
+        world.queue("a", tokens(1, 6))
+        world.coordinator.tick()
+        job = world.engine.jobs[0]
+        job.error, job.seconds, job.started = error, seconds, time.monotonic() + 60
+        world.engine.end(RestoreState.FAILED)
+        world.coordinator.tick()
+        return max(gate._drift.values()) * min(gate._drift.values())
+
+    assert drift(StoreIOError("damaged, at once"), 0.0) == 1
+    assert drift(StoreIOError("damaged, in the end"), 5.0) == 1
+    assert drift(RestoreTimeoutError(), 0.0) == 1, "it had waited for others"
+    assert drift(RestoreTimeoutError(), 5.0) > 1
 
 
 def test_the_job_may_end_last(mixing: World) -> None:
@@ -499,7 +643,7 @@ def test_the_job_may_end_last(mixing: World) -> None:
     mixing.queue("a", tokens(1, 2))
     mixing.coordinator.tick()
     mixing.coordinator.tick()
-    assert not mixing.coordinator.is_recomputing
+    assert not mixing.coordinator.running.is_recomputing
     assert not mixing.coordinator.may_be_admitted("a")
     mixing.engine.end(RestoreState.DONE)
     mixing.coordinator.tick()
@@ -523,7 +667,7 @@ def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: 
     mixing.queue("a", tokens(1, 6))
     mixing.coordinator.tick()
     assert not mixing.coordinator.may_be_admitted("a"), "the job may still write to the slots"
-    assert mixing.coordinator.in_flight_tokens == 6 * CHUNK_TOKENS
+    assert mixing.coordinator.running.tokens == 6 * CHUNK_TOKENS
     mixing.engine.end(RestoreState.DONE)  # it did not look at its cancellation any more
     mixing.coordinator.tick()
     assert mixing.coordinator.may_be_admitted("a")

@@ -137,6 +137,29 @@ def test_a_buffer_that_may_still_be_written_is_not_used_again(bench: Bench, erro
     assert all(buffer is not given for buffer in bench.engine._pipeline._spare)
 
 
+def test_a_buffer_whose_read_ended_late_is_used_again(bench: Bench) -> None:
+    """Pinned memory is never freed: a slow disk must not take more of it with every job."""
+    made = []
+    pipeline = bench.engine._pipeline
+    memory = pipeline._memory
+    pipeline._memory = lambda size: made.append(size) or memory(size)  # type: ignore[func-returns-value]
+    for _ in range(3):
+        release = threading.Event()
+        bench.tiers.before_read = lambda _layer, release=release: release.wait(10)  # type: ignore[method-assign]
+        assert bench.run(deadline_s=0.1).state is RestoreState.FAILED
+        reads = [read.future for read in pipeline._left]
+        assert reads
+        release.set()
+        for future in reads:
+            assert future is not None
+            future.result(10)
+    bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    job = bench.run(first=0)
+    assert job.state is RestoreState.DONE
+    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.hidden[LAYERS - 1] * 2)
+    assert not made
+
+
 def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:
     lease = bench.tiers.lease(bench.keys[:1])
     lease._holds.callback(lambda: 1 / 0)

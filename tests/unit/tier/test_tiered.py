@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import DISK, HOST, TieredStore, _pieces
@@ -173,6 +175,31 @@ def test_of_one_prefix_the_part_that_was_used_again_is_written(tmp_path: Path) -
     assert tiers.match([key(name) for name in range(1, 5)]) == 4
     assert tiers.disk.match([key(name) for name in range(1, 5)]) == 2
     tiers.close()
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_MOST_WAITING_TOKENS", 100)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> list[bytes]:
+        begun.set()
+        go_on.wait(10)
+        return []
+
+    tiers.demote(wait)
+    assert begun.wait(10)
+    put(tiers, 1)
+    for _ in range(3):
+        tiers.demote(lambda: [key(1)], 40)
+    assert tiers._observer["demote.requests_dropped"] == 1  # type: ignore[index]
+    go_on.set()
+    wait_until_saved(tiers)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
+    tiers.demote(list, 90)
+    assert tiers._observer["demote.requests_dropped"] == 1, "those before wait no more"  # type: ignore[index]
 
 
 def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -140,13 +141,13 @@ class HCacheRadixCache(RadixCache):
         log_life(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """As in the base class; where that is not enough, what waiting requests have pinned goes too."""
-        result = super().evict(params)
-        lacking = params.num_tokens - result.num_tokens_evicted
-        if lacking > 0 and self.bridge.restores.give_back_pins():
-            more = super().evict(EvictParams(num_tokens=lacking))
-            result = EvictResult(num_tokens_evicted=result.num_tokens_evicted + more.num_tokens_evicted)
-        return result
+        """As in the base class; where that is not enough, what was or is being restored for waiting requests goes."""
+        allocator = self.token_to_kv_pool_allocator
+        wanted = allocator.available_size() + params.num_tokens
+        evicted = super().evict(params).num_tokens_evicted
+        while (lacking := wanted - allocator.available_size()) > 0 and self.bridge.restores.give_back():
+            evicted += super().evict(EvictParams(num_tokens=lacking)).num_tokens_evicted
+        return EvictResult(num_tokens_evicted=evicted)
 
     def _delete_leaf(self, node: TreeNode) -> None:
         self.evictions += 1
@@ -164,7 +165,7 @@ class HCacheRadixCache(RadixCache):
 
     def protected_size(self) -> int:
         """Locked tokens, and those that a restore is filling: allocated, but in no tree yet."""
-        return super().protected_size() + self.bridge.restores.in_flight_tokens
+        return super().protected_size() + self.bridge.restores.running.tokens
 
     # -- DeviceTree ------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class HCacheRadixCache(RadixCache):
     @property
     def ongoing_prefetch(self) -> dict[str, int]:
         self.bridge.restores.reap()  # SGLang asks this to know whether it is idle, also while it is paused
-        tokens = self.bridge.restores.in_flight_tokens
+        tokens = self.bridge.restores.running.tokens
         return {"restores": tokens} if tokens else {}
 
     def check_hicache_events(self) -> None:
@@ -352,6 +353,10 @@ class SchedulerOf:
 
     def waiting_ids(self) -> list[str]:
         return [req.rid for req in self._scheduler.waiting_queue]
+
+    def is_first_come_first_served(self) -> bool:
+        policy = self._scheduler.policy
+        return policy.policy is CacheAgnosticPolicy.FCFS and not policy.enable_priority_scheduling
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current

@@ -1,0 +1,82 @@
+"""The restores that run, and what they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin.tickets import Restore
+
+_WAIT_S = 0.005
+
+
+class Running:
+    """Restores whose slots are neither free nor in the tree, oldest first.
+
+    Everything runs on the scheduler's thread, except :meth:`on_over`.
+    """
+
+    def __init__(self) -> None:
+        self._restores: list[Restore] = []
+        self._keys: set[ChunkKey] = set()
+        self._over = threading.Event()
+
+    def __iter__(self) -> Iterator[Restore]:
+        return iter(list(self._restores))
+
+    def __contains__(self, restore: Restore) -> bool:
+        return restore in self._restores
+
+    def add(self, restore: Restore) -> None:
+        """It starts."""
+        self._restores.append(restore)
+        self._keys.update(restore.job.keys)
+
+    def restores(self, key: ChunkKey) -> bool:
+        """Whether one of them brings this chunk."""
+        return key in self._keys
+
+    def newest(self) -> Restore | None:
+        """The one that started last."""
+        return self._restores[-1] if self._restores else None
+
+    def take_ended(self) -> list[Restore]:
+        """Those to whose slots nothing writes any more. They are nobody's then but the caller's."""
+        for restore in self._restores:
+            if restore.job.is_over and restore.job.state is not RestoreState.DONE:
+                restore.abandon()
+        ended = [restore for restore in self._restores if restore.is_over]
+        for restore in ended:
+            self._restores.remove(restore)
+            self._keys.difference_update(restore.job.keys)
+        return ended
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def on_over(self, _job: RestoreJob) -> None:
+        """A job is over (engine's thread)."""
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait a moment for a job to be over."""
+        self._over.wait(_WAIT_S)
+        self._over.clear()
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether layers of one are left to be computed on the scheduler's thread."""
+        return any(restore.is_recomputing for restore in self._restores)
+
+    @property
+    def tokens(self) -> int:
+        """Slots that they hold."""
+        return sum(restore.job.num_tokens for restore in self._restores)
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted seconds of all of them: one that starts now comes behind them."""
+        return sum(restore.decision.restore_s for restore in self._restores if restore.decision is not None)
