@@ -16,6 +16,7 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import best_stored, planned_costs
 from sglang_hcache.sglang_plugin.measuring import Bench, installed_versions
 from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import DISK
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +91,16 @@ def choose_stored(
         return (Method.HIDDEN,) * layers
     if config.method is not PlanKind.AUTO:
         return (Method.KV,) * layers
-    if profile is None:
-        smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
-        return (smaller,) * layers
-    best = best_stored(profile)
+    smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
+    best = (smaller,) * layers if profile is None else best_stored(profile)
     if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
         return best
     name = f"layout {weights.hex()[:16]}"
     noted = _parse(disk.notes.get(name), layers)
+    if (
+        profile is None or DISK not in profile.tiers
+    ):  # nobody knows what is best for the disk: what is there stays
+        return noted or best
     if noted is not None and noted != best:
         costs = planned_costs(profile)
         slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
@@ -119,13 +122,23 @@ def describe(methods: Sequence[Method]) -> str:
     return f"{split.hidden} hidden + {split.kv} kv"
 
 
-def _named(path: Path, bench: Bench) -> Profile:
+def profile_of(path: Path, shape: ModelShape) -> Profile:
+    """The profile in a file, which must be of the model.
+
+    Raises:
+        ConfigError: it cannot be read, is none, or is of another model.
+    """
     profile = load_profile(path)
-    if replace(profile.model, name=bench.model.shape.name) != bench.model.shape:
+    if replace(profile.model, name=shape.name) != shape:
         raise ConfigError(
             f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
-            f"{bench.model.shape.name}; make one with: hcache profile --model-path MODEL"
+            f"{shape.name}; make one with: hcache profile --model-path MODEL"
         )
+    return profile
+
+
+def _named(path: Path, bench: Bench) -> Profile:
+    profile = profile_of(path, bench.model.shape)
     for difference in differences(profile, bench.model.shape, bench.machine):
         logger.warning("hcache: the profile %s is used although %s", path, difference)
     return profile

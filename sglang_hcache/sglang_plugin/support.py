@@ -10,6 +10,7 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
 from sglang_hcache.sglang_plugin.model import shape_of
+from sglang_hcache.sglang_plugin.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
 
@@ -87,6 +88,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     problems += device_problems(str(server_args.device), server_args.cuda_graph_config.prefill.backend)
     if server_args.disable_radix_cache:
         problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
+    if server_args.enable_deterministic_inference:
+        problems += determinism_problems(config.method)
     if getattr(server_args, "enable_streaming_session", False):
         problems.append(
             f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"
@@ -94,6 +97,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     _raise(problems)
     store_config(config)
     shape = shape_of(model)
+    if config.profile is not None:
+        profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
     row_bytes = sizes.get(config.method, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
@@ -114,6 +119,16 @@ def device_problems(device: str, prefill_graphs: str) -> list[str]:
             "their hidden states; leave out --cuda-graph-backend-prefill, and prefill in --cuda-graph-config"
         ]
     return []
+
+
+def determinism_problems(method: PlanKind) -> list[str]:
+    """Why ``method`` does not keep what ``--enable-deterministic-inference`` promises."""
+    if method in (PlanKind.KV, PlanKind.RECOMPUTE):
+        return []
+    return [
+        f"{_FLAG} cannot be used with --enable-deterministic-inference: K and V that are projected again may differ "
+        "in their last bits from those of a prefill; add --hcache-method kv, which keeps the bits"
+    ]
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:

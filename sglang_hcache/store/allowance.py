@@ -11,6 +11,7 @@ from sglang_hcache.core.units import format_bytes
 
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
+"""Whole ones that count beside the present one: bytes of the last 24 hours, and of up to one more."""
 _SHARE_OF_NEW = 0.8
 """Chunks that were never used again may take up to this share of the budget."""
 
@@ -43,7 +44,7 @@ class WriteAllowance:
             return json.dumps(self._hours)
 
     def written(self, now_s: float) -> int:
-        """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch).
+        """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch), and in up to one hour more.
 
         Hours that lie in the future, after the clock was set back, count as the present one.
         """
@@ -81,6 +82,6 @@ class WriteAllowance:
         late = sum(self._hours.pop(ahead) for ahead in [item for item in self._hours if item > hour])
         if late:
             self._hours[hour] = self._hours.get(hour, 0) + late
-        for old in [item for item in self._hours if item <= hour - _WINDOW_HOURS]:
+        for old in [item for item in self._hours if item < hour - _WINDOW_HOURS]:
             del self._hours[old]
         return sum(self._hours.values())

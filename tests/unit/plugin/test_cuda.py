@@ -19,7 +19,7 @@ from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.support import device_problems
+from sglang_hcache.sglang_plugin.support import determinism_problems, device_problems
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
@@ -44,6 +44,13 @@ def test_graphs_for_prefill_that_were_asked_for_are_refused(backend: str) -> Non
 def test_other_devices_are_refused() -> None:
     assert device_problems("cuda", "disabled") == device_problems("cpu", "disabled") == []
     assert "'xpu'" in device_problems("xpu", "disabled")[0]
+
+
+@pytest.mark.parametrize("method", PlanKind)
+def test_determinism_wants_the_same_bits(method: PlanKind) -> None:
+    problems = determinism_problems(method)
+    assert bool(problems) is (method not in (PlanKind.KV, PlanKind.RECOMPUTE))
+    assert all("add --hcache-method kv" in problem for problem in problems)
 
 
 def test_who_starts_on_a_gpu_is_told_that_nobody_has() -> None:

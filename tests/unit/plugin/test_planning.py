@@ -254,6 +254,17 @@ def test_another_mix_that_is_much_faster_replaces_it(
     assert not caplog.messages
 
 
+def test_what_is_on_disk_stays_where_the_disk_was_not_measured(open_disk: Callable[[], DiskStore]) -> None:
+    """The write budget was used up, say: costs of host memory alone decide nothing for a disk."""
+    assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
+    kv_wins = made_profile(hidden=20, project=30, tiers=("host",))
+    assert stored(None, kv_wins) == Split(0, 0, 8)
+    assert stored(open_disk(), kv_wins) == Split(0, 8, 0)
+    assert stored(open_disk(), None) == Split(0, 8, 0)
+    assert stored(open_disk(), kv_wins, weights=b"others" * 3) == Split(0, 0, 8)
+    assert open_disk().notes.get(f"layout {(b'others' * 3).hex()[:16]}") is None
+
+
 @pytest.mark.parametrize(("project", "is_kept"), [(6.4, True), (9.6, False)])
 def test_a_tenth_decides(open_disk: Callable[[], DiskStore], project: float, is_kept: bool) -> None:
     """All hidden states: 8 reads of 10 us and one projection that nothing hides; K and V last: the reads alone."""
