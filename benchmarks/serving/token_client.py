@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_hcache.cli.chat_client import ChatError, TokenSources
+from sglang_hcache.cli.chat_client import KEEPALIVE_S, ChatError, TokenSources
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 from sglang_hcache.cli.server_process import ServerProcess
 
@@ -73,7 +73,9 @@ class TokenClient:
     """
 
     def __init__(self, url: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S
+        )
         self._url = url
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, limits=limits)
 

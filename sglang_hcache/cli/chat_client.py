@@ -15,6 +15,8 @@ import httpx
 from sglang_hcache.core.errors import HCacheError
 
 CHAT_PATH = "/v1/chat/completions"
+KEEPALIVE_S = 2.0
+"""How long an idle connection is used again. SGLang closes them after 5 s: a request that is sent just then is lost."""
 _TIMEOUT_S = 300.0
 
 
@@ -107,6 +109,11 @@ def request_body(messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
     }
 
 
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header by which SGLang knows who may ask; none without a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def refusal(response: httpx.Response) -> str:
     """What a server said when it refused: status and its own message. The response must have been read."""
     text = response.text.strip()
@@ -120,15 +127,27 @@ class ChatClient:
 
     Args:
         url: base address of the server, as in ``http://127.0.0.1:30000``.
+        api_key: what the server was given as ``--api-key``.
         timeout_s: longest silence of the server within one request, seconds.
         transport: for tests; None for the network.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = _TIMEOUT_S, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = _TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False, transport=transport)
+        self._http = httpx.Client(
+            headers=authorization(api_key),
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+            timeout=timeout_s,
+            trust_env=False,
+            transport=transport,
+        )
 
     def ask(self, messages: Sequence[Message], *, max_tokens: int, **extra: Any) -> ChatAnswer:
         """Send a conversation and read its answer to the end. May be called from several threads.

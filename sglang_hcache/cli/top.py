@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.chat_client import ChatClient, ChatError
+from sglang_hcache.cli.server_options import ApiKey, ServerUrl
 from sglang_hcache.cli.store_text import new_table
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.units import format_bytes
@@ -54,7 +55,8 @@ class Sample:
 
 
 def top(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    url: ServerUrl = "http://127.0.0.1:30000",
+    api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
     as_json: Annotated[
@@ -65,7 +67,7 @@ def top(
 
     It asks `/server_info`, which every server has; `--enable-metrics` is not needed.
     """
-    with ChatClient(url, timeout_s=max(10.0, interval)) as client:
+    with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
         first = _look(client)
         if as_json:
             _print_json(client, first, None if once else interval)

@@ -220,6 +220,10 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
 
 
+API_KEY_VARIABLE = "HCACHE_API_KEY"
+"""Where commands that talk to a server find its API key, if no option gives it."""
+
+
 def user_cache_dir() -> Path:
     """This user's built helpers: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import torch
 
+from sglang_hcache.cli.chat_client import KEEPALIVE_S
 from sglang_hcache.cli.server_process import ServerProcess
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -77,7 +78,9 @@ class TierServer:
         self.process = ServerProcess(
             args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400, port=port
         )
-        self._client = httpx.Client(timeout=120, trust_env=False)
+        self._client = httpx.Client(
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S), timeout=120, trust_env=False
+        )
 
     def __enter__(self) -> TierServer:
         self.process.start()

@@ -42,6 +42,7 @@ class PageSettings:
     options: AnswerOptions = field(default_factory=AnswerOptions)
     texts: PageTexts = field(default_factory=PageTexts)
     opens_browser: bool = False
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def address(self) -> str:
@@ -60,7 +61,7 @@ class ChatApp:
 
     def start(self) -> None:
         """On the page's event loop."""
-        self._server = ChatServer(self._settings.url, self._settings.options)
+        self._server = ChatServer(self._settings.url, self._settings.options, api_key=self._settings.api_key)
         self._watch = Watch(self._server)
         self._watching = asyncio.create_task(self._watch.run())
         print(

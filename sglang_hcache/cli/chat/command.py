@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.cli.server_options import ApiKey, ServerUrl
 from sglang_hcache.core.errors import ConfigError
 
 PAGE_PORT = 8088
@@ -33,7 +34,8 @@ OpensBrowser = Annotated[
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="The SGLang server.")] = "http://127.0.0.1:30000",
+    url: ServerUrl = "http://127.0.0.1:30000",
+    api_key: ApiKey = None,
     host: PageHost = "127.0.0.1",
     port: PagePort = PAGE_PORT,
     opens_browser: OpensBrowser = False,
@@ -58,7 +60,7 @@ def chat(
     """
     address = url if "://" in url else f"http://{url}"
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
-    serve_page(address, host=host, port=port, options=options, opens_browser=opens_browser)
+    serve_page(address, api_key=api_key, host=host, port=port, options=options, opens_browser=opens_browser)
 
 
 def serve_page(
@@ -68,12 +70,14 @@ def serve_page(
     port: int,
     options: AnswerOptions,
     opens_browser: bool,
+    api_key: str | None = None,
     note: str = "",
 ) -> None:
     """Serve the page until Ctrl-C.
 
     Args:
         url: of the SGLang server.
+        api_key: what it was given as ``--api-key``.
         port: 0 for a free one.
         note: about the model, shown in the page.
 
@@ -88,6 +92,7 @@ def serve_page(
     run_page(
         PageSettings(
             url=url,
+            api_key=api_key,
             host=host,
             port=usable_port(host, port),
             options=options,

@@ -13,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hcache.cli.chat_client import (
     CHAT_PATH,
+    KEEPALIVE_S,
     ChatError,
     Message,
     StreamReader,
+    authorization,
     refusal,
     request_body,
 )
@@ -56,11 +58,17 @@ class ChatServer:
     Args:
         url: base address, as in ``http://127.0.0.1:30000``.
         options: of every answer.
+        api_key: what the server was given as ``--api-key``.
         transport: for tests; None for the network.
     """
 
     def __init__(
-        self, url: str, options: AnswerOptions, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        options: AnswerOptions,
+        *,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.options = options
@@ -70,8 +78,11 @@ class ChatServer:
         )
         self._thread.start()
         self._http = httpx.AsyncClient(
+            headers=authorization(api_key),
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S
+            ),
             trust_env=False,
             transport=transport,
         )

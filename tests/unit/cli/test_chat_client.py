@@ -35,6 +35,25 @@ def _piece(content: str | None, *tokens: tuple[str, float]) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": content}, "logprobs": logprobs}]}
 
 
+def _answers_who_has(key: str) -> Callable[[httpx.Request], httpx.Response]:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("Authorization") != f"Bearer {key}":
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        return httpx.Response(200, json={"internal_states": [{"hcache": {"saving": False}}]})
+
+    return handler
+
+
+def test_the_api_key_is_sent() -> None:
+    transport = httpx.MockTransport(_answers_who_has("secret"))
+    with ChatClient("http://server", api_key="secret", transport=transport) as client:
+        assert client.tier_state() == {"saving": False}
+    for key in (None, "", "other"):
+        client = ChatClient("http://server", api_key=key, transport=transport)
+        with client, pytest.raises(ChatError, match="401"):
+            client.tier_state()
+
+
 USAGE = {"choices": [], "usage": {"prompt_tokens": 100}}
 
 
