@@ -148,11 +148,12 @@ def main(
             help="Tokens of the history that returns while others decode. Default: 16384, quick 2048.", min=64
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Requests that decode together.", min=1)] = 4,
+    batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4",
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Times that each thing is measured. Default: 7, quick 3, and 9 of prefill and of decoding.",
+            help="Times that each thing is measured. Default: 7, and 21 of what is short: prefill, decoding, hits on "
+            "the device; quick 3 and 9.",
             min=1,
         ),
     ] = None,
@@ -184,10 +185,10 @@ def main(
         prompt=prompt or (512 if quick else 2048),
         histories=parse_whole_numbers("--histories", lengths, low=64),
         long_history=long_history or (2048 if quick else 16384),
-        batch=batch,
+        batches=parse_whole_numbers("--batches", batches, low=1),
         decoded=24 if quick else 48,
         rounds=rounds or (3 if quick else 7),
-        short_rounds=rounds or (9 if quick else 7),
+        short_rounds=3 * rounds if rounds else (9 if quick else 21),
         starts=starts if starts is not None else (0 if quick else 3),
         chunks=chunks or (50_000 if quick else 1_000_000),
         host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),

@@ -168,7 +168,18 @@ def measure_overhead(report: Report) -> None:
     """``overhead.py``: a server with the tier and one without, in turns."""
     arguments = (
         *("--layers", "24", "--hidden", "2048", "--prompt", "4096", "--histories", "4096,16384"),
-        *("--long-history", "16384", "--batch", "16", "--rounds", "5", "--starts", "0", "--chunks", "50000"),
+        *(
+            "--long-history",
+            "16384",
+            "--batches",
+            "1,16",
+            "--rounds",
+            "5",
+            "--starts",
+            "0",
+            "--chunks",
+            "50000",
+        ),
         *("--host-size", "32GB"),
     )
 

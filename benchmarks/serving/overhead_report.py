@@ -12,7 +12,17 @@ from rich.table import Table
 from common.results import write_csv, write_json
 from sglang_hcache.core.units import format_bytes
 
-_FIELDS = ("what", "unit", "off", "tier", "ratio", "lowest_ratio", "highest_ratio", "restored_tokens")
+_FIELDS = (
+    "what",
+    "unit",
+    "off",
+    "tier",
+    "ratio",
+    "lowest_ratio",
+    "highest_ratio",
+    "restored_tokens",
+    "device_tokens",
+)
 
 
 def show(data: dict[str, Any], console: Console) -> None:

@@ -19,6 +19,8 @@ from serving.token_client import TokenAnswer, TokenClient
 _COMPANY = 4
 """Requests that decode while a restore runs."""
 _WARM_UP = 3
+_TAIL = 20
+"""Tokens that a history lacks of its last chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +33,13 @@ class Settings:
     """Tokens of prompts that come back."""
     long_history: int
     """Tokens of the one that comes back while others decode."""
-    batch: int
+    batches: tuple[int, ...]
+    """Requests that decode together."""
     decoded: int
     """Tokens of each answer in a batch whose TBT is compared."""
     rounds: int
     short_rounds: int
-    """Of prefill and of decoding."""
+    """Of prefill, of decoding and of hits on the device."""
     starts: int
     """Of each server alone; 0: the starts for everything else are timed."""
     chunks: int
@@ -51,8 +54,13 @@ class Settings:
 
 def section_names(settings: Settings) -> list[str]:
     """What requests measure, in order."""
-    returning = (f"{length} tokens return" for length in settings.histories)
-    return ["prefill", "decoding", *returning, "decoding while others return"]
+    return [
+        "prefill",
+        *(f"decoding, {batch} at once" for batch in settings.batches),
+        *(f"{length} tokens on the device" for length in settings.histories),
+        *(f"{length} tokens return" for length in settings.histories),
+        "decoding while others return",
+    ]
 
 
 class PairedRequests:
@@ -69,8 +77,14 @@ class PairedRequests:
 
     def sections(self) -> Iterator[tuple[str, Callable[[], Awaitable[list[dict[str, Any]]]]]]:
         """What is measured, by its name."""
-        returning = (partial(self._returning, length) for length in self._settings.histories)
-        sections = (self._prefill, self._decode, *returning, self._company)
+        lengths = self._settings.histories
+        sections = (
+            self._prefill,
+            *(partial(self._decode, batch) for batch in self._settings.batches),
+            *(partial(self._on_device, length) for length in lengths),
+            *(partial(self._returning, length) for length in lengths),
+            self._company,
+        )
         return zip(section_names(self._settings), sections, strict=True)
 
     async def _alternate(
@@ -95,17 +109,31 @@ class PairedRequests:
 
         return [paired_row(f"prefill of {self._settings.prompt} tokens", await self._alternate(rounds, once))]
 
-    async def _decode(self) -> list[dict[str, Any]]:
+    async def _decode(self, batch: int) -> list[dict[str, Any]]:
         decoded = self._settings.decoded
 
         async def once(client: TokenClient, _: int) -> float:
-            asks = [client.ask(self._prompt(128), max_tokens=decoded) for _ in range(self._settings.batch)]
+            asks = [client.ask(self._prompt(128), max_tokens=decoded) for _ in range(batch)]
             answers = await asyncio.gather(*asks)
             # The last half: all requests decode then, and none is prefilled.
             return statistics.median(gap for answer in answers for gap in answer.gaps_s[decoded // 2 :])
 
         times = await self._alternate(self._settings.short_rounds, once)
-        return [paired_row(f"decoding, {self._settings.batch} requests: TBT", times)]
+        return [paired_row(f"decoding, {batch} at once: TBT", times)]
+
+    async def _on_device(self, length: int) -> list[dict[str, Any]]:
+        """What the tier does not help, for nothing was evicted. Histories end inside of a chunk, as most do."""
+        history = self._prompt(length - _TAIL)
+        device = []
+
+        async def once(client: TokenClient, _: int) -> float:
+            answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
+            device.append(answer.sources.device)
+            return answer.ttft_s
+
+        times = await self._alternate(self._settings.short_rounds, once)
+        row = paired_row(f"{length} tokens on the device, 64 are new: TTFT", times)
+        return [row | {"device_tokens": statistics.median(device)}]
 
     async def _returning(self, length: int) -> list[dict[str, Any]]:
         history = self._prompt(length)
