@@ -53,7 +53,9 @@ class GaugeMetric:
 
 COUNTERS = (
     CounterMetric(
-        "lookups", "Requests that looked for a continuation of their device prefix in the tiers.", "requests",
+        "lookups",
+        "Requests with whole chunks beyond what the device has of them, by whether a tier has the next one.",
+        "requests",
         "result", {"lookup.hits": "hit", "lookup.misses": "miss"},
     ),
     CounterMetric(
@@ -110,7 +112,7 @@ COUNTERS = (
         "disk_events", "What the disk tier had to cope with.", "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
-            "store.directory_trips": "directory_out", "store.directory_recoveries": "directory_back",
+            "store.directory_trips": "directory_sick", "store.directory_recoveries": "directory_back",
             "store.segments_evicted": "segment_evicted", "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
             "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
@@ -156,7 +158,11 @@ GAUGES = (
         "Bytes written to disk in the last 24 hours, which the write budget bounds.",
         "bytes", "",
     ),
-    GaugeMetric("directory_healthy", "1 while a directory of the disk tier is used, else 0.", "bool", "directory"),
+    GaugeMetric(
+        "directory_healthy",
+        "1 while a directory of the disk tier is read and written; 0 if it is full, read-only or out.",
+        "bool", "directory",
+    ),
 )  # fmt: skip
 
 
