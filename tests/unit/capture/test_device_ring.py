@@ -123,7 +123,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
-    assert any(saved_wrongly(order, seed, eager) for seed in range(20) for order in ORDERS for eager in (0, 1))
+    assert any(
+        saved_wrongly(order, seed, eager) for seed in range(20) for order in ORDERS for eager in (0, 1)
+    )
 
 
 def test_the_serving_thread_never_waits_for_the_device() -> None:
