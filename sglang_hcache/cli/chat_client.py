@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 import httpx
 
+from sglang_hcache.core.config import API_KEY_VARIABLE
 from sglang_hcache.core.errors import HCacheError
 
 CHAT_PATH = "/v1/chat/completions"
@@ -119,7 +120,10 @@ def refusal(response: httpx.Response) -> str:
     text = response.text.strip()
     with contextlib.suppress(ValueError, TypeError, KeyError):  # what is not SGLang's is shown as it came
         text = str(response.json()["message"])
-    return f"HTTP {response.status_code}: {text}"
+    hint = ""
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        hint = f"; give its API key as --api-key, or in {API_KEY_VARIABLE}"
+    return f"HTTP {response.status_code}: {text}{hint}"
 
 
 class ChatClient:
@@ -180,7 +184,8 @@ class ChatClient:
         """
         try:
             response = self._http.get(f"{self._url}/server_info")
-            response.raise_for_status()
+            if response.is_error:
+                raise ChatError(f"{self._url}/server_info: {refusal(response)}")
             states = response.json()["internal_states"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise ChatError(f"{self._url}/server_info: {error}") from error

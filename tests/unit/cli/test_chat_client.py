@@ -50,7 +50,7 @@ def test_the_api_key_is_sent() -> None:
         assert client.tier_state() == {"saving": False}
     for key in (None, "", "other"):
         client = ChatClient("http://server", api_key=key, transport=transport)
-        with client, pytest.raises(ChatError, match="401"):
+        with client, pytest.raises(ChatError, match=r"401.*--api-key, or in HCACHE_API_KEY"):
             client.tier_state()
 
 
