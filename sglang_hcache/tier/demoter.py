@@ -194,7 +194,11 @@ class Demoter:
             self._write_run(run)
 
     def _write_run(self, run: Sequence[ChunkInfo]) -> None:
-        """Write one run; a chunk that cannot be written is given up, so that its slot can be used again."""
+        """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
+
+        After an error not before the slot is needed: the disk may be well again by then.
+        """
+        is_settled = True
         pinned = [(info, slot) for info in run if (slot := self._host.pin(info.key)) is not None]
         try:
             fresh = [(info, slot) for info, slot in pinned if not self._disk.contains(info.key)]
@@ -211,11 +215,15 @@ class Demoter:
                 logger.warning(
                     "hcache: %d chunks could not be demoted, now and perhaps more: %s", len(pinned), error
                 )
-            self._observer.count("demote.chunks_dropped_error", len(pinned))
+            self._observer.count("demote.runs_failed")
+            is_settled = self._is_short_of_slots()
+            if is_settled:
+                self._observer.count("demote.chunks_dropped_error", len(pinned))
         finally:
             for info, slot in pinned:
                 self._host.unpin(info.key, slot)
-                self._host.mark_clean(info.key)
+                if is_settled:
+                    self._host.mark_clean(info.key)
             with self._freed:
                 self._keeps_up = True
                 self._freed.notify_all()

@@ -309,8 +309,8 @@ def test_an_unmounted_device(site: Site, mounted: Device) -> None:
     [
         ("fail_reads", "", ("store.io_errors", "restore.failed")),
         ("short_reads", "1", ("store.chunks_quarantined", "restore.failed")),
-        ("fail_writes", "1", ("store.directory_trips", "demote.chunks_dropped_error")),
-        ("hang_writes", "", ("store.directory_trips", "demote.chunks_dropped_error")),
+        ("fail_writes", "1", ("store.directory_trips", "demote.runs_failed")),
+        ("hang_writes", "", ("store.directory_trips", "demote.runs_failed")),
     ],
 )
 def test_a_device_that_fails_or_hangs(

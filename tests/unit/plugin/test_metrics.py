@@ -31,7 +31,7 @@ NOT_EXPORTED = {
     "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
     "restore.stopped_for_room",
     "capture.requests_out_of_order", "capture.chunks_dropped_beginning_gone",
-    "demote.requests_dropped",
+    "demote.requests_dropped", "demote.runs_failed",
     "store.chunks_written",  # demoted
     "store.runs_recovered", "store.torn_bytes_reclaimed",
 }  # fmt: skip

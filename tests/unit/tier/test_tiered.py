@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import TierMissError
+from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
@@ -200,6 +200,43 @@ def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
     assert tiers.disk.contains(key(1))
     tiers.demote(list, 90)
     assert tiers._observer["demote.requests_dropped"] == 1, "those before wait no more"  # type: ignore[index]
+
+
+def test_what_a_failing_disk_did_not_take_is_written_when_it_is_well(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in range(1, 5):
+        put(tiers, name)
+    assert tiers.disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.disk, "write_run", failing)
+        tiers.demote_all()
+        wait_until_saved(tiers)
+        assert tiers.host.counts() == (4, 0, 4)
+    assert not tiers.disk.contains(key(1))
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers.disk.match([key(name) for name in range(1, 5)]) == 4
+    assert tiers.host.counts() == (4, 4, 0)
+    assert tiers._observer["demote.chunks_dropped_error"] == 0  # type: ignore[index]
+
+
+def test_but_it_is_given_up_where_slots_run_short(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiers.disk is not None
+    monkeypatch.setattr(tiers.disk, "write_run", failing)
+    for name in range(1, 9):
+        put(tiers, name)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers.host.counts()[1] >= 1
+    assert tiers._observer["demote.chunks_dropped_error"] == tiers.host.counts()[1]  # type: ignore[index]
+    put(tiers, 11, wait=True)
+
+
+def failing(*_: object) -> None:
+    raise StoreIOError("the disk fails")
 
 
 def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:

@@ -145,7 +145,8 @@ class HCacheRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         wanted = allocator.available_size() + params.num_tokens
         evicted = super().evict(params).num_tokens_evicted
-        while (lacking := wanted - allocator.available_size()) > 0 and self.bridge.restores.give_back():
+        while allocator.available_size() < wanted and self.bridge.restores.give_back():
+            lacking = max(0, wanted - allocator.available_size())  # a restore's slots are free at once
             evicted += super().evict(EvictParams(num_tokens=lacking)).num_tokens_evicted
         return EvictResult(num_tokens_evicted=evicted)
 
