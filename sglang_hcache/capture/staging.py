@@ -53,7 +53,7 @@ class StagingRing:
     def layers(self, span: RowSpan, first: int, count: int) -> torch.Tensor:
         """The span's rows of ``count`` neighbouring layers of equal rows: a view (count, span.count, width)."""
         width = self._widths[first]
-        begin = span.first * self._row_values + span.count * self._begins[first]
+        begin = self._begin(span, first)
         return self._values[begin : begin + count * span.count * width].view(count, span.count, width)
 
     def rows(self, span: RowSpan) -> list[torch.Tensor]:
@@ -67,9 +67,7 @@ class StagingRing:
         found = []
         for group in self._groups:
             size = self._layout.row_bytes[group.first]
-            begin = self._item_bytes * (
-                span.first * self._row_values + span.count * self._begins[group.first]
-            )
+            begin = self._item_bytes * self._begin(span, group.first)
             rows = self._bytes[begin : begin + group.count * span.count * size]
             found.append(rows.reshape(group.count, span.count, size)[:, first : first + count])
         return found
@@ -90,6 +88,10 @@ class StagingRing:
             span._released = True
             while self._spans and self._spans[0]._released:
                 self._spans.popleft()
+
+    def _begin(self, span: RowSpan, layer: int) -> int:
+        """Where the span's rows of ``layer`` begin, in values."""
+        return span.first * self._row_values + span.count * self._begins[layer]
 
     def _find(self, count: int) -> int | None:
         if not self._spans:

@@ -97,9 +97,8 @@ def choose_stored(
         return best
     name = f"layout {weights.hex()[:16]}"
     noted = _parse(disk.notes.get(name), layers)
-    if (
-        profile is None or DISK not in profile.tiers
-    ):  # nobody knows what is best for the disk: what is there stays
+    if profile is None or DISK not in profile.tiers:
+        # Nobody knows what is best for the disk: what is there stays.
         return noted or best
     if noted is not None and noted != best:
         costs = planned_costs(profile)

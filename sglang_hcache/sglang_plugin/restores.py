@@ -163,9 +163,9 @@ class RestoreCoordinator:
         restore = self.running.newest()
         if restore is None:
             return False
-        ticket, restore.ticket = restore.ticket, None
-        restore.abandon()
-        if ticket is not None:
+        ticket = restore.ticket
+        if ticket is not None:  # else it is being stopped already
+            self._let_go(ticket)
             self._observer.count("restore.stopped_for_room")
             ticket.note("the restore is stopped: a running request needs its room")
             ticket.restore = None
@@ -329,7 +329,7 @@ class RestoreCoordinator:
         ticket.note("restored in %.3f s", restore.seconds)
 
     def _let_go(self, ticket: Ticket) -> None:
-        """The ticket ends."""
+        """What it holds is stopped, or may be evicted."""
         if ticket.phase is Phase.RUNNING and ticket.restore is not None:
             ticket.restore.abandon()
             ticket.restore.ticket = None
