@@ -31,8 +31,9 @@ from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.assembly import restorer_of
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool, device_buffers
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.measuring import Bench

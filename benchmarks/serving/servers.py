@@ -19,7 +19,11 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 OWN_METHODS = ("recompute", "kv", "hidden", "hybrid", "auto")
-OTHER_METHODS = ("hicache", "lmcache")
+OTHER_METHODS = {
+    "hicache": "SGLang's HiCache",
+    "hicache-file": "SGLang's HiCache with its storage in files",
+    "lmcache": "LMCache",
+}
 METHODS = (*OWN_METHODS, *OTHER_METHODS)
 _MEASURING = ("hybrid", "auto")
 """Methods whose servers time this machine when they start: nothing else may start meanwhile."""
@@ -48,10 +52,9 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
         return None
     if method in OTHER_METHODS:
         if not gpu:
-            names = {"hicache": "SGLang's HiCache", "lmcache": "LMCache"}
-            return f"not available here: {names[method]} needs a GPU"
+            return f"not available here: {OTHER_METHODS[method]} needs a GPU"
         if method == "lmcache":
-            return "not available here: this version does not start LMCache"
+            return "not available here: LMCache needs its own `lmcache server`, which this version does not start"
     return None
 
 
@@ -120,12 +123,16 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
         "--incremental-streaming-output",
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
     ]
+    environment = dict(FAIR_ENVIRONMENT)
     if method == "recompute":
         args += arguments_without_tier()
-    elif method == "hicache":
+    elif method in OTHER_METHODS:
         gigabytes = max(1, round(sizes.host_bytes / 1e9))
         args += [*arguments_without_tier(), "--enable-hierarchical-cache"]
         args += ["--hicache-size", str(gigabytes), "--hicache-write-policy", "write_through"]
+        if method == "hicache-file":
+            args += ["--hicache-storage-backend", "file"]
+            environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / method)
     else:
         config = folder / f"{method}.yaml"
         settings = {
@@ -143,7 +150,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
     return ServerProcess(
         args,
         log=folder / f"{method}.log",
-        extra_env=FAIR_ENVIRONMENT,
+        extra_env=environment,
         startup_timeout_s=_STARTUP_TIMEOUT_S,
     )
 

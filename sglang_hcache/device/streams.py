@@ -98,8 +98,8 @@ def device_name(kind: str, index: int) -> str:
 class CudaStreams:
     """CUDA's. NOT RUN ON A GPU (``docs/gpu.md``).
 
-    The queue of computations has the lowest priority that there is. SGLang 0.5.17 makes its own streams with the same
-    one, so requests that run do not go first unless those get a higher one.
+    Both queues have the lowest priority that there is: what runs on :func:`stream_that_goes_first` starts before what
+    waits in them.
 
     Args:
         others: streams that forward passes run on, besides the calling thread's current one.
@@ -152,6 +152,11 @@ class CudaStreams:
 
     def is_recording(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+
+def stream_that_goes_first(device: torch.device) -> torch.cuda.Stream:
+    """For the model's forward passes: decoding keeps its time between tokens beside a restore. NOT RUN ON A GPU."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _another_stream(device: torch.device, others: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:

@@ -15,10 +15,10 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
     SchedulerOf,
     create_cache,
-    device_buffers,
     errors_in_a_line,
 )
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
 from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
 
 logger = logging.getLogger(__name__)

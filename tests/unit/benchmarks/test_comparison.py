@@ -84,10 +84,10 @@ def test_percentiles(bench: Import) -> None:
 def test_methods_that_cannot_run_here_say_why(bench: Import) -> None:
     why = bench("serving.servers").why_unavailable
     assert [why(method, gpu=False) for method in bench("serving.servers").OWN_METHODS] == [None] * 5
-    for method in ("hicache", "lmcache"):
+    for method in ("hicache", "hicache-file", "lmcache"):
         assert why(method, gpu=False).startswith("not available here: ")
     assert why("lmcache", gpu=True).startswith("not available here: ")
-    assert why("hicache", gpu=True) is why("auto", gpu=True) is None
+    assert why("hicache", gpu=True) is why("hicache-file", gpu=True) is why("auto", gpu=True) is None
 
 
 def test_servers_have_room_for_the_longest_context(bench: Import) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sglang_hcache.sglang_plugin import flags
 from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.bridge import Bridge
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.support import determinism_problems, device_problems
 from tests.unit.restore.delayed_streams import DelayedStreams
@@ -103,6 +105,35 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
             buffers.stage.num_bytes + buffers.ring.num_bytes + buffers.replayed.num_bytes
         )
         assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4
+
+
+def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, made_with = object(), []
+
+    def streams(device: torch.device, others: list[object]) -> DelayedStreams:
+        made_with.append((device, others))
+        return DelayedStreams()
+
+    monkeypatch.setattr(runner, "stream_that_goes_first", lambda device: first)
+    monkeypatch.setattr(runner, "CudaStreams", streams)
+    monkeypatch.setattr(runner.ServedModel, "of", lambda *_: _served(64, 8))
+    decode = SimpleNamespace(backend="full", bs=[1, 4])
+    model_runner = SimpleNamespace(
+        device="cuda", gpu_id=1, forward_stream=object(), model=None, model_config=None,
+        server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
+    )  # fmt: skip
+    buffers = runner.device_buffers(model_runner, PlanKind.HIDDEN)
+    assert model_runner.forward_stream is first
+    assert made_with == [(torch.device("cuda", 1), [first])] * 3
+    assert buffers is not None
+    assert buffers.replayed is not None
+    assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4  # of the largest batch that is recorded
+
+
+def test_a_cpu_has_neither_streams_nor_buffers() -> None:
+    assert runner.device_buffers(SimpleNamespace(device="cpu"), PlanKind.HIDDEN) is None
 
 
 class _Passes:

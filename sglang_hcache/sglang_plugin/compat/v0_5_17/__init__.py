@@ -1,1 +1,1 @@
-"""SGLang 0.5.17. ``cache`` subclasses its radix cache; ``forward`` and ``batches`` read its other objects."""
+"""SGLang 0.5.17. ``cache`` subclasses its radix cache; the others read its other objects."""

@@ -6,7 +6,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +22,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from sglang_hcache.core.errors import ConfigError, HCacheError
-from sglang_hcache.core.layout import CHUNK_TOKENS, PlanKind
-from sglang_hcache.core.units import format_bytes
-from sglang_hcache.device.streams import CudaStreams, device_name
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
-from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
@@ -288,28 +285,6 @@ class ControllerView:
     """What SGLang reads of a cache controller: the name of the storage in ``cached_tokens_details``."""
 
     storage_backend = type("hcache", (), {})()
-
-
-def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
-    """Memory on the device of SGLang's ``ModelRunner``, whose model is loaded; None on a CPU.
-
-    Raises:
-        ConfigError: the tier does not support the model.
-    """
-    if runner.device == "cpu":
-        return None
-    device = torch.device(runner.device, runner.gpu_id)
-    streams = partial(CudaStreams, device, [runner.forward_stream])
-    model = ServedModel.of(runner.model, runner.model_config)
-    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
-    logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
-    return buffers
-
-
-def _most_replayed(server_args: Any) -> int:
-    """Rows of the largest decode pass that SGLang records; 0: it records none."""
-    decode = server_args.cuda_graph_config.decode
-    return 0 if str(decode.backend) == "disabled" else max(decode.bs)
 
 
 class DevicePool:

@@ -1,0 +1,43 @@
+"""SGLang 0.5.17: its ``ModelRunner`` on a device beside the CPU, before the KV pool is sized."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
+from sglang_hcache.sglang_plugin.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
+    """Memory on the device of ``runner``, whose model is loaded; None on a CPU.
+
+    Its forward passes get a stream that goes before those of restores. SGLang's own has the lowest priority, and nobody
+    else has it yet.
+
+    Raises:
+        ConfigError: the tier does not support the model.
+    """
+    if runner.device == "cpu":
+        return None
+    device = torch.device(runner.device, runner.gpu_id)
+    runner.forward_stream = stream_that_goes_first(device)
+    streams = partial(CudaStreams, device, [runner.forward_stream])
+    model = ServedModel.of(runner.model, runner.model_config)
+    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
+    logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
+    return buffers
+
+
+def _most_replayed(server_args: Any) -> int:
+    """Rows of the largest decode pass that SGLang records; 0: it records none."""
+    decode = server_args.cuda_graph_config.decode
+    return 0 if str(decode.backend) == "disabled" else max(decode.bs)
