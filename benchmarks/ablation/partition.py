@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +70,10 @@ class _BothForms:
     def lease(self, part: int, first: int, stop: int) -> ChunkLease:
         return self.tiers[part].lease(self.keys[part][first:stop])
 
-    def read_layer(self, lease: ChunkLease, step: int, out: Any) -> None:
-        self.tiers[step % 2].read_layer(lease, step // 2, out)
+    def read_layers(self, lease: ChunkLease, into: Mapping[int, Any]) -> None:
+        """Of one form: what is in ``lease``."""
+        form = next(iter(into)) % 2
+        self.tiers[form].read_layers(lease, {step // 2: out for step, out in into.items()})
 
     def rows_in_place(self, lease: ChunkLease, step: int) -> list[Any]:
         return self.tiers[step % 2].rows_in_place(lease, step // 2)
@@ -91,8 +93,10 @@ class _TokenPipeline(LayerPipeline):
         block_start = 0
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
-            in_place = all(block.is_in_place for block in blocks if block.keys)
-            for layers in layers_of_steps(range(self._tiers.layout.num_layers // 2), in_place=in_place):
+            most_bytes = min(self._most_bytes(block) for block in blocks if block.keys)
+            of_forms = [self._layer_bytes(block)[form::2] for form, block in enumerate(blocks)]
+            layer_bytes = [sum(both) for both in zip(*of_forms, strict=True)]
+            for layers in layers_of_steps(range(len(layer_bytes)), layer_bytes, most_bytes):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)

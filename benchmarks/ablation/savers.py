@@ -118,7 +118,7 @@ class TwoStageSaver:
         with self._disk.lease(tuple(keys)) as lease:
             for layer, size in enumerate(sizes):
                 out = host_buffer(len(keys) * size)
-                self._disk.read_layer(lease, layer, out)
+                self._disk.read_layers(lease, {layer: out})
                 first = self._layout.layer_offset(layer)
                 state[:, first : first + size] = out.reshape(len(keys), size)
         return hashlib.blake2b(state).hexdigest()

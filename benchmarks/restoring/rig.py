@@ -304,7 +304,7 @@ class Variant:
                 pending.pop(0).result()
             size = len(block.keys) * self.layout.chunk_layer_bytes[layer]
             buffer = buffers[number % len(buffers)][:size]
-            pending.append(pipeline._readers.submit(self.tiers.read_layer, block, layer, buffer))
+            pending.append(pipeline._readers.submit(self.tiers.read_layers, block, {layer: buffer}))
         for read in pending:
             read.result()
         seconds = time.monotonic() - began

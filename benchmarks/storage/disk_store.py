@@ -135,7 +135,7 @@ def measure_read(load: StoreLoad, directory: Path, make: MakeEngine, memory: Sha
                     with take:
                         lease, layer = next(todo)
                     begun = time.perf_counter()
-                    store.read_layer(lease, layer, out)
+                    store.read_layers(lease, {layer: out})
                     spent.append(time.perf_counter() - begun)
             except (StopIteration, threading.BrokenBarrierError):
                 pass
@@ -146,7 +146,7 @@ def measure_read(load: StoreLoad, directory: Path, make: MakeEngine, memory: Sha
             threading.Thread(target=read, args=(memory.slot(index, load.layer_bytes),))
             for index in range(READERS)
         ]
-        store.read_layer(leases[0], 0, memory.slot(0, load.layer_bytes))  # starts the engine's threads
+        store.read_layers(leases[0], {0: memory.slot(0, load.layer_bytes)})  # starts the engine's threads
         try:
             for thread in threads:
                 thread.start()

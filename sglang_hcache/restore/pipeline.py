@@ -1,15 +1,16 @@
-"""Step by step: a step is one layer of one block of chunks, and step i + 1 is read while step i is restored.
+"""Step by step: a step is a layer of a block of chunks, or several small ones; step i + 1 is read under step i.
 
-What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is, several layers in
-a step.
+What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ NUM_BUFFERS = 4
 """Steps in memory at once: some are restored, the others are read."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
-_STEPS_IN_PLACE = 6
-"""Of a block that need not be read."""
+_FEWEST_STEPS = 6
+"""Of a block: reading goes on under restoring."""
+_STEP_BYTES = 4 * 2**20
+"""Layers are read together up to so much: to begin and to end a step takes as long as about a quarter of it."""
 
 
 def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
@@ -39,10 +42,24 @@ def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
     return block_chunks * max(layout.chunk_layer_bytes)
 
 
-def layers_of_steps(layers: Sequence[int], *, in_place: bool) -> list[tuple[int, ...]]:
-    """The layers of each step of a block, which is ``in_place`` or must be read."""
-    at_once = -(-len(layers) // _STEPS_IN_PLACE) if in_place else 1
-    return [tuple(layers[first : first + at_once]) for first in range(0, len(layers), at_once)]
+def layers_of_steps(
+    layers: Sequence[int], layer_bytes: Sequence[int], most_bytes: float
+) -> list[tuple[int, ...]]:
+    """The layers of each step of a block.
+
+    Args:
+        layer_bytes: of every layer of the model, of the whole block.
+        most_bytes: of a step of several layers; infinite if nothing is read.
+    """
+    most_layers = -(-len(layers) // _FEWEST_STEPS)
+    steps: list[tuple[int, ...]] = []
+    for layer in layers:
+        longer = (*steps[-1], layer) if steps else ()
+        if 0 < len(longer) <= most_layers and sum(layer_bytes[item] for item in longer) <= most_bytes:
+            steps[-1] = longer
+        else:
+            steps.append((layer,))
+    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +67,16 @@ class _Step:
     block: ChunkLease
     first_token: int
     layers: tuple[int, ...]
-    """One, if it must be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A step that is being read ``into`` the beginning of ``buffer``, or one that need not be read."""
+    """A step that is being read into ``buffer``, or one that need not be read."""
 
     step: _Step
     buffer: npt.NDArray[np.uint8] | None = None
-    into: npt.NDArray[np.uint8] | None = None
+    into: Mapping[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Layer -> its part of the buffer."""
     future: Future[None] | None = None
 
     def is_over(self) -> bool:
@@ -161,18 +178,23 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layers in layers_of_steps(job.layers, in_place=block.is_in_place):
+            for layers in layers_of_steps(job.layers, self._layer_bytes(block), self._most_bytes(block)):
                 yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
+
+    def _layer_bytes(self, block: ChunkLease) -> list[int]:
+        return [len(block.keys) * size for size in self._tiers.layout.chunk_layer_bytes]
+
+    def _most_bytes(self, block: ChunkLease) -> float:
+        return math.inf if block.is_in_place else min(_STEP_BYTES, self._buffer_bytes)
 
     def _begin(self, step: _Step) -> _Read:
         if step.block.is_in_place:
             return _Read(step)
-        (layer,), buffer = step.layers, self._spare.pop()
-        into = buffer[: len(step.block.keys) * self._tiers.layout.chunk_layer_bytes[layer]]
-        return _Read(
-            step, buffer, into, self._readers.submit(self._tiers.read_layer, step.block, layer, into)
-        )
+        buffer, sizes = self._spare.pop(), self._layer_bytes(step.block)
+        ends = list(itertools.accumulate(sizes[layer] for layer in step.layers))
+        into = {layer: buffer[end - sizes[layer] : end] for layer, end in zip(step.layers, ends, strict=True)}
+        return _Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
 
     def _give_back(self, read: _Read) -> None:
         if read.buffer is not None:
@@ -192,7 +214,7 @@ class LayerPipeline:
     def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
         """One layer of a step, in pieces of as many tokens as every other layer's."""
         layout, step = self._tiers.layout, read.step
-        pieces = self._tiers.rows_in_place(step.block, layer) if read.into is None else [read.into]
+        pieces = [read.into[layer]] if read.into else self._tiers.rows_in_place(step.block, layer)
         found = []
         for piece in pieces:
             rows = torch.from_numpy(piece.reshape(-1, layout.row_bytes[layer])).view(self._restorer.dtype)

@@ -67,7 +67,7 @@ class ScratchReads:
         with self._tiers.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [
-                self._readers.submit(self._tiers.read_layer, lease, layer, buffer[:size])
+                self._readers.submit(self._tiers.read_layers, lease, {layer: buffer[:size]})
                 for layer, buffer in enumerate(self._buffers)
             ]
             for read in reads:

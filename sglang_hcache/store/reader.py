@@ -1,8 +1,8 @@
-"""Reading one layer of some chunks: plan the transfers, run them as one batch, verify, copy what must be."""
+"""Reading some layers of some chunks: plan the transfers, run them as one batch, verify, copy what must be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
@@ -71,9 +71,10 @@ class SliceFailure:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One slice on its way."""
+    """One layer of a slice on its way."""
 
     item: RunSlice
+    layer: int
     target: ByteArray
     """Where its bytes belong."""
     header: ByteArray
@@ -94,12 +95,12 @@ class LayerReader:
         self._direct = direct
         self._scratch = ScratchPool()
 
-    def read(self, slices: Sequence[RunSlice], layer: int, out: ByteArray) -> list[SliceFailure]:
-        """Read and verify ``layer`` of all ``slices`` into ``out``; returns what failed.
+    def read(self, slices: Sequence[RunSlice], into: Mapping[int, ByteArray]) -> list[SliceFailure]:
+        """Read and verify layers of all ``slices``, each into its memory; returns what failed.
 
-        Where a slice failed, its part of ``out`` holds anything.
+        Where a slice failed, its part of the memory holds anything.
         """
-        jobs, failures = self._prepare(slices, layer, out)
+        jobs, failures = self._prepare(slices, into)
         outcomes = iter(self._transfers.run([op for job in jobs for op in job.ops]))
         for job in jobs:
             results = [next(outcomes) for _ in job.ops]
@@ -107,40 +108,30 @@ class LayerReader:
                 self._scratch.discard()
             try:
                 _check_results(job.ops, results)
-                bad = _verify(job, layer)
+                bad = _verify(job)
             except StoreError as error:
                 # Its frames hold open files and memory, and whoever gets the error may keep it.
                 failures.append(SliceFailure(job.item, error.with_traceback(None)))
                 continue
             if bad:
-                damage = CorruptExtentError(f"the digest of layer {layer} does not match")
+                damage = CorruptExtentError(f"the digest of layer {job.layer} does not match")
                 failures.append(SliceFailure(job.item, damage, bad))
             elif job.payload.ctypes.data != job.target.ctypes.data:
                 job.target[:] = job.payload
         return failures
 
     def _prepare(
-        self, slices: Sequence[RunSlice], layer: int, out: ByteArray
+        self, slices: Sequence[RunSlice], into: Mapping[int, ByteArray]
     ) -> tuple[list[_Job], list[SliceFailure]]:
-        chunk_bytes = slices[0].run.place.shape.chunk_layer_bytes[layer]
-        targets = [
-            out[item.first_key * chunk_bytes : (item.first_key + item.num_chunks) * chunk_bytes]
-            for item in slices
+        wanted = [
+            (item, layer, target, self._plan(item, layer, target))
+            for layer, out in into.items()
+            for item, target in _targets(slices, layer, out)
         ]
-        plans = [
-            plan_slice(
-                item.start,
-                item.stop,
-                chunk_bytes,
-                direct=self._direct[item.run.place.shape.stripe(layer)],
-                aligned=is_aligned(target),
-            )
-            for item, target in zip(slices, targets, strict=True)
-        ]
-        scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for plan in plans))
+        scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for *_, plan in wanted))
         jobs: list[_Job] = []
         failures: list[SliceFailure] = []
-        for item, target, plan in zip(slices, targets, plans, strict=True):
+        for item, layer, target, plan in wanted:
             header, scratch = scratch[:BLOCK], scratch[BLOCK:]
             bounce, scratch = scratch[: plan.scratch_bytes], scratch[plan.scratch_bytes :]
             landing = target if plan.straight else bounce
@@ -149,8 +140,26 @@ class LayerReader:
             except StoreError as error:
                 failures.append(SliceFailure(item, error))
                 continue
-            jobs.append(_Job(item, target, header, landing[plan.skip : plan.skip + target.size], ops))
+            payload = landing[plan.skip : plan.skip + target.size]
+            jobs.append(_Job(item, layer, target, header, payload, ops))
         return jobs, failures
+
+    def _plan(self, item: RunSlice, layer: int, target: ByteArray) -> SlicePlan:
+        shape = item.run.place.shape
+        return plan_slice(
+            item.start,
+            item.stop,
+            shape.chunk_layer_bytes[layer],
+            direct=self._direct[shape.stripe(layer)],
+            aligned=is_aligned(target),
+        )
+
+
+def _targets(slices: Sequence[RunSlice], layer: int, out: ByteArray) -> Iterator[tuple[RunSlice, ByteArray]]:
+    """Where each slice's bytes of a layer belong."""
+    for item in slices:
+        size = item.run.place.shape.chunk_layer_bytes[layer]
+        yield item, out[item.first_key * size : (item.first_key + item.num_chunks) * size]
 
 
 def _ops(
@@ -182,10 +191,10 @@ def _check_results(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:
             raise CorruptExtentError(f"the file ends after {result.done_bytes} of {op.size} bytes")
 
 
-def _verify(job: _Job, layer: int) -> tuple[int, ...]:
+def _verify(job: _Job) -> tuple[int, ...]:
     """Chunks of the run whose bytes are wrong. Raises CorruptExtentError if the header is."""
     found = parse_header(job.header.data)
-    check_header(found, job.item.run.place.header(layer))
+    check_header(found, job.item.run.place.header(job.layer))
     view, size = job.payload.data, found.chunk_bytes
     chunks = [view[at : at + size] for at in range(0, len(view), size)]
     return tuple(bad_chunks(found, chunks, job.item.start))

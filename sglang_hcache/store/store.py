@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -207,30 +207,32 @@ class DiskStore:
             raise TierMissError("the store is closed")
         return ReadLease(keys, self._catalog.pin(keys), self._release)
 
-    def read_layer(self, lease: ReadLease, layer: int, out: ByteArray) -> None:
-        """Read one layer of a lease's chunks into ``out`` and verify every byte.
+    def read_layers(self, lease: ReadLease, into: Mapping[int, ByteArray]) -> None:
+        """Read some layers of a lease's chunks, all at once, and verify every byte.
 
-        ``out`` is 1-D uint8 of ``len(lease.keys) * lease.chunk_layer_bytes[layer]`` bytes: the chunks in the
-        order of the keys. Without a copy if its memory is aligned to 4096 (``aligned_empty``) and a chunk is
-        a multiple of 4096 bytes. After an error its contents mean nothing.
+        Args:
+            into: layer -> memory, 1-D uint8 of ``len(lease.keys) * lease.chunk_layer_bytes[layer]`` bytes: the chunks
+                in the order of the keys. Without a copy if it is aligned to 4096 (``aligned_empty``) and a chunk is
+                a multiple of 4096 bytes. After an error its contents mean nothing.
 
         Raises:
             CorruptExtentError: not the bytes that were written; those chunks are not served again.
-            StoreTimeoutError: a device hangs and may still write to ``out``: do not use that memory again.
+            StoreTimeoutError: a device hangs and may still write to the memory: do not use it again.
             StoreIOError: a device failed; at the second EIO the chunks are not served again.
-            ValueError: a wrong ``layer`` or ``out``, or the lease is closed.
+            ValueError: a wrong layer or memory, or the lease is closed.
         """
-        if not 0 <= layer < len(lease.chunk_layer_bytes):
-            raise ValueError(f"layer {layer} of {len(lease.chunk_layer_bytes)}")
-        check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], "out")
+        for layer, out in into.items():
+            if not 0 <= layer < len(lease.chunk_layer_bytes):
+                raise ValueError(f"layer {layer} of {len(lease.chunk_layer_bytes)}")
+            check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], f"memory of layer {layer}")
         with self._operation(), lease.reading():
-            failures = self._reader.read(lease.slices, layer, out)
+            failures = self._reader.read(lease.slices, into)
             for failure in failures:
                 self._judge.judge(failure)
         if failures:
             late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
             raise next(late, failures[0].error)
-        self._tally.count("store.bytes_read", out.size)
+        self._tally.count("store.bytes_read", sum(out.size for out in into.values()))
         if lease.first_read():
             self._tally.count("store.chunks_read", len(lease.keys))
 

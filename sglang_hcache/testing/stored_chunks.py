@@ -67,7 +67,7 @@ def write_keys(store: DiskStore, keys: Sequence[bytes], chunk_layer_bytes: Seque
 
 
 def read_keys(store: DiskStore, keys: Sequence[bytes], skew: int = 0) -> None:
-    """Read all layers of ``keys`` and compare with what they must be; raises what the store raises.
+    """Read all layers of ``keys``, one by one and all at once, and compare; raises what the store raises.
 
     ``skew``: bytes by which the destination misses alignment.
 
@@ -75,13 +75,17 @@ def read_keys(store: DiskStore, keys: Sequence[bytes], skew: int = 0) -> None:
         AssertionError: other bytes came back.
     """
     with store.lease(keys) as lease:
-        for layer, size in enumerate(lease.chunk_layer_bytes):
-            out = aligned_empty(len(keys) * size + skew)[skew:]
-            out[:] = 0xEE
-            store.read_layer(lease, layer, out)
-            expected = np.concatenate([chunk_payload(key, layer, size) for key in keys])
-            if not np.array_equal(out, expected):
-                raise AssertionError(f"layer {layer} came back different")
+        sizes = lease.chunk_layer_bytes
+        for layers in [*([layer] for layer in range(len(sizes))), range(len(sizes))]:
+            into = {layer: aligned_empty(len(keys) * sizes[layer] + skew)[skew:] for layer in layers}
+            for out in into.values():
+                out[:] = 0xEE
+            store.read_layers(lease, into)
+            for layer, out in into.items():
+                if not np.array_equal(
+                    out, np.concatenate([chunk_payload(key, layer, sizes[layer]) for key in keys])
+                ):
+                    raise AssertionError(f"layer {layer} came back different")
 
 
 def find_extents(directory: Path) -> list[tuple[Path, int, ExtentHeader]]:

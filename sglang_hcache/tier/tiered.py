@@ -8,7 +8,7 @@ serving thread only ever touches memory, whatever the disk does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -190,21 +190,28 @@ class TieredStore:
             raise TierMissError(f"chunk {key.hex()[:16]} is in no tier any more")
         return self.disk
 
-    def read_layer(self, lease: ChunkLease, layer: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill ``out`` (uint8, 1-D, ``len(lease.keys)`` chunks of the layer) with one layer of all leased chunks.
+    def read_layers(self, lease: ChunkLease, into: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        """Read some layers of all leased chunks.
+
+        Args:
+            into: layer -> memory, uint8, 1-D, of ``len(lease.keys)`` chunks of the layer.
 
         Raises:
-            StoreTimeoutError: the disk hangs and may still write to ``out``: do not use that memory again.
+            StoreTimeoutError: the disk hangs and may still write to the memory: do not use it again.
             StoreError: the disk failed or its bytes are wrong.
         """
-        size = self.layout.chunk_layer_bytes[layer]
         for part in lease._parts:
-            target = out[part.first * size : (part.first + part.count) * size]
+            targets = {layer: self._part_of(out, part, layer) for layer, out in into.items()}
             if isinstance(part.held, tuple):
-                self.host.read_layer(part.held, layer, target.reshape(part.count, size))
+                for layer, target in targets.items():
+                    self.host.read_layer(part.held, layer, target.reshape(part.count, -1))
             else:
                 assert self.disk is not None
-                self.disk.read_layer(part.held, layer, target)
+                self.disk.read_layers(part.held, targets)
+
+    def _part_of(self, out: npt.NDArray[np.uint8], part: _Part, layer: int) -> npt.NDArray[np.uint8]:
+        size = self.layout.chunk_layer_bytes[layer]
+        return out[part.first * size : (part.first + part.count) * size]
 
     def rows_in_place(self, lease: ChunkLease, layer: int) -> list[npt.NDArray[np.uint8]]:
         """One layer of all chunks of a lease that :attr:`~ChunkLease.is_in_place`: views, uint8, 1-D, in order.

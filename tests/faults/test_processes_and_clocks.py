@@ -112,7 +112,7 @@ from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_k
 store = DiskStore.open(small_config(Path(sys.argv[1]), 2), Counters())
 write_keys(store, make_keys(0, 4), (8192, 5000, 8192))
 lease = store.lease(make_keys(0, 4))
-store.read_layer(lease, 0, __import__("numpy").zeros(4 * 8192, "uint8"))
+store.read_layers(lease, {0: __import__("numpy").zeros(4 * 8192, "uint8")})
 child = subprocess.Popen(["sleep", "600"], close_fds=False)
 print(child.pid, flush=True)
 child.wait()
@@ -144,7 +144,7 @@ def test_every_file_of_the_store_is_closed_on_exec(tmp_path: Path, open_store: O
     write_keys(store, KEYS, LAYERS)
     with store.lease(KEYS) as lease:
         for layer, size in enumerate(LAYERS):
-            store.read_layer(lease, layer, np.zeros(4 * size, np.uint8))
+            store.read_layers(lease, {layer: np.zeros(4 * size, np.uint8)})
         ours = {fd: name for fd, name in open_fds().items() if name.startswith(str(tmp_path))}
         names = {Path(name).name for name in ours.values()}
         assert names >= {"lock", "index.sqlite", "index.sqlite-wal", "segment-00000000.seg"}

@@ -111,7 +111,7 @@ class Verification:
                 damages += self._damage(run, layer, (), reason)
                 continue
             out = self._memory.take(len(place.keys) * chunk_bytes)
-            for failure in self._reader.read([item], layer, out):
+            for failure in self._reader.read([item], {layer: out}):
                 if isinstance(failure.error, StoreTimeoutError):
                     self._memory.discard()
                 if not self._view.volumes[stripe].health.readable:

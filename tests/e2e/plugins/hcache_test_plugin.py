@@ -132,14 +132,14 @@ def _patch_reads(switches):
     from sglang_hcache.tier.tiered import TieredStore
 
     def damaged(read):
-        def read_or_fail(self, lease, layer, *out):
-            if (switches / "fail_read").exists() and layer == 1:
+        def read_or_fail(self, lease, layers):
+            if (switches / "fail_read").exists() and (layers == 1 or 1 in layers):
                 raise StoreIOError("injected by a test")
-            return read(self, lease, layer, *out)
+            return read(self, lease, layers)
 
         return read_or_fail
 
-    for name in ("read_layer", "rows_in_place"):
+    for name in ("read_layers", "rows_in_place"):
         setattr(TieredStore, name, damaged(getattr(TieredStore, name)))
 
 

@@ -22,7 +22,7 @@ from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
-LAYERS, WIDTH, SLOTS = 5, 8, 1024
+LAYERS, WIDTH, SLOTS = 8, 8, 1024
 BLOCK_CHUNKS = 2
 STAGED_ROWS = 50
 """Of a buffer on a device: chunks are cut."""
@@ -33,10 +33,13 @@ class ReadHook(TieredStore):
     """A tiered store whose reads can be disturbed."""
 
     before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
+    before_reads: Callable[[list[int]], None] = staticmethod(lambda _layers: None)
 
-    def read_layer(self, lease, layer, out) -> None:  # type: ignore[no-untyped-def]
-        self.before_read(layer)
-        super().read_layer(lease, layer, out)
+    def read_layers(self, lease, into) -> None:  # type: ignore[no-untyped-def]
+        self.before_reads(list(into))
+        for layer in into:
+            self.before_read(layer)
+        super().read_layers(lease, into)
 
 
 class DoubleAndPosition:
@@ -68,6 +71,7 @@ class Bench:
         in_place: bool = False,
         lanes: int | None = None,
         streams: Streams | None = None,
+        buffer_chunks: int = BLOCK_CHUNKS,
     ) -> None:
         self.counters = Counters()
         self.streams: Any = streams
@@ -100,7 +104,7 @@ class Bench:
             ),
             self.counters,
             lambda _job: self.over.set(),
-            BLOCK_CHUNKS,
+            buffer_chunks,
         )
 
     def run(

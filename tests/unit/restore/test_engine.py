@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -11,7 +12,8 @@ import torch
 from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError, StoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from tests.unit.restore.bench import LAYERS, Bench, DoubleAndPosition
+from sglang_hcache.restore.pipeline import layers_of_steps
+from tests.unit.restore.bench import BLOCK_CHUNKS, LAYERS, Bench, DoubleAndPosition
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 
@@ -47,6 +49,29 @@ def test_what_lies_together_in_host_memory_is_not_read() -> None:
     cancelled = bench.run(cancel=True)
     assert cancelled.state is RestoreState.CANCELLED
     bench.assert_nothing_is_pinned()
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_small_layers_are_read_together(lanes: int | None) -> None:
+    bench, reads = Bench(lanes=lanes, buffer_chunks=2 * BLOCK_CHUNKS), []
+    bench.tiers.before_reads = reads.append  # type: ignore[method-assign]
+    job = bench.run(first=1)
+    assert job.state is RestoreState.DONE
+    assert sorted(reads) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for layer in range(LAYERS):
+        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer, CHUNK_TOKENS:] * 2)
+    bench.assert_nothing_is_pinned()
+
+
+def test_layers_of_steps() -> None:
+    layers = range(24)
+    assert layers_of_steps(layers, [9] * 24, 8) == [(layer,) for layer in layers]
+    assert layers_of_steps(layers, [4] * 24, 8) == [(layer, layer + 1) for layer in range(0, 24, 2)]
+    for most in (16, 100, math.inf):  # no fewer than six: reading goes on under restoring
+        assert layers_of_steps(layers, [4] * 24, most) == [tuple(range(i, i + 4)) for i in range(0, 24, 4)]
+    mixed = layers_of_steps((0, 5, 6, 7, 9, 1, 2), [4] * 6 + [8] * 18, 12)
+    assert mixed == [(0, 5), (6,), (7,), (9, 1), (2,)]
+    assert layers_of_steps((), [], 8) == []
 
 
 def test_only_the_layers_asked_for_in_their_order(bench: Bench) -> None:

@@ -156,7 +156,7 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
     leases = [store.lease(BAD), store.lease(BAD)]
     for lease in leases:
         with pytest.raises(CorruptExtentError):
-            store.read_layer(lease, 0, aligned_empty(4 * LAYERS[0]))
+            store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
         lease.close()
     assert [BAD[1].hex() in record.getMessage() for record in caplog.records] == [True]
     store.close()

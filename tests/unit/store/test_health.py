@@ -130,7 +130,7 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     out = aligned_empty(4 * LAYERS[stripe1])
     out[:] = 0xEE
     with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
-        store.read_layer(lease, stripe1, out)
+        store.read_layers(lease, {stripe1: out})
     assert conditions(store) == ["healthy", "out"]
     assert store.match(OLD) == 0
     write_keys(store, NEW, LAYERS)  # striped over what is left
@@ -201,7 +201,7 @@ def test_closing_with_a_read_that_hangs(
     write_keys(store, OLD, LAYERS)
     hanging.hangs = hang(IOKind.READ, 0)
     with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
-        store.read_layer(lease, 0, aligned_empty(4 * LAYERS[0]))
+        store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
     store.close()
     hanging.let_go()
 
@@ -358,7 +358,7 @@ def test_many_hung_operations_leave_no_thread_of_the_callers_behind(
     def read(number: int) -> None:
         try:
             with store.lease(make_keys(10 * number, 4)) as lease:
-                store.read_layer(lease, 0, np.zeros(4 * LAYERS[0], np.uint8))
+                store.read_layers(lease, {0: np.zeros(4 * LAYERS[0], np.uint8)})
         except (StoreError, Exception) as error:
             errors.append(error)
 

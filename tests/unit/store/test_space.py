@@ -116,7 +116,7 @@ def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) ->
     lease = store.lease(held)
     fill(store, 1000, 20)
     assert store.match(held) == 6
-    store.read_layer(lease, 0, aligned_empty(6 * LAYERS[0]))
+    store.read_layers(lease, {0: aligned_empty(6 * LAYERS[0])})
     lease.close()
     lease.close()
     fill(store, 5000, 20)
@@ -176,7 +176,7 @@ def test_when_everything_is_leased_a_write_is_refused_and_works_later(
     assert counters["store.writes_refused"] == 1
     assert counters["store.segments_evicted"] == 0
     for lease in leases:
-        store.read_layer(lease, 2, aligned_empty(6 * LAYERS[2]))
+        store.read_layers(lease, {2: aligned_empty(6 * LAYERS[2])})
         lease.close()
     fill(store, 90_000, 1)
     assert counters["store.segments_evicted"] == 1
@@ -270,7 +270,7 @@ def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: O
     assert all(store.match(keys) == 0 for keys in written)
     assert store.stats().chunks == store.stats().runs == store.stats().segments == 0
     for layer, size in enumerate(LAYERS):
-        store.read_layer(lease, layer, aligned_empty(6 * size))
+        store.read_layers(lease, {layer: aligned_empty(6 * size)})
     assert len(list(config.dirs[0].glob("segment-*"))) == 1
     lease.close()
     wait_until(lambda: not list(config.dirs[0].glob("segment-*")))

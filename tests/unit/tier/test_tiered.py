@@ -69,7 +69,7 @@ def read(tiers: TieredStore, names: list[int]) -> tuple[str, ...]:
         for layer in range(LAYOUT.num_layers):
             size = LAYOUT.chunk_layer_bytes[layer]
             out = np.zeros(len(names) * size, np.uint8)
-            tiers.read_layer(lease, layer, out)
+            tiers.read_layers(lease, {layer: out})
             for index, name in enumerate(names):
                 assert (out[index * size : (index + 1) * size] == (name * 10 + layer) % 256).all()
         return lease.sources
