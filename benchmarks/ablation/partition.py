@@ -94,7 +94,7 @@ class _TokenPipeline(LayerPipeline):
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
             most_bytes = min(self._most_bytes(block) for block in blocks if block.keys)
-            of_forms = [self._layer_bytes(block)[form::2] for form, block in enumerate(blocks)]
+            of_forms = [self.layer_bytes(block)[form::2] for form, block in enumerate(blocks)]
             layer_bytes = [sum(both) for both in zip(*of_forms, strict=True)]
             for layers in layers_of_steps(range(len(layer_bytes)), layer_bytes, most_bytes):
                 for part, begin in enumerate((0, split.hidden)):

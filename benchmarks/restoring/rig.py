@@ -30,6 +30,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.pipeline import layers_of_steps, parts_of
 from sglang_hcache.sglang_plugin.assembly import restorer_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
@@ -297,14 +298,17 @@ class Variant:
         buffers = [host_buffer(pipeline._buffer_bytes) for _ in range(len(pipeline._spare))]
         began = time.monotonic()
         pending: list[Any] = []
-        for number, (block, layer) in enumerate(
-            (block, layer) for block in blocks for layer in range(self.layout.num_layers)
-        ):
+        layers = range(self.layout.num_layers)
+        steps = [
+            (block, step)
+            for block in blocks
+            for step in layers_of_steps(layers, pipeline.layer_bytes(block), pipeline.most_read)
+        ]
+        for number, (block, step) in enumerate(steps):
             if len(pending) == len(buffers):
                 pending.pop(0).result()
-            size = len(block.keys) * self.layout.chunk_layer_bytes[layer]
-            buffer = buffers[number % len(buffers)][:size]
-            pending.append(pipeline._readers.submit(self.tiers.read_layers, block, {layer: buffer}))
+            into = parts_of(buffers[number % len(buffers)], step, pipeline.layer_bytes(block))
+            pending.append(pipeline._readers.submit(self.tiers.read_layers, block, into))
         for read in pending:
             read.result()
         seconds = time.monotonic() - began

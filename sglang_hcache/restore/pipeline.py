@@ -62,6 +62,14 @@ def layers_of_steps(
     return steps
 
 
+def parts_of(
+    buffer: npt.NDArray[np.uint8], layers: Sequence[int], layer_bytes: Sequence[int]
+) -> dict[int, npt.NDArray[np.uint8]]:
+    """Where in ``buffer`` each of a step's ``layers`` is read to."""
+    ends = itertools.accumulate(layer_bytes[layer] for layer in layers)
+    return {layer: buffer[end - layer_bytes[layer] : end] for layer, end in zip(layers, ends, strict=True)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     block: ChunkLease
@@ -127,6 +135,8 @@ class LayerPipeline:
         self._restorer = restorer
         self._readers = readers
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
+        self.most_read = min(_STEP_BYTES, self._buffer_bytes)
+        """Bytes of a step of several layers."""
         self._memory = memory
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._left: list[_Read] = []
@@ -178,22 +188,22 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layers in layers_of_steps(job.layers, self._layer_bytes(block), self._most_bytes(block)):
+            for layers in layers_of_steps(job.layers, self.layer_bytes(block), self._most_bytes(block)):
                 yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 
-    def _layer_bytes(self, block: ChunkLease) -> list[int]:
+    def layer_bytes(self, block: ChunkLease) -> list[int]:
+        """Of every layer, of all chunks of ``block``."""
         return [len(block.keys) * size for size in self._tiers.layout.chunk_layer_bytes]
 
     def _most_bytes(self, block: ChunkLease) -> float:
-        return math.inf if block.is_in_place else min(_STEP_BYTES, self._buffer_bytes)
+        return math.inf if block.is_in_place else self.most_read
 
     def _begin(self, step: _Step) -> _Read:
         if step.block.is_in_place:
             return _Read(step)
-        buffer, sizes = self._spare.pop(), self._layer_bytes(step.block)
-        ends = list(itertools.accumulate(sizes[layer] for layer in step.layers))
-        into = {layer: buffer[end - sizes[layer] : end] for layer, end in zip(step.layers, ends, strict=True)}
+        buffer = self._spare.pop()
+        into = parts_of(buffer, step.layers, self.layer_bytes(step.block))
         return _Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
 
     def _give_back(self, read: _Read) -> None:
