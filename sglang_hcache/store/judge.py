@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.observer import Observer
@@ -27,8 +27,16 @@ class Judge:
         self._ledger = ledger
         self._observer = observer
 
-    def judge(self, failure: SliceFailure) -> None:
-        """A slice could not be read. What the device's health explains is left to that."""
+    def judge(self, failures: Sequence[SliceFailure]) -> None:
+        """What one call could not read. What the device's health explains is left to that."""
+        failed: set[int] = set()
+        for failure in failures:
+            is_first = failure.item.run.number not in failed
+            failed.add(failure.item.run.number)
+            self._judge_one(failure, is_first=is_first)
+
+    def _judge_one(self, failure: SliceFailure, *, is_first: bool) -> None:
+        """``is_first``: of this call and run, of which several layers may be affected."""
         item, run = failure.item, failure.item.run
         if isinstance(failure.error, CorruptExtentError):
             self._observer.count("store.corrupt_extents")
@@ -38,7 +46,7 @@ class Judge:
             if self._catalog.drop_run(run):
                 _log.warning("hcache: a stored run is forgotten: %s", failure.error)
                 self.forget_row(run)
-        elif failure.error_number == errno.EIO:
+        elif failure.error_number == errno.EIO and is_first:
             run.failures += 1
             if run.failures >= _FAILURES_ALLOWED:
                 self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))

@@ -227,8 +227,7 @@ class DiskStore:
             check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], f"memory of layer {layer}")
         with self._operation(), lease.reading():
             failures = self._reader.read(lease.slices, into)
-            for failure in failures:
-                self._judge.judge(failure)
+            self._judge.judge(failures)
         if failures:
             late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
             raise next(late, failures[0].error)

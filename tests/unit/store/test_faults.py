@@ -16,7 +16,7 @@ from sglang_hcache.core.errors import (
     TierMissError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
@@ -54,6 +54,19 @@ def store(config: StoreConfig, open_store: OpenStore, engine: FaultEngine) -> Di
 
 def heal(engine: FaultEngine) -> None:
     engine.decide = lambda op, number: None
+
+
+def test_layers_that_are_read_together_fail_once(store: DiskStore, engine: FaultEngine) -> None:
+    """Chunks are served after one failed read, whatever it was of, and not after two."""
+    into = {layer: aligned_empty(len(OLD) * size) for layer, size in enumerate(LAYERS)}
+    for quarantined in (0, len(OLD)):
+        with store.lease(OLD) as lease:
+            engine.decide = lambda op, number: Fault(errno.EIO) if op.kind is IOKind.READ else None
+            with pytest.raises(StoreIOError):
+                store.read_layers(lease, into)
+            heal(engine)
+            assert store.stats().quarantined == quarantined
+    assert not any(store.contains(key) for key in OLD)
 
 
 @pytest.mark.parametrize("kind", [IOKind.WRITE, IOKind.SYNC])
