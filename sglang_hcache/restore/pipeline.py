@@ -33,7 +33,7 @@ _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _FEWEST_STEPS = 6
 """Of a block: reading goes on under restoring."""
-_STEP_BYTES = 4 * 2**20
+STEP_BYTES = 4 * 2**20
 """Layers are read together up to so much: to begin and to end a step takes as long as about a quarter of it."""
 
 
@@ -42,16 +42,22 @@ def buffer_bytes(layout: StateLayout, block_chunks: int) -> int:
     return block_chunks * max(layout.chunk_layer_bytes)
 
 
+def most_together(num_layers: int) -> int:
+    """Layers of a step, at most, of a block whose ``num_layers`` come back."""
+    return -(-num_layers // _FEWEST_STEPS)
+
+
 def layers_of_steps(
-    layers: Sequence[int], layer_bytes: Sequence[int], most_bytes: float
+    layers: Sequence[int], layer_bytes: Sequence[int], most_bytes: float, most_layers: int | None = None
 ) -> list[tuple[int, ...]]:
     """The layers of each step of a block.
 
     Args:
         layer_bytes: of every layer of the model, of the whole block.
         most_bytes: of a step of several layers; infinite if nothing is read.
+        most_layers: of a step; None: as for a block of which these ``layers`` come back.
     """
-    most_layers = -(-len(layers) // _FEWEST_STEPS)
+    most_layers = most_layers or most_together(len(layers))
     steps: list[tuple[int, ...]] = []
     for layer in layers:
         longer = (*steps[-1], layer) if steps else ()
@@ -135,7 +141,7 @@ class LayerPipeline:
         self._restorer = restorer
         self._readers = readers
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
-        self.most_read = min(_STEP_BYTES, self._buffer_bytes)
+        self.most_read = min(STEP_BYTES, self._buffer_bytes)
         """Bytes of a step of several layers."""
         self._memory = memory
         self._spare: list[npt.NDArray[np.uint8]] = []

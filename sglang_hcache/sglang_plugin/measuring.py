@@ -19,6 +19,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.pipeline import most_together
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
@@ -158,7 +159,8 @@ class Bench:
             row_bytes = self.model.row_bytes(method)
             most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
             count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
-            found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks)
+            together = most_together(self.model.shape.num_layers)
+            found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks, together)
             holds.callback(found[method].close)
         return found
 

@@ -15,7 +15,7 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.restore.pipeline import NUM_BUFFERS
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, STEP_BYTES, layers_of_steps
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -34,13 +34,20 @@ class ScratchReads:
         count: chunks.
         disk: the store that takes them, until its eviction, which takes them first; None: memory of our own.
         run_chunks: chunks that are written together.
+        together: layers that a restore of the model reads together at most.
 
     Raises:
         StoreError: the disk does not take them.
     """
 
     def __init__(
-        self, method: Method, row_bytes: int, count: int, disk: DiskStore | None, run_chunks: int
+        self,
+        method: Method,
+        row_bytes: int,
+        count: int,
+        disk: DiskStore | None,
+        run_chunks: int,
+        together: int,
     ) -> None:
         self._layout = layout = StateLayout((method,) * NUM_LAYERS, (row_bytes,) * NUM_LAYERS)
         # No real key looks like this: those are digests.
@@ -48,6 +55,7 @@ class ScratchReads:
             b"profile" + method.encode().ljust(9) + index.to_bytes(16, "little") for index in range(count)
         ]
         self.longest = CHUNK_TOKENS * count
+        self._together = min(together, NUM_LAYERS // 2)  # two steps at least, as one is read behind another
         self._tiers = _empty_tiers(layout, count if disk is None else 1, disk)
         if disk is None:
             self._fill_host()
@@ -64,11 +72,14 @@ class ScratchReads:
         """
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
+        steps = layers_of_steps(range(NUM_LAYERS), [size] * NUM_LAYERS, STEP_BYTES, self._together)
         with self._tiers.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [
-                self._readers.submit(self._tiers.read_layers, lease, {layer: buffer[:size]})
-                for layer, buffer in enumerate(self._buffers)
+                self._readers.submit(
+                    self._tiers.read_layers, lease, {layer: self._buffers[layer][:size] for layer in step}
+                )
+                for step in steps
             ]
             for read in reads:
                 read.result()

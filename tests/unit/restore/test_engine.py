@@ -72,6 +72,7 @@ def test_layers_of_steps() -> None:
     mixed = layers_of_steps((0, 5, 6, 7, 9, 1, 2), [4] * 6 + [8] * 18, 12)
     assert mixed == [(0, 5), (6,), (7,), (9, 1), (2,)]
     assert layers_of_steps((), [], 8) == []
+    assert layers_of_steps(range(6), [2] * 6, 8, 3) == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_only_the_layers_asked_for_in_their_order(bench: Bench) -> None:
