@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def test_what_lies_together_in_host_memory_is_not_read() -> None:
     bench.assert_nothing_is_pinned()
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
-def test_small_layers_are_read_together(lanes: int | None) -> None:
-    bench, reads = Bench(lanes=lanes, buffer_chunks=2 * BLOCK_CHUNKS), []
+@pytest.mark.parametrize("device", [{}, {"lanes": 2}, {"streams": DelayedStreams()}])
+def test_small_layers_are_read_together(device: dict[str, Any]) -> None:
+    bench, reads = Bench(**device, buffer_chunks=2 * BLOCK_CHUNKS), []
     bench.tiers.before_reads = reads.append  # type: ignore[method-assign]
     job = bench.run(first=1)
     assert job.state is RestoreState.DONE
