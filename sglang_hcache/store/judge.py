@@ -31,25 +31,20 @@ class Judge:
         """What one call could not read. What the device's health explains is left to that."""
         failed: set[int] = set()
         for failure in failures:
-            is_first = failure.item.run.number not in failed
-            failed.add(failure.item.run.number)
-            self._judge_one(failure, is_first=is_first)
-
-    def _judge_one(self, failure: SliceFailure, *, is_first: bool) -> None:
-        """``is_first``: of this call and run, of which several layers may be affected."""
-        item, run = failure.item, failure.item.run
-        if isinstance(failure.error, CorruptExtentError):
-            self._observer.count("store.corrupt_extents")
-            whole = range(len(run.place.keys))
-            self._quarantine(run, dict.fromkeys(failure.bad_chunks or whole, str(failure.error)))
-        elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
-            if self._catalog.drop_run(run):
-                _log.warning("hcache: a stored run is forgotten: %s", failure.error)
-                self.forget_row(run)
-        elif failure.error_number == errno.EIO and is_first:
-            run.failures += 1
-            if run.failures >= _FAILURES_ALLOWED:
-                self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
+            item, run = failure.item, failure.item.run
+            if isinstance(failure.error, CorruptExtentError):
+                self._observer.count("store.corrupt_extents")
+                whole = range(len(run.place.keys))
+                self._quarantine(run, dict.fromkeys(failure.bad_chunks or whole, str(failure.error)))
+            elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
+                if self._catalog.drop_run(run):
+                    _log.warning("hcache: a stored run is forgotten: %s", failure.error)
+                    self.forget_row(run)
+            elif failure.error_number == errno.EIO:
+                run.failures += run.number not in failed  # once, of however many layers
+                failed.add(run.number)
+                if run.failures >= _FAILURES_ALLOWED:
+                    self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
 
     def forget_row(self, run: StoredRun) -> None:
         """Remove a run that is not in the catalog from the index as well."""
