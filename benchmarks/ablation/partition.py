@@ -94,9 +94,12 @@ class _TokenPipeline(LayerPipeline):
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
             most_bytes = min(self._most_bytes(block) for block in blocks if block.keys)
-            of_forms = [self.layer_bytes(block)[form::2] for form, block in enumerate(blocks)]
-            layer_bytes = [sum(both) for both in zip(*of_forms, strict=True)]
-            for layers in layers_of_steps(range(len(layer_bytes)), layer_bytes, most_bytes):
+            of_forms = [
+                self.layer_bytes(block, range(form, self._tiers.layout.num_layers, 2)).values()
+                for form, block in enumerate(blocks)
+            ]
+            layer_bytes = dict(enumerate(map(sum, zip(*of_forms, strict=True))))
+            for layers in layers_of_steps(layer_bytes, most_bytes):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)

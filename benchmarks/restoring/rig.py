@@ -302,12 +302,12 @@ class Variant:
         steps = [
             (block, step)
             for block in blocks
-            for step in layers_of_steps(layers, pipeline.layer_bytes(block), pipeline.most_read)
+            for step in layers_of_steps(pipeline.layer_bytes(block, layers), pipeline.most_read)
         ]
         for number, (block, step) in enumerate(steps):
             if len(pending) == len(buffers):
                 pending.pop(0).result()
-            into = parts_of(buffers[number % len(buffers)], step, pipeline.layer_bytes(block))
+            into = parts_of(buffers[number % len(buffers)], pipeline.layer_bytes(block, step))
             pending.append(pipeline._readers.submit(self.tiers.read_layers, block, into))
         for read in pending:
             read.result()

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -48,32 +48,36 @@ def most_together(num_layers: int) -> int:
 
 
 def layers_of_steps(
-    layers: Sequence[int], layer_bytes: Sequence[int], most_bytes: float, most_layers: int | None = None
+    layer_bytes: Mapping[int, int], most_bytes: float, most_layers: int | None = None
 ) -> list[tuple[int, ...]]:
     """The layers of each step of a block.
 
     Args:
-        layer_bytes: of every layer of the model, of the whole block.
+        layer_bytes: layer -> its bytes in the whole block, in the order in which they come back.
         most_bytes: of a step of several layers; infinite if nothing is read.
-        most_layers: of a step; None: as for a block of which these ``layers`` come back.
+        most_layers: of a step; None: as for a block of which these layers come back.
     """
-    most_layers = most_layers or most_together(len(layers))
+    most_layers = most_layers or most_together(len(layer_bytes))
     steps: list[tuple[int, ...]] = []
-    for layer in layers:
-        longer = (*steps[-1], layer) if steps else ()
-        if 0 < len(longer) <= most_layers and sum(layer_bytes[item] for item in longer) <= most_bytes:
-            steps[-1] = longer
+    step_bytes = 0
+    for layer, size in layer_bytes.items():
+        if steps and len(steps[-1]) < most_layers and step_bytes + size <= most_bytes:
+            steps[-1] += (layer,)
+            step_bytes += size
         else:
             steps.append((layer,))
+            step_bytes = size
     return steps
 
 
 def parts_of(
-    buffer: npt.NDArray[np.uint8], layers: Sequence[int], layer_bytes: Sequence[int]
+    buffer: npt.NDArray[np.uint8], layer_bytes: Mapping[int, int]
 ) -> dict[int, npt.NDArray[np.uint8]]:
-    """Where in ``buffer`` each of a step's ``layers`` is read to."""
-    ends = itertools.accumulate(layer_bytes[layer] for layer in layers)
-    return {layer: buffer[end - layer_bytes[layer] : end] for layer, end in zip(layers, ends, strict=True)}
+    """Where in ``buffer`` each layer of a step is read to."""
+    ends = itertools.accumulate(layer_bytes.values())
+    return {
+        layer: buffer[end - size : end] for (layer, size), end in zip(layer_bytes.items(), ends, strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +198,14 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layers in layers_of_steps(job.layers, self.layer_bytes(block), self._most_bytes(block)):
+            for layers in layers_of_steps(self.layer_bytes(block, job.layers), self._most_bytes(block)):
                 yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 
-    def layer_bytes(self, block: ChunkLease) -> list[int]:
-        """Of every layer, of all chunks of ``block``."""
-        return [len(block.keys) * size for size in self._tiers.layout.chunk_layer_bytes]
+    def layer_bytes(self, block: ChunkLease, layers: Iterable[int]) -> dict[int, int]:
+        """Of each of ``layers``, of all chunks of ``block``."""
+        sizes = self._tiers.layout.chunk_layer_bytes
+        return {layer: len(block.keys) * sizes[layer] for layer in layers}
 
     def _most_bytes(self, block: ChunkLease) -> float:
         return math.inf if block.is_in_place else self.most_read
@@ -209,7 +214,7 @@ class LayerPipeline:
         if step.block.is_in_place:
             return _Read(step)
         buffer = self._spare.pop()
-        into = parts_of(buffer, step.layers, self.layer_bytes(step.block))
+        into = parts_of(buffer, self.layer_bytes(step.block, step.layers))
         return _Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
 
     def _give_back(self, read: _Read) -> None:

@@ -154,12 +154,12 @@ class Bench:
         most_bytes = _MOST_SCRATCH_BYTES
         if disk is not None:
             most_bytes = min(most_bytes, disk.last_stats.cap_bytes // _SCRATCH_SHARE)
+        together = most_together(self.model.shape.num_layers)
         found = {}
         for method in (Method.HIDDEN, Method.KV):
             row_bytes = self.model.row_bytes(method)
             most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
             count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
-            together = most_together(self.model.shape.num_layers)
             found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks, together)
             holds.callback(found[method].close)
         return found

@@ -72,7 +72,7 @@ class ScratchReads:
         """
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
-        steps = layers_of_steps(range(NUM_LAYERS), [size] * NUM_LAYERS, STEP_BYTES, self._together)
+        steps = layers_of_steps(dict.fromkeys(range(NUM_LAYERS), size), STEP_BYTES, self._together)
         with self._tiers.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [

@@ -82,9 +82,8 @@ def read_keys(store: DiskStore, keys: Sequence[bytes], skew: int = 0) -> None:
                 out[:] = 0xEE
             store.read_layers(lease, into)
             for layer, out in into.items():
-                if not np.array_equal(
-                    out, np.concatenate([chunk_payload(key, layer, sizes[layer]) for key in keys])
-                ):
+                expected = np.concatenate([chunk_payload(key, layer, sizes[layer]) for key in keys])
+                if not np.array_equal(out, expected):
                     raise AssertionError(f"layer {layer} came back different")
 
 

@@ -66,14 +66,15 @@ def test_small_layers_are_read_together(device: dict[str, Any]) -> None:
 
 def test_layers_of_steps() -> None:
     layers = range(24)
-    assert layers_of_steps(layers, [9] * 24, 8) == [(layer,) for layer in layers]
-    assert layers_of_steps(layers, [4] * 24, 8) == [(layer, layer + 1) for layer in range(0, 24, 2)]
+    large, small = dict.fromkeys(layers, 9), dict.fromkeys(layers, 4)
+    assert layers_of_steps(large, 8) == [(layer,) for layer in layers]
+    assert layers_of_steps(small, 8) == [(layer, layer + 1) for layer in range(0, 24, 2)]
     for most in (16, 100, math.inf):  # no fewer than six: reading goes on under restoring
-        assert layers_of_steps(layers, [4] * 24, most) == [tuple(range(i, i + 4)) for i in range(0, 24, 4)]
-    mixed = layers_of_steps((0, 5, 6, 7, 9, 1, 2), [4] * 6 + [8] * 18, 12)
+        assert layers_of_steps(small, most) == [tuple(range(i, i + 4)) for i in range(0, 24, 4)]
+    mixed = layers_of_steps({0: 4, 5: 4, 6: 8, 7: 8, 9: 8, 1: 4, 2: 4}, 12)
     assert mixed == [(0, 5), (6,), (7,), (9, 1), (2,)]
-    assert layers_of_steps((), [], 8) == []
-    assert layers_of_steps(range(6), [2] * 6, 8, 3) == [(0, 1, 2), (3, 4, 5)]
+    assert layers_of_steps({}, 8) == []
+    assert layers_of_steps(dict.fromkeys(range(6), 2), 8, 3) == [(0, 1, 2), (3, 4, 5)]
 
 
 def test_only_the_layers_asked_for_in_their_order(bench: Bench) -> None:
