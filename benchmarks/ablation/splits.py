@@ -80,6 +80,7 @@ def predicted_by_tokens(
             compute_hidden_s=hidden.compute_hidden_s + kv.compute_kv_s,
             compute_kv_s=hidden.compute_kv_s + kv.compute_kv_s,
             compute_recompute_s=hidden.compute_recompute_s + kv.compute_recompute_s,
+            contention=hidden.contention,
         )
         seconds += make_plan((Method.HIDDEN,) * layers, layer).total_s
     return seconds

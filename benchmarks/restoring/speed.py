@@ -65,7 +65,10 @@ def measure(settings: Settings, folder: Path, found: Gathered) -> None:
     write_tiny_model(model, settings.model)
     with new_progress() as progress:
         with while_doing(progress, "loading the model, computing a prompt"):
-            rig = Rig.load(model, max(*settings.lengths, settings.sweep.length), PIECE)
+            longest = max(*settings.lengths, settings.sweep.length)
+            rig = Rig.load(
+                model, longest, PIECE, "--dtype", settings.model.dtype
+            )  # "auto" makes float16 of float32
         for length in settings.lengths:  # warms up
             rig.recompute(length)
         for tier in settings.all_tiers:

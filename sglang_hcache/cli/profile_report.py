@@ -136,7 +136,8 @@ class ProfileReport:
 
 
 def _read_table(profile: Profile) -> Table:
-    table = new_table(["reading from", "what", "GB/s", "fixed ms", "R²"], {"GB/s", "fixed ms", "R²"})
+    numbers = ["GB/s", "fixed ms", "R²", "contention"]
+    table = new_table(["reading from", "what", *numbers], set(numbers))
     for tier in profile.tiers:
         for method, curve, size in _reads(profile, tier):
             rate = _bytes_per_s(curve, size)
@@ -146,6 +147,7 @@ def _read_table(profile: Profile) -> Table:
                 "-" if rate is None else _digits(rate / 1e9),
                 _digits(1e3 * curve.fixed_s),
                 _fit(curve),
+                f"{profile.tiers[tier].contention:.2f}",
             )
     return table
 

@@ -44,12 +44,16 @@ class LayerCosts:
     """Write K and V that were read into the pool."""
     compute_recompute_s: float
     """Run the whole layer over the tokens. Their ids are read in no time [HCache §3.2]."""
+    contention: float = 0.0
+    """Of reading and computing at once: the share of the shorter that the longer does not hide. 0: neither knows of the
+    other, as in the paper; 1: they take turns."""
 
     def __post_init__(self) -> None:
         for name in LayerCosts.__slots__:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be a number of seconds, not negative, got {value!r}")
+        check_contention(self.contention)
 
     def io_s(self, method: Method) -> float:
         """Seconds of I/O of a layer that comes back by ``method``."""
@@ -75,6 +79,7 @@ class LayerCosts:
             compute_hidden_s=compute * self.compute_hidden_s,
             compute_kv_s=compute * self.compute_kv_s,
             compute_recompute_s=compute * self.compute_recompute_s,
+            contention=self.contention,
         )
 
 
@@ -188,6 +193,12 @@ def analytic_costs(shape: ModelShape, hardware: Hardware, num_tokens: int, start
         compute_kv_s=c_kv_write(shape, hardware, num_tokens),
         compute_recompute_s=c_recompute(shape, hardware, num_tokens, start),
     )
+
+
+def check_contention(value: float) -> None:
+    """``ValueError`` unless it is a share."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"contention must be from 0 to 1, got {value!r}")
 
 
 def check_range(num_tokens: int, start: int) -> None:

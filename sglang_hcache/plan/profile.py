@@ -13,6 +13,7 @@ from sglang_hcache.plan.costs import (
     Hardware,
     LayerCosts,
     c_kv_write,
+    check_contention,
     check_range,
     projection_flops,
     recompute_flops,
@@ -38,15 +39,18 @@ class TierCurves:
     """Reading one layer from one tier. Linear: bytes over bandwidth.
 
     Raises:
-        ValueError: a curve with a squared term.
+        ValueError: a curve with a squared term, or a contention that is no share.
     """
 
     hidden: CostCurve
     kv: CostCurve
+    contention: float = 0.0
+    """:attr:`LayerCosts.contention` of reading from this tier."""
 
     def __post_init__(self) -> None:
         _check_linear("hidden", self.hidden)
         _check_linear("kv", self.kv)
+        check_contention(self.contention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +115,15 @@ class Profile:
         parts = self._parts(tokens)
         total = sum(parts.values())
         check_range(total, start)
+        io_kv_s = {tier: self.tiers[tier].kv.seconds(count) for tier, count in parts.items()}
+        contended_s = sum(seconds * self.tiers[tier].contention for tier, seconds in io_kv_s.items())
         return LayerCosts(
             io_hidden_s=sum(self.tiers[tier].hidden.seconds(count) for tier, count in parts.items()),
-            io_kv_s=sum(self.tiers[tier].kv.seconds(count) for tier, count in parts.items()),
+            io_kv_s=sum(io_kv_s.values()),
             compute_hidden_s=self.compute.hidden.seconds(total),
             compute_kv_s=self.compute.kv.seconds(total),
             compute_recompute_s=self.compute.recompute.seconds(total, start),
+            contention=min(1.0, contended_s / sum(io_kv_s.values())) if contended_s else 0.0,
         )
 
     def _parts(self, tokens: Mapping[str, int] | int) -> dict[str, int]:
@@ -226,10 +233,11 @@ def _with_ffn_kind(value: Any) -> dict[str, Any]:
 
 
 def _curves(kind: type[_T], where: str, value: Any) -> _T:
-    curves = _object(where, value)
-    return _build(
-        kind, where, {name: _build(CostCurve, f"{where}.{name}", curve) for name, curve in curves.items()}
-    )
+    values = {
+        name: value if name == "contention" else _build(CostCurve, f"{where}.{name}", value)
+        for name, value in _object(where, value).items()
+    }
+    return _build(kind, where, values)
 
 
 def _token_range(value: Any) -> tuple[int, int]:

@@ -12,6 +12,10 @@ there is no dependence, for each is made from its own stored rows. So the order 
   come first, K and V that need no computation come last.
 * With memory for a few layers only, reads must not run ahead while layers are recomputed: steps of all methods are
   spread evenly, so that both resources always have something to do.
+
+**Where the two share cores** they hold each other up. Of the shorter one's work the longer hides only a part: all
+times of a restore are stretched alike, so that ``max(I/O, computation) + contention * min(I/O, computation)`` is what
+the two take together.
 """
 
 from __future__ import annotations
@@ -102,6 +106,12 @@ def simulate(
         raise ValueError(f"recomputed layers must be the first ones, in order, got {recomputed}")
     if buffers is not None and buffers < 1:
         raise ValueError(f"buffers must be at least 1, got {buffers}")
+    longer = stretch(
+        sum(costs.io_s(method) for method in methods),
+        sum(costs.compute_s(method) for method in methods),
+        costs,
+    )
+    costs = costs.scaled(io=float(longer), compute=float(longer))
     in_memory: deque[float] = deque(
         maxlen=buffers
     )  # when each of the last reads was computed and its buffer free
@@ -129,6 +139,13 @@ def simulate(
             )
         )
     return Timeline(tuple(steps))
+
+
+def stretch(io_s: FloatArray | float, compute_s: FloatArray | float, costs: LayerCosts) -> FloatArray:
+    """How many times as long everything takes because of ``costs.contention``, with so much to read and to compute."""
+    longer, shorter = np.maximum(io_s, compute_s), np.minimum(io_s, compute_s)
+    hidden: FloatArray = shorter / np.where(longer > 0, longer, 1.0)
+    return 1 + costs.contention * hidden
 
 
 def johnson_methods(costs: LayerCosts) -> tuple[Method, ...]:
@@ -185,7 +202,7 @@ def block_totals(
 
     In a flow shop with two machines the end is the longest way through: over all steps k, the reads up to k and the
     computations from k on. Within a block of equal steps that is linear in k, so its ends are enough. The total
-    equals :attr:`Timeline.total_s` of :func:`best_timeline`.
+    equals :attr:`Timeline.total_s` of :func:`best_timeline`. I/O and computation are without contention.
 
     Args:
         num_recompute, num_hidden, num_kv: layers of each method; arrays of one shape, which the results have.
@@ -208,4 +225,4 @@ def block_totals(
         through_last = io_before + compute_step + compute_after
         longest = np.maximum(total, np.maximum(through_first, through_last))
         total = np.where(count > 0, longest, total)
-    return total, io, compute
+    return stretch(io, compute, costs) * total, io, compute

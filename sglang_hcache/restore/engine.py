@@ -18,12 +18,11 @@ from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.restore.pipeline import LayerPipeline
+from sglang_hcache.restore.pipeline import NUM_READERS, LayerPipeline
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_READER_THREADS = 4
 _CLOSE_S = 1.0
 
 
@@ -49,7 +48,7 @@ class RestoreEngine:
         self._observer = observer
         self._may_warn = Throttle()
         self._on_over = on_over
-        self._readers = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="hcache-read")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
         self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks, memory)
         self._stopping = threading.Event()
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()

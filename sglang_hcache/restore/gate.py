@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.costs import LayerCosts
@@ -147,11 +147,12 @@ class RestoreGate:
 
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
         tiers = self.profile.tiers
-        compute = self.profile.costs(parts, start)
-        return LayerCosts(
+        costs = self.profile.costs(parts, start)
+        return replace(
+            costs,
             io_hidden_s=sum(self._drift[tier] * tiers[tier].hidden.seconds(n) for tier, n in parts.items()),
             io_kv_s=sum(self._drift[tier] * tiers[tier].kv.seconds(n) for tier, n in parts.items()),
-            compute_hidden_s=self._drift[_COMPUTE] * compute.compute_hidden_s,
-            compute_kv_s=self._drift[_COMPUTE] * compute.compute_kv_s,
-            compute_recompute_s=self._drift[_PREFILL] * compute.compute_recompute_s,
+            compute_hidden_s=self._drift[_COMPUTE] * costs.compute_hidden_s,
+            compute_kv_s=self._drift[_COMPUTE] * costs.compute_kv_s,
+            compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s,
         )

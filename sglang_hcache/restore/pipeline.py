@@ -29,6 +29,9 @@ from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 NUM_BUFFERS = 4
 """Steps in memory at once: some are restored, the others are read."""
+NUM_READERS = NUM_BUFFERS - 1
+"""Steps that are read at once. With as many as there are buffers, all arrive at about the same time: the first one
+late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _FEWEST_STEPS = 6
@@ -198,7 +201,11 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            for layers in layers_of_steps(self.layer_bytes(block, job.layers), self._most_bytes(block)):
+            steps = layers_of_steps(self.layer_bytes(block, job.layers), self._most_bytes(block))
+            if first_token == 0 and not block.is_in_place and len(steps[0]) > 1:
+                # Nothing can be restored under the first read, so it is short.
+                steps[:1] = [steps[0][:1], steps[0][1:]]
+            for layers in steps:
                 yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 

@@ -8,6 +8,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -78,16 +79,12 @@ class Bench:
         layers, lengths = self.model.shape.num_layers, self._lengths
         logger.info("hcache: measuring what restoring and recomputing cost on this machine")
         recompute = self._recompute_curve()
+        kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
+        hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
+        if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
+            hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         with ExitStack() as scratch:
-            reads = self._scratch(scratch)
-            tiers = {tier: self._tier_curves(of_tier) for tier, of_tier in reads.items()}
-            if DISK in reads:
-                # While a restore computes it also reads; where both share the cores, that counts.
-                scratch.enter_context(reads[DISK][Method.HIDDEN].going_on())
-            kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
-            hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
-            if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
-                hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
+            tiers = self._tiers(scratch)
         profile = Profile(
             source=ProfileSource.MEASURED,
             model=self.model.shape,
@@ -140,12 +137,14 @@ class Bench:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def _scratch(self, holds: ExitStack) -> dict[str, dict[Method, ScratchReads]]:
-        """What is read, by tier and by what it stores; a tier that does not take it is missing."""
-        found = {HOST: self._scratch_in(None, holds)}
+    def _tiers(self, holds: ExitStack) -> dict[str, TierCurves]:
+        """What reading costs, by tier; a disk that does not take the chunks, or does not give them back, is missing."""
+        found = {HOST: self._tier_curves(self._scratch_in(None, holds))}
         if self.disk is not None:
             try:
-                found[DISK] = self._scratch_in(self.disk, holds)
+                reads = self._scratch_in(self.disk, holds)
+                curves = self._tier_curves(reads)
+                found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
             except StoreError as error:
                 logger.warning("hcache: reads from the disk tier could not be measured: %s", error)
         return found
@@ -198,6 +197,41 @@ class Bench:
 
         return _at_least(read, self._fit(lengths, copy))
 
+    def _contention(self, reads: ScratchReads) -> float:
+        """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
+        method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
+        length = min(reads.longest, self._lengths[-1])
+
+        def seconds(work: Callable[[], object]) -> float:
+            began = time.monotonic()
+            work()
+            return time.monotonic() - began
+
+        def read(times: int = 1) -> None:
+            for _ in range(times):
+                reads.time(length)
+
+        def restore(times: int = 1) -> None:
+            for _ in range(times):
+                self._restore_one(method, length)
+
+        def both() -> None:
+            beside = pool.submit(read, num_reads)
+            restore(num_restores)
+            beside.result()
+
+        read(), restore()
+        ratio = seconds(read) / seconds(restore)
+        num_reads, num_restores = max(1, round(1 / ratio)), max(1, round(ratio))
+        rounds: list[tuple[float, float, float]] = []
+        ends = time.monotonic() + self.budget_s
+        with ThreadPoolExecutor(1, thread_name_prefix="hcache-company") as pool:
+            while self._is_more_wanted([sum(one) for one in rounds], ends):
+                alone = seconds(lambda: read(num_reads)), seconds(lambda: restore(num_restores))
+                rounds.append((*alone, seconds(both)))
+        read_s, restore_s, both_s = (_undisturbed(times) for times in zip(*rounds, strict=True))
+        return min(max((both_s - max(read_s, restore_s)) / min(read_s, restore_s), 0.0), 1.0)
+
     # -- fitting ---------------------------------------------------------------------------------
 
     def _fit(self, lengths: Iterable[int], time_of: Callable[[int], float]) -> CostCurve:
@@ -220,8 +254,7 @@ class Bench:
             times: list[float] = []
             while self._is_more_wanted(times, share_ends):
                 times.append(time_of(*piece))
-            # The lower quartile: what something else on the machine took must not count as a cost.
-            measured[piece] = max(sorted(times)[len(times) // 4], 1e-9)
+            measured[piece] = _undisturbed(times)
         return measured
 
     def _is_more_wanted(self, times: Sequence[float], share_ends: float) -> bool:
@@ -246,6 +279,11 @@ def machine_name(device: str, backend: str, directories: Sequence[os.PathLike[st
     cores = len(os.sched_getaffinity(0))
     where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
     return f"{model}, {cores} cores, {device}, {backend}; {where}"
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """The lower quartile: what something else on the machine took must not count as a cost."""
+    return max(sorted(times)[len(times) // 4], 1e-9)
 
 
 def _scaled(curve: CostCurve, factor: float) -> CostCurve:

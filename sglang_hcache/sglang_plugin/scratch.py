@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 import numpy as np
 
-from sglang_hcache.core.background import in_background
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
-from sglang_hcache.restore.pipeline import NUM_BUFFERS, STEP_BYTES, layers_of_steps
+from sglang_hcache.restore.pipeline import NUM_READERS, STEP_BYTES, layers_of_steps
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -62,7 +58,7 @@ class ScratchReads:
         else:
             self._fill_disk(disk, run_chunks)
         self._buffers = [host_buffer(count * layout.chunk_layer_bytes[0]) for _ in range(NUM_LAYERS)]
-        self._readers = ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="hcache-scratch")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-scratch")
 
     def time(self, length: int) -> float:
         """Seconds of one layer of ``length`` tokens, when several are read one after the other.
@@ -84,18 +80,6 @@ class ScratchReads:
             for read in reads:
                 read.result()
             return (time.monotonic() - began) / NUM_LAYERS
-
-    def going_on(self) -> AbstractContextManager[None]:
-        """Read all the time in the background: what else is measured then is measured in company."""
-
-        def read(stop: threading.Event) -> None:
-            while not stop.is_set():
-                try:
-                    self.time(self.longest)
-                except StoreError:
-                    return
-
-        return in_background("hcache-company", read)
 
     def close(self) -> None:
         """Stop the reading threads."""

@@ -38,7 +38,7 @@ def made_profile(
 ) -> Profile:
     reads = {
         "host": TierCurves(hidden=line(100, 0.8192), kv=line(100, 1.6384)),
-        "disk": TierCurves(hidden=line(250, 4.096), kv=line(250, 8.192)),
+        "disk": TierCurves(hidden=line(250, 4.096), kv=line(250, 8.192), contention=0.42),
     }
     values: dict[str, object] = {
         "source": ProfileSource.MEASURED,
@@ -119,10 +119,10 @@ def test_table_of_what_was_measured(run):
         "my model: 32 layers, hidden size 4096, 32 heads, 2 bytes a value",
         "Machine a machine; /disk",
         "Versions torch 2",
-        "host hidden states 10.0 0.100 0.990",
-        "host K and V 10.0 0.100 0.990",
-        "disk hidden states 2.00 0.250 0.990",
-        "disk K and V 2.00 0.250 0.990",
+        "host hidden states 10.0 0.100 0.990 0.00",
+        "host K and V 10.0 0.100 0.990 0.00",
+        "disk hidden states 2.00 0.250 0.990 0.42",
+        "disk K and V 2.00 0.250 0.990 0.42",
         "project hidden states 30.0 6.00 - 0.990",
         "write K and V 20.0 0.500 - 0.990",
         "recompute the layer 300 20.0 1.50 0.990",

@@ -129,6 +129,8 @@ def test_costs_refuse():
         LayerCosts(
             io_hidden_s=0, io_kv_s=-1, compute_hidden_s=0, compute_kv_s=0, compute_recompute_s=math.inf
         )
+    with pytest.raises(ValueError, match="contention must be from 0 to 1, got 2"):
+        replace(analytic_costs(MHA, HARDWARE, 1), contention=2)
     with pytest.raises(ValueError, match="at least one token"):
         analytic_costs(MHA, HARDWARE, 0)
     with pytest.raises(ValueError, match="position must not be negative"):

@@ -124,6 +124,16 @@ def test_equally_fast_plans_spare_the_device():
     assert search(slower, 4).split == Split(0, 0, 4)
 
 
+def test_where_both_take_turns_nothing_is_projected_to_read_less():
+    """2 s to read, or 1 s to read and 1.1 s to project; side by side that would be half the time."""
+    costs = LayerCosts(io_hidden_s=1, io_kv_s=2, compute_hidden_s=1.1, compute_kv_s=0, compute_recompute_s=9)
+    assert plan_stored(costs, 8).count(H) >= 7
+    assert plan_stored(replace(costs, contention=1.0), 8) == (KV,) * 8
+    together = 8.8 + 0.5 * 8
+    both = plan_restore((H,) * 8, replace(costs, contention=0.5))
+    assert both.total_s == pytest.approx((1 + 8.8) * together / 8.8)
+
+
 # --- the closed forms of [HCache §4.1.2] ---
 
 

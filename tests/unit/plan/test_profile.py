@@ -21,7 +21,9 @@ coefficients = st.floats(0, 1) | st.sampled_from([0.0, 1e-12])
 
 def profile() -> Profile:
     made = analytic_profile(NAMED_SHAPES["llama2-7b"], HARDWARE)
-    fast = TierCurves(hidden=CostCurve(per_token_s=1e-9, r_squared=0.99), kv=CostCurve(per_token_s=2e-9))
+    fast = TierCurves(
+        hidden=CostCurve(per_token_s=1e-9, r_squared=0.99), kv=CostCurve(per_token_s=2e-9), contention=0.5
+    )
     return replace(
         made,
         source=ProfileSource.MEASURED,
@@ -45,6 +47,14 @@ def test_tokens_in_two_tiers_are_read_one_after_the_other():
     assert both.io_hidden_s == pytest.approx(disk.io_hidden_s + host.io_hidden_s)
     assert both.io_kv_s == pytest.approx(disk.io_kv_s + host.io_kv_s)
     assert both.compute_hidden_s == pytest.approx(profile().costs({"host": 640}).compute_hidden_s)
+
+
+def test_contention_counts_for_as_long_as_its_tier_is_read():
+    assert profile().costs({"disk": 512}).contention == 0
+    assert profile().costs({"host": 128}).contention == pytest.approx(0.5)
+    both, host = profile().costs({"disk": 512, "host": 128}), profile().costs({"host": 128})
+    assert both.contention == pytest.approx(0.5 * host.io_kv_s / both.io_kv_s)
+    assert both.scaled(io=2.0).contention == both.contention
 
 
 def test_json_round_trip():
@@ -82,6 +92,8 @@ def _put(data, path, value):
         ("tiers", {}, "tiers must name at least one tier"),
         ("tiers.disk.hidden.per_token_s", -1, "tiers.disk.hidden: per_token_s must be a number of seconds"),
         ("tiers.disk.kv.per_token_s", "1", "tiers.disk.kv: per_token_s"),
+        ("tiers.disk.contention", 1.5, "tiers.disk: contention must be from 0 to 1, got 1.5"),
+        ("tiers.disk.contention", "1", "tiers.disk: "),
         ("tiers.disk.kv.per_token_squared_s", 1e-9, "only recomputing has a squared term"),
         ("compute.hidden.per_token_squared_s", 1e-9, "compute: hidden: per_token_squared_s must be 0"),
         ("compute.kv", 3, "compute.kv must be an object"),

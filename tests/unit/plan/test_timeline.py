@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -109,6 +110,21 @@ def test_blocks_equal_steps(methods, costs):
     assert total[0] == pytest.approx(timeline.total_s, rel=1e-9, abs=1e-12)
     assert io[0] == pytest.approx(timeline.io_s, rel=1e-9, abs=1e-12)
     assert compute[0] == pytest.approx(timeline.compute_s, rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None)
+@given(methods=layers(), costs=layer_costs, share=st.floats(0, 1))
+def test_what_two_that_share_cores_take(methods, costs, share):
+    """Of the shorter one's work, ``share`` is not hidden under the longer; the fill grows as all else does."""
+    free, held = (best_timeline(methods, replace(costs, contention=each)) for each in (0.0, share))
+    longer, shorter = max(free.io_s, free.compute_s), min(free.io_s, free.compute_s)
+    both = longer + share * shorter
+    assert max(held.io_s, held.compute_s) == pytest.approx(both, rel=1e-9, abs=1e-12)
+    assert held.total_s * longer == pytest.approx(free.total_s * both, rel=1e-9, abs=1e-9)
+    counts = [np.array([methods.count(method)]) for method in (RE, H, KV)]
+    total, io, compute = block_totals(*counts, replace(costs, contention=share))
+    assert total[0] == pytest.approx(held.total_s, rel=1e-9, abs=1e-12)
+    assert (io[0], compute[0]) == pytest.approx((free.io_s, free.compute_s), rel=1e-9, abs=1e-12)
 
 
 @given(methods=layers(most=3), costs=layer_costs)

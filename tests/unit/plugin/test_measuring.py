@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +84,39 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_
         assert found == read.per_token_s
     restorer.stage = None
     assert measured._with_bus(Method.KV, read) == read
+
+
+class Reads:
+    """Takes 20 ms, with the lock held."""
+
+    longest = 512
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
+
+    def time(self, length: int) -> None:
+        with self._lock:
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("share_a_core", [True, False])
+def test_reading_and_restoring_at_once(share_a_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock() if share_a_core else nullcontext()
+    restored: list[Method] = []
+
+    def restore_one(_bench: Bench, method: Method, length: int) -> None:
+        restored.append(method)
+        with lock:
+            time.sleep(0.02 * length / 512)
+
+    monkeypatch.setattr(Bench, "_restore_one", restore_one)
+    restorer = SimpleNamespace(projector=object())
+    measured = Bench(None, restorer, Forward(), None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
+    contention = measured._contention(Reads(lock))  # type: ignore[arg-type]
+    assert 0.9 < contention <= 1 if share_a_core else 0 <= contention < 0.9
+    restorer.projector = None
+    measured._contention(Reads(lock))  # type: ignore[arg-type]
+    assert set(restored) == {Method.HIDDEN, Method.KV}
 
 
 def test_what_takes_long_is_not_repeated_for_long() -> None:

@@ -29,11 +29,12 @@ def gate(
     methods: tuple[Method, ...] = (Method.HIDDEN,) * LAYERS,
     may_recompute: bool = False,
     block_tokens: int = 4096,
+    contention: float = 0.0,
 ) -> RestoreGate:
     """One layer's costs as given, seconds a token; recomputing takes 0.5 ms and 2 us a token."""
     tiers = {"host": TierCurves(hidden=per_token(host), kv=per_token(2 * host))}
     if disk is not None:
-        tiers["disk"] = TierCurves(hidden=per_token(disk), kv=per_token(2 * disk))
+        tiers["disk"] = TierCurves(hidden=per_token(disk), kv=per_token(2 * disk), contention=contention)
     profile = Profile(
         source=ProfileSource.MEASURED,
         model=SHAPE,
@@ -58,6 +59,11 @@ def test_the_slower_resource_decides_and_the_pipeline_has_to_fill() -> None:
     assert from_disk.restore_s == pytest.approx(0.002 + 1024 * (LAYERS * 4e-6 + 1e-6))
     assert from_disk.recompute_s == pytest.approx(0.005 + 1024 * 20e-6)
     assert from_disk.layers == tuple(range(LAYERS))
+
+
+def test_where_reads_and_products_share_cores_both_count() -> None:
+    found = decide(gate(contention=1.0), 0, 1024)
+    assert found.restore_s == pytest.approx(0.002 + 1024 * (LAYERS * 4e-6 + 1e-6) * 5 / 4)
 
 
 def test_blocks_shorten_the_fill() -> None:
