@@ -15,7 +15,7 @@ from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
 from sglang_hcache.plan.planner import Split, closed_form, plan_stored, search, stored_bytes
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
-from sglang_hcache.plan.stored import PLANNED_TOKENS
+from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_costs
 
 STORAGE_GB_S = 26.0
 TOKENS = 1024
@@ -95,7 +95,7 @@ def measured_row(profile: Profile, tier: str) -> ScheduleRow:
     """What the planner says of ``profile`` when all tokens come from ``tier``."""
     shape = profile.model
     costs = profile.costs({tier: PLANNED_TOKENS})
-    stored = Split.of(plan_stored(costs, shape.num_layers))
+    stored = Split.of(plan_stored(planned_costs(profile, tier), shape.num_layers))
     return ScheduleRow(
         model=f"{shape.num_layers} layers, {shape.hidden_size} wide",
         where=tier,

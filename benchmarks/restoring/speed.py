@@ -21,7 +21,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import parse_size
 from sglang_hcache.plan.planner import plan_stored
 from sglang_hcache.plan.profile import Profile
-from sglang_hcache.plan.stored import PLANNED_TOKENS
+from sglang_hcache.plan.stored import planned_costs
 from sglang_hcache.sglang_plugin.planning import describe
 from sglang_hcache.store import DiskStore, StoreConfig
 
@@ -113,7 +113,7 @@ def _measure_tier(
 
 
 def _stored(profile: Profile, tier: str, kind: PlanKind) -> tuple[Method, ...]:
-    return plan_stored(profile.costs({tier: PLANNED_TOKENS}), profile.model.num_layers, kind)
+    return plan_stored(planned_costs(profile, tier), profile.model.num_layers, kind)
 
 
 def _measure_length(

@@ -13,6 +13,7 @@ from sglang_hcache.plan.costs import Hardware, analytic_costs
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import Profile, ProfileSource, TierCurves, analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
+from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_costs
 
 HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9, kv_write_bytes_per_s=1e12, io_fixed_s=1e-4)
 shapes = st.sampled_from(list(NAMED_SHAPES.values()))
@@ -55,6 +56,17 @@ def test_contention_counts_for_as_long_as_its_tier_is_read():
     both, host = profile().costs({"disk": 512, "host": 128}), profile().costs({"host": 128})
     assert both.contention == pytest.approx(0.5 * host.io_kv_s / both.io_kv_s)
     assert both.scaled(io=2.0).contention == both.contention
+
+
+@pytest.mark.parametrize(("measured", "assumed"), [(0.0, 0.0), (0.4, 0.6), (0.9, 1.0)])
+def test_what_is_stored_is_chosen_for_more_contention_than_was_measured(measured, assumed):
+    made = profile()
+    disk = replace(made.tiers["disk"], contention=measured)
+    made = replace(made, tiers={**made.tiers, "disk": disk})
+    planned = planned_costs(made)
+    assert planned.contention == pytest.approx(assumed)
+    assert replace(planned, contention=measured) == made.costs({"disk": PLANNED_TOKENS})
+    assert planned_costs(made, "host").contention == 0.75
 
 
 def test_json_round_trip():
