@@ -34,6 +34,8 @@ _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FEWEST_LENGTHS = 3
 _PREFIX_SHARE = 4
 """The piece that is measured behind a prefix of the longest pass is one so-many-th of it."""
+_COMPANY_TOKENS = 1024
+"""Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
@@ -200,7 +202,7 @@ class Bench:
     def _contention(self, reads: ScratchReads) -> float:
         """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
-        length = min(reads.longest, self._lengths[-1])
+        length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
 
         def seconds(work: Callable[[], object]) -> float:
             began = time.monotonic()
