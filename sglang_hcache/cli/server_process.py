@@ -112,7 +112,7 @@ class ServerProcess:
         """
         assert not self.is_running, "the server is running already"
         self._port = self._wanted_port or free_port()
-        command, environment = prepare_launch([*self._args, "--host", HOST, "--port", str(self._port)])
+        command, environment = prepare_launch([*self._args, *self._addresses()])
         environment.update(self._extra_env)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -127,6 +127,11 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _addresses(self) -> list[str]:
+        # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
+        chosen = [] if _names(self._args, "--nccl-port") else ["--nccl-port", str(free_port([self._port]))]
+        return ["--host", HOST, "--port", str(self._port), *chosen]
 
     def wait_ready(self, progress: Progress | None = None) -> None:
         """Return when the server answers requests.
@@ -209,13 +214,15 @@ class ServerProcess:
         self.stop()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on.
+def free_port(but: Sequence[int] = ()) -> int:
+    """A port of this machine that nobody listens on, and none of ``but``.
 
     Raises:
         ServerProcessError: all are taken.
     """
     for port in random.sample(_PORTS, 200):
+        if port in but:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind((HOST, port))
@@ -223,6 +230,10 @@ def free_port() -> int:
                 continue
             return port
     raise ServerProcessError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
+
+
+def _names(args: Sequence[str], flag: str) -> bool:
+    return any(arg.partition("=")[0] == flag for arg in args)
 
 
 def _is_healthy(client: httpx.Client, url: str) -> bool:

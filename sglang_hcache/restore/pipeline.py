@@ -202,7 +202,7 @@ class LayerPipeline:
         first_token = 0
         for block in job.blocks:
             steps = layers_of_steps(self.layer_bytes(block, job.layers), self._most_bytes(block))
-            if first_token == 0 and not block.is_in_place and len(steps[0]) > 1:
+            if first_token == 0 and not block.is_in_place and steps and len(steps[0]) > 1:
                 # Nothing can be restored under the first read, so it is short.
                 steps[:1] = [steps[0][:1], steps[0][1:]]
             for layers in steps:

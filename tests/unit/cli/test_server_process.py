@@ -82,6 +82,26 @@ def test_starts_again_and_shows_only_the_last_log(run: Callable[[str], None], tm
     assert not server.is_running
 
 
+@pytest.mark.parametrize("given", [[], ["--nccl-port", "7"], ["--nccl-port=7"]])
+def test_ports_that_no_outgoing_connection_takes(
+    run: Callable[[str], None], tmp_path: Path, given: list[str]
+) -> None:
+    run("import sys, time; print('ports', *sys.argv[1:], flush=True); time.sleep(60)")
+    server = ServerProcess(given, log=tmp_path / "server.log")
+    server.launch()
+    try:
+        while not server.log_text().endswith("\n"):
+            time.sleep(0.05)
+        words = server.log_text().replace("=", " ").split()
+    finally:
+        server.kill()
+    ports = {flag: int(words[words.index(flag) + 1]) for flag in ("--port", "--nccl-port")}
+    assert words.count("--nccl-port") == 1
+    assert 20_000 <= ports["--port"] < 32_000
+    assert ports["--nccl-port"] == 7 if given else 20_000 <= ports["--nccl-port"] < 32_000
+    assert len(set(ports.values())) == 2
+
+
 def test_a_server_that_dies_shows_its_last_lines(run: Callable[[str], None], tmp_path: Path) -> None:
     run("import sys; print('the reason'); sys.exit(3)")
     server = ServerProcess([], log=tmp_path / "server.log")
