@@ -27,7 +27,7 @@ from common.gathered import Gathered
 from common.options import AsJson, Folder, Out, parse_whole_numbers, prepare_out
 from restoring import report
 from restoring.runtime import restart_with_cpu_runtime
-from restoring.settings import DType, Settings, Sweep, parse_tiers
+from restoring.settings import Settings, Sweep, parse_tiers
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 LENGTHS, QUICK_LENGTHS = "1024,4096,16384", "1024,2048"
@@ -45,8 +45,8 @@ def main(
         int | None, typer.Option(min=1, help="KV heads; as many as heads if not given.")
     ] = None,
     dtype: Annotated[
-        DType, typer.Option(help="Of its weights, K and V. Some processors multiply bfloat16 slowly.")
-    ] = DType.BFLOAT16,
+        str, typer.Option(help="bfloat16 or float32. Some processors multiply bfloat16 slowly.")
+    ] = "bfloat16",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +87,7 @@ def main(
     from sglang_hcache.cli.tiny_model import TinyModel
 
     model = TinyModel(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype=dtype.value, max_position=40_000
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype=dtype, max_position=40_000
     )
     rounds = rounds or (5 if quick else 7)
     settings = Settings(model, histories, all_tiers, rounds, sweep, 0.3 if quick else 2.0)

@@ -8,6 +8,7 @@ server stores like that.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -99,7 +100,8 @@ class _TokenPipeline(LayerPipeline):
                 for form, block in enumerate(blocks)
             ]
             layer_bytes = dict(enumerate(map(sum, zip(*of_forms, strict=True))))
-            for layers in layers_of_steps(layer_bytes, most_bytes):
+            begins = number == 0 and math.isfinite(most_bytes)  # it is read
+            for layers in layers_of_steps(layer_bytes, most_bytes, begins=begins):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)

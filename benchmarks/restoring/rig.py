@@ -302,7 +302,9 @@ class Variant:
         steps = [
             (block, step)
             for block in blocks
-            for step in layers_of_steps(pipeline.layer_bytes(block, layers), pipeline.most_read)
+            for step in layers_of_steps(
+                pipeline.layer_bytes(block, layers), pipeline.most_read, begins=block is blocks[0]
+            )
         ]
         for number, (block, step) in enumerate(steps):
             if len(pending) == len(buffers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from common.options import parse_whole_numbers
@@ -63,13 +62,6 @@ class Sweep:
             multiple=CHUNK_TOKENS,
         )
         return cls(tiers, tokens)
-
-
-class DType(StrEnum):
-    """Element types that models here can have."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
 
 
 @dataclass(frozen=True)

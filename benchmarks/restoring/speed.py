@@ -66,9 +66,8 @@ def measure(settings: Settings, folder: Path, found: Gathered) -> None:
     with new_progress() as progress:
         with while_doing(progress, "loading the model, computing a prompt"):
             longest = max(*settings.lengths, settings.sweep.length)
-            rig = Rig.load(
-                model, longest, PIECE, "--dtype", settings.model.dtype
-            )  # "auto" makes float16 of float32
+            # SGLang's own choice for float32 would be float16.
+            rig = Rig.load(model, longest, PIECE, "--dtype", settings.model.dtype)
         for length in settings.lengths:  # warms up
             rig.recompute(length)
         for tier in settings.all_tiers:

@@ -20,7 +20,7 @@ _CPU_SETTINGS = (
 )
 
 
-def _values(arguments: Sequence[str], flag: str) -> list[str | None]:
+def values_of(arguments: Sequence[str], flag: str) -> list[str | None]:
     """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
     values: list[str | None] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
@@ -47,7 +47,7 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
 
 def wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
     """Whether the server will run on the CPU: no GPU here, and no other device asked for."""
-    return not has_gpu and all(device == "cpu" for device in _values(arguments, "--device"))
+    return not has_gpu and all(device == "cpu" for device in values_of(arguments, "--device"))
 
 
 def build_launch(
@@ -61,7 +61,7 @@ def build_launch(
     given = list(arguments)
     added: list[str] = []
     environment: dict[str, str] = {}
-    tier = _values(given, TIER_FLAG)
+    tier = values_of(given, TIER_FLAG)
     if not tier:
         added += [TIER_FLAG, "hcache"]
     elif tier[-1] == "off":
@@ -69,7 +69,7 @@ def build_launch(
         given = _without(given, TIER_FLAG)
     if wants_cpu(given, has_gpu=has_gpu):
         for flag, value in _CPU_SETTINGS:
-            if not _values(given, flag):
+            if not values_of(given, flag):
                 added += [flag] if value is None else [flag, value]
         environment = {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(stub_dir)}
     return [sys.executable, "-m", "sglang.launch_server", *added, *given], environment

@@ -17,7 +17,7 @@ from types import MappingProxyType, TracebackType
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from sglang_hcache.cli.serve import prepare_launch
+from sglang_hcache.cli.serve import prepare_launch, values_of
 from sglang_hcache.core.errors import HCacheError
 
 HOST = "127.0.0.1"
@@ -130,7 +130,7 @@ class ServerProcess:
 
     def _addresses(self) -> list[str]:
         # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
-        chosen = [] if _names(self._args, "--nccl-port") else ["--nccl-port", str(free_port([self._port]))]
+        chosen = [] if values_of(self._args, "--nccl-port") else ["--nccl-port", str(free_port([self._port]))]
         return ["--host", HOST, "--port", str(self._port), *chosen]
 
     def wait_ready(self, progress: Progress | None = None) -> None:
@@ -230,10 +230,6 @@ def free_port(but: Sequence[int] = ()) -> int:
                 continue
             return port
     raise ServerProcessError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
-
-
-def _names(args: Sequence[str], flag: str) -> bool:
-    return any(arg.partition("=")[0] == flag for arg in args)
 
 
 def _is_healthy(client: httpx.Client, url: str) -> bool:

@@ -14,7 +14,7 @@ wide, a gated network, other dtypes) is the same count with the model's own size
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.shapes import ModelShape
@@ -49,11 +49,11 @@ class LayerCosts:
     other, as in the paper; 1: they take turns."""
 
     def __post_init__(self) -> None:
+        check_contention(self.contention)
         for name in LayerCosts.__slots__:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be a number of seconds, not negative, got {value!r}")
-        check_contention(self.contention)
 
     def io_s(self, method: Method) -> float:
         """Seconds of I/O of a layer that comes back by ``method``."""
@@ -73,13 +73,13 @@ class LayerCosts:
         Raises:
             ValueError: a factor is negative or not a number.
         """
-        return LayerCosts(
+        return replace(
+            self,
             io_hidden_s=io * self.io_hidden_s,
             io_kv_s=io * self.io_kv_s,
             compute_hidden_s=compute * self.compute_hidden_s,
             compute_kv_s=compute * self.compute_kv_s,
             compute_recompute_s=compute * self.compute_recompute_s,
-            contention=self.contention,
         )
 
 

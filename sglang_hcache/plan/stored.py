@@ -12,7 +12,6 @@ from sglang_hcache.plan.profile import Profile
 PLANNED_TOKENS = 4096
 """Length of the restores that the stored mix is best for: long enough that fixed costs do not decide."""
 
-
 _CAUTION = 1.5
 """More contention than was measured is assumed by this factor: what is stored stays, requests that run want the cores,
 too, and of plans that are about equally fast the one that computes less is safer."""

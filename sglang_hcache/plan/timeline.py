@@ -106,7 +106,7 @@ def simulate(
         raise ValueError(f"recomputed layers must be the first ones, in order, got {recomputed}")
     if buffers is not None and buffers < 1:
         raise ValueError(f"buffers must be at least 1, got {buffers}")
-    longer = stretch(
+    longer = _stretch(
         sum(costs.io_s(method) for method in methods),
         sum(costs.compute_s(method) for method in methods),
         costs,
@@ -141,7 +141,7 @@ def simulate(
     return Timeline(tuple(steps))
 
 
-def stretch(io_s: FloatArray | float, compute_s: FloatArray | float, costs: LayerCosts) -> FloatArray:
+def _stretch(io_s: FloatArray | float, compute_s: FloatArray | float, costs: LayerCosts) -> FloatArray:
     """How many times as long everything takes because of ``costs.contention``, with so much to read and to compute."""
     longer, shorter = np.maximum(io_s, compute_s), np.minimum(io_s, compute_s)
     hidden: FloatArray = shorter / np.where(longer > 0, longer, 1.0)
@@ -225,4 +225,4 @@ def block_totals(
         through_last = io_before + compute_step + compute_after
         longest = np.maximum(total, np.maximum(through_first, through_last))
         total = np.where(count > 0, longest, total)
-    return stretch(io, compute, costs) * total, io, compute
+    return _stretch(io, compute, costs) * total, io, compute

@@ -51,7 +51,11 @@ def most_together(num_layers: int) -> int:
 
 
 def layers_of_steps(
-    layer_bytes: Mapping[int, int], most_bytes: float, most_layers: int | None = None
+    layer_bytes: Mapping[int, int],
+    most_bytes: float,
+    most_layers: int | None = None,
+    *,
+    begins: bool = False,
 ) -> list[tuple[int, ...]]:
     """The layers of each step of a block.
 
@@ -59,6 +63,7 @@ def layers_of_steps(
         layer_bytes: layer -> its bytes in the whole block, in the order in which they come back.
         most_bytes: of a step of several layers; infinite if nothing is read.
         most_layers: of a step; None: as for a block of which these layers come back.
+        begins: whether reads begin with this block. Nothing can be restored under the first one, so it is short.
     """
     most_layers = most_layers or most_together(len(layer_bytes))
     steps: list[tuple[int, ...]] = []
@@ -70,6 +75,8 @@ def layers_of_steps(
         else:
             steps.append((layer,))
             step_bytes = size
+    if begins and steps and len(steps[0]) > 1:
+        steps[:1] = [steps[0][:1], steps[0][1:]]
     return steps
 
 
@@ -201,11 +208,9 @@ class LayerPipeline:
     def _steps(self, job: RestoreJob) -> Iterator[_Step]:
         first_token = 0
         for block in job.blocks:
-            steps = layers_of_steps(self.layer_bytes(block, job.layers), self._most_bytes(block))
-            if first_token == 0 and not block.is_in_place and steps and len(steps[0]) > 1:
-                # Nothing can be restored under the first read, so it is short.
-                steps[:1] = [steps[0][:1], steps[0][1:]]
-            for layers in steps:
+            begins = first_token == 0 and not block.is_in_place
+            layer_bytes = self.layer_bytes(block, job.layers)
+            for layers in layers_of_steps(layer_bytes, self._most_bytes(block), begins=begins):
                 yield _Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -204,33 +205,21 @@ class Bench:
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
 
-        def seconds(work: Callable[[], object]) -> float:
-            began = time.monotonic()
-            work()
-            return time.monotonic() - began
-
-        def read(times: int = 1) -> None:
-            for _ in range(times):
-                reads.time(length)
-
-        def restore(times: int = 1) -> None:
-            for _ in range(times):
-                self._restore_one(method, length)
-
-        def both() -> None:
-            beside = pool.submit(read, num_reads)
-            restore(num_restores)
-            beside.result()
-
-        read(), restore()
-        ratio = seconds(read) / seconds(restore)
+        read, restore = partial(reads.time, length), partial(self._restore_one, method, length)
+        _seconds(read), _seconds(restore)  # the first time, as everywhere here, does not count
+        ratio = _seconds(read) / _seconds(restore)
         num_reads, num_restores = max(1, round(1 / ratio)), max(1, round(ratio))
         rounds: list[tuple[float, float, float]] = []
         ends = time.monotonic() + self.budget_s
-        with ThreadPoolExecutor(1, thread_name_prefix="hcache-company") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="hcache-company") as beside:
+
+            def both() -> None:
+                reading = beside.submit(_seconds, read, num_reads)
+                _seconds(restore, num_restores)
+                reading.result()
+
             while self._is_more_wanted([sum(one) for one in rounds], ends):
-                alone = seconds(lambda: read(num_reads)), seconds(lambda: restore(num_restores))
-                rounds.append((*alone, seconds(both)))
+                rounds.append((_seconds(read, num_reads), _seconds(restore, num_restores), _seconds(both)))
         read_s, restore_s, both_s = (_undisturbed(times) for times in zip(*rounds, strict=True))
         return min(max((both_s - max(read_s, restore_s)) / min(read_s, restore_s), 0.0), 1.0)
 
@@ -281,6 +270,14 @@ def machine_name(device: str, backend: str, directories: Sequence[os.PathLike[st
     cores = len(os.sched_getaffinity(0))
     where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
     return f"{model}, {cores} cores, {device}, {backend}; {where}"
+
+
+def _seconds(work: Callable[[], object], times: int = 1) -> float:
+    """Of doing ``work`` so many times."""
+    began = time.monotonic()
+    for _ in range(times):
+        work()
+    return time.monotonic() - began
 
 
 def _undisturbed(times: Sequence[float]) -> float:

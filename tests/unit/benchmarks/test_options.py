@@ -70,6 +70,7 @@ def test_right_ones_are_taken(bench: Import) -> None:
         ("overhead", ["--histories", "8"], "--histories: 8 is not allowed; at least 64"),
         ("overhead", ["--host-size", "2 apples"], "--host-size: '2 apples' is not a size"),
         ("overhead", ["--dtype", "int4"], "--dtype: 'int4' is not allowed"),
+        ("restore_speed", ["--dtype", "int4"], "--dtype: 'int4' is not allowed"),
         ("overhead", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
         ("ablations", ["--kv-layers", "4", "--layers", "4"], "--kv-layers: 4 leaves none"),
         (

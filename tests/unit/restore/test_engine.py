@@ -73,7 +73,9 @@ def test_layers_of_steps() -> None:
         assert layers_of_steps(small, most) == [tuple(range(i, i + 4)) for i in range(0, 24, 4)]
     mixed = layers_of_steps({0: 4, 5: 4, 6: 8, 7: 8, 9: 8, 1: 4, 2: 4}, 12)
     assert mixed == [(0, 5), (6,), (7,), (9, 1), (2,)]
-    assert layers_of_steps({}, 8) == []
+    assert layers_of_steps({}, 8) == layers_of_steps({}, 8, begins=True) == []
+    assert layers_of_steps(small, 16, begins=True)[:3] == [(0,), (1, 2, 3), (4, 5, 6, 7)]
+    assert layers_of_steps(large, 8, begins=True) == layers_of_steps(large, 8)
     assert layers_of_steps(dict.fromkeys(range(6), 2), 8, 3) == [(0, 1, 2), (3, 4, 5)]
 
 
