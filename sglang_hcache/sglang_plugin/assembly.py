@@ -88,6 +88,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         undo.pop_all()
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)
+    logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
     if not device.is_cpu:
         logger.warning(NEVER_RUN_ON_A_GPU)
     if gate is not None:

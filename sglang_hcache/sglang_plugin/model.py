@@ -100,8 +100,14 @@ class ServedModel:
                 logger.info("hcache: %s: %s", self.architecture, error)
 
     def weights(self) -> bytes:
-        """Fingerprint of the weights that are loaded now. Reads all of them."""
-        return weights_fingerprint([*self.module.named_parameters(), *self.module.named_buffers()])
+        """Fingerprint of the weights that are loaded now: of what a checkpoint holds. Reads all of them.
+
+        Buffers that are worked out when the model is loaded, as cosines of positions are, follow from the
+        configuration, and their last bits need not be the same at every start: with them in it, a start that
+        rounds otherwise would find nothing of what was stored.
+        """
+        held = self.module.state_dict().items()
+        return weights_fingerprint((name, value) for name, value in held if isinstance(value, torch.Tensor))
 
     def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
         """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
