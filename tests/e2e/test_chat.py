@@ -314,6 +314,18 @@ def test_a_narrow_screen(open_tab: Callable[..., Tab], screenshots: Path) -> Non
     ).not_to_be_in_viewport()  # out of the way
 
 
+def test_the_panels_of_a_wide_screen_open_and_close(open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab()
+    for name, shown in (("Conversations", "New conversation"), ("Tier", "Clear the GPU cache")):
+        content = tab.page.get_by_role("button", name=shown).first
+        expect(content).to_be_in_viewport()
+        for _ in range(2):
+            tab.page.get_by_role("button", name=name, exact=True).click()
+            expect(content).not_to_be_in_viewport()
+            tab.page.get_by_role("button", name=name, exact=True).click()
+            expect(content).to_be_in_viewport()
+
+
 def test_dark_as_the_system_and_by_the_switch(open_tab: Callable[..., Tab], screenshots: Path) -> None:
     tab = open_tab(dark=True)
     body = tab.page.locator("body")

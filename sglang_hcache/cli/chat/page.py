@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from nicegui import ui
+from nicegui.elements.drawer import Drawer
 
 from sglang_hcache.cli.chat.figures import tier_html
 from sglang_hcache.cli.chat.page_composer import Composer
@@ -69,19 +70,11 @@ class ChatPage:
         self._dark = ui.dark_mode(session.is_dark)
         with ui.header().classes("top"):
             self._header()
-        with (
-            ui.left_drawer(bordered=True, bottom_corner=True)
-            .props(f"width=270 breakpoint={_NARROW}")
-            .classes("side") as self._left
-        ):
+        with self._drawer(ui.left_drawer, 270) as self._left:
             with ui.element("nav") as navigation:
                 self._sidebar = Sidebar(session, self._refresh)
             labelled(navigation, "Conversations")
-        with (
-            ui.right_drawer(bordered=True, bottom_corner=True)
-            .props(f"width=320 breakpoint={_NARROW}")
-            .classes("side") as self._right
-        ):
+        with self._drawer(ui.right_drawer, 320) as self._right:
             with ui.element("section") as region:
                 self._panel()
             labelled(region, "Tier")
@@ -92,8 +85,14 @@ class ChatPage:
         self._refresh()
         ui.timer(_REFRESH_S, self._refresh)
 
+    def _drawer(self, side: Callable[..., Drawer], width: int) -> Drawer:
+        # The browser knows whether it is open. Without a value it would be asked, and an error logged where it takes
+        # longer than a second to answer.
+        drawer = side(value=False, bordered=True, bottom_corner=True)
+        return drawer.props(f"show-if-above width={width} breakpoint={_NARROW}").classes("side")
+
     def _header(self) -> None:
-        icon_button("menu", "Conversations", lambda: self._left.toggle())
+        icon_button("menu", "Conversations", lambda: self._left.run_method("toggle"))
         ui.label("hcache chat").classes("name").props("role=heading aria-level=1")
         with ui.element("div").classes("reach").props("role=status") as self._reach:
             ui.element("i").classes("light").props("aria-hidden=true")
@@ -102,7 +101,7 @@ class ChatPage:
         ui.space()
         icon, label = _THEMES[self._session.is_dark]
         self._theme = icon_button(icon, label, self._next_theme)
-        icon_button("data_usage", "Tier", lambda: self._right.toggle())
+        icon_button("data_usage", "Tier", lambda: self._right.run_method("toggle"))
 
     def _panel(self) -> None:
         ui.label("The tier").classes("heading").props("role=heading aria-level=2")
