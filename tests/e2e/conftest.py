@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from sglang_hcache.cli.tiny_model import FAMILIES, TinyModel, write_tiny_model
-from tests.e2e.harness import PLUGINS
+from tests.e2e.harness import PLUGINS, TierServer
 from tests.patched_sglang import installed_sglang
+
+_OF_THE_TIER = re.compile(r"hcache|WARN|ERROR|Traceback|Prefill batch|flush")
+_MOST_LINES = 60
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -40,6 +43,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[spec]
 
     return build
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what its servers logged of the tier, for whoever reads of it has that output only."""
+    report = yield
+    if report.failed:
+        for name, server in getattr(item, "funcargs", {}).items():
+            if isinstance(server, TierServer):
+                said = [
+                    line for line in server.process.log.read_text().splitlines() if _OF_THE_TIER.search(line)
+                ]
+                report.sections.append(
+                    (f"{name}: what it logged", "\n".join(line[:300] for line in said[-_MOST_LINES:]))
+                )
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
