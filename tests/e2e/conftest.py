@@ -27,6 +27,15 @@ def faster_imports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
         patch.setenv("PYTHONPATH", str(PLUGINS), prepend=os.pathsep)
+        patch.setenv("HCACHE_TEST_FORK", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def processes_as_sglang_starts_them() -> Iterator[None]:
+    """Not forked: for tests of how servers begin and end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HCACHE_TEST_FORK")
         yield
 
 

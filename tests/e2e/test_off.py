@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.harness import TierServer, random_prompt
+
+pytestmark = pytest.mark.usefixtures("processes_as_sglang_starts_them")
 
 
 def test_the_plugin_changes_nothing_when_off(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
