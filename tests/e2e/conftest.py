@@ -33,7 +33,7 @@ def faster_imports() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def processes_as_sglang_starts_them() -> Iterator[None]:
-    """Not forked: for tests of how servers begin and end."""
+    """Not forked, in a few tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HCACHE_TEST_FORK")
         yield

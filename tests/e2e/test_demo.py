@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 from sglang_hcache.core.config import environment_with
 from tests.e2e.harness import PLUGINS
-
-pytestmark = pytest.mark.usefixtures("processes_as_sglang_starts_them")
 
 HCACHE = Path(sys.executable).parent / "hcache"
 

@@ -10,8 +10,6 @@ import pytest
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
 from tests.e2e.test_serving import assert_same_pool
 
-pytestmark = pytest.mark.usefixtures("processes_as_sglang_starts_them")
-
 
 def server_on(folder: Path, model: Path, *more: str) -> TierServer:
     arguments = [
