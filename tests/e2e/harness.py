@@ -128,10 +128,14 @@ class TierServer:
         """Drop the device tree; the tiers stay."""
         wait_for(lambda: self.post("/flush_cache").status_code == 200, "an idle server")
 
-    def forget_everything(self) -> None:
-        """Empty device and tiers: after a test has put wrong KV there."""
+    def to_tiers(self) -> None:
+        """Save what was computed so far and drop it from the device: it comes back from the tiers."""
         self.settle()
         self.flush_device()
+
+    def forget_everything(self) -> None:
+        """Empty device and tiers: after a test has put wrong KV there."""
+        self.to_tiers()
         assert self.post("/clear_hicache_storage_backend").status_code == 200
         self.settle()
 

@@ -35,8 +35,7 @@ def assert_restored_equals_recomputed(server: TierServer) -> None:
     prompt = random_prompt(1, 700)
     recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=20)
     server.ask(prompt, tokens=20)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     restored = server.ask(prompt, rid="probe-restored", tokens=20)
     assert restored.host == 640
     assert largest_difference(restored, recomputed) <= TOLERANCE

@@ -57,8 +57,7 @@ def test_restored_equals_recomputed(name: str, tiny_model: Callable[..., Path], 
         prompt = random_prompt(1, 700)
         recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
         server.ask(prompt)
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
         restored = server.ask(prompt, rid="probe-restored", tokens=16)
         assert restored.host == 640
         assert largest_difference(restored, recomputed) <= TOLERANCE
@@ -99,8 +98,7 @@ def test_auto_does_without_hidden_states_that_are_projected_wrongly(
         assert "method kv (auto); self-check error 0 " in log
         recomputed = server.recompute(prompt, tokens=80, rid="probe-recomputed")
         first = server.ask(prompt, tokens=80)
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
         restored = server.ask(prompt, tokens=80, rid="probe-restored")
         assert restored.host == 896
         assert largest_difference(restored, recomputed) <= TOLERANCE
@@ -131,8 +129,7 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
                 assert pieces.device == warm
                 among_themselves.append(largest_difference(pieces, whole))
             server.ask(prompt, tokens=1)
-            server.settle()
-            server.flush_device()
+            server.to_tiers()
             restored = score(server, prompt)
             assert restored.host == 640
             restored_differences.append(largest_difference(restored, pieces))

@@ -83,8 +83,7 @@ def health(server: TierServer) -> set[float]:
 
 def come_back(server: TierServer, prompt: list[int]) -> int:
     """Ask ``prompt`` again with an empty device; tokens that were restored."""
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     server.settle()
     return server.ask(prompt, tokens=1).restored
 

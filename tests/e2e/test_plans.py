@@ -88,8 +88,7 @@ def check_equality(server: TierServer, length: int, expected_layers: int, tier: 
     whole = (length - 1) // 64 * 64
     recomputed = server.recompute(prompt, rid=f"probe-recomputed-{length}", tokens=16)
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     before = server.counter("restore.layers_recomputed")
     restored = server.ask(prompt, rid=f"probe-restored-{length}", tokens=16)
     assert getattr(restored, tier) == whole
@@ -121,8 +120,7 @@ def test_a_restore_below_a_prefix_on_the_device(mixed: tuple[TierServer, Profile
     prompt = random_prompt(77, 1000)
     recomputed = server.recompute(prompt, rid="probe-recomputed-below", tokens=16)
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     server.ask(prompt[:321], tokens=1)
     before = server.counter("restore.layers_recomputed")
     restored = server.ask(prompt, rid="probe-restored-below", tokens=16)
@@ -170,8 +168,7 @@ def test_the_baseline_without_a_tier(tiny_model: Callable[..., Path], tmp_path: 
     with serve(tmp_path, model, "recompute", costs) as server:
         prompt = random_prompt(1, 700)
         first = server.ask(prompt)
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
         again = server.ask(prompt)
         assert again.cached == 0
         assert largest_difference(first, again) == 0

@@ -57,8 +57,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         check_restored(server, stopped, first)
         assert chat(server) > 256
         server.ask(evicted)
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
         server.settle()
         server.process.kill()
     # Another chat template makes other tokens of the same conversation.

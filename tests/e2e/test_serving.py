@@ -44,8 +44,7 @@ def test_restored_from_host_equals_recomputed(server: TierServer) -> None:
     prompt = random_prompt(1, 900)  # over the chunked-prefill size: captured from two forward passes
     reference = server.recompute(prompt, rid="probe-host-recomputed")
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     restored = server.ask(prompt, rid="probe-host-restored")
     assert (restored.restored, restored.device) == (896, 0)
     assert restored.host > 0
@@ -70,8 +69,7 @@ def test_the_equality_tests_notice_a_wrong_key(server: TierServer, tier: str) ->
     prompt = random_prompt(seed, 700)
     reference = server.recompute(prompt, rid=f"probe-{tier}-right")
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     if tier == "disk":
         push_to_disk(server, seed=30)
     with server.switched_on("corrupt_restored_key"):
@@ -92,8 +90,7 @@ def test_a_conversation_restores_what_was_decoded(server: TierServer) -> None:
             # The chunks that the answer of the turn before filled during decoding came back too.
             assert answer.restored == len(history[:-1]) // 64 * 64 - missing_tail(history)
         history = [*history, *answer.tokens, *random_prompt(50 + turn, 80)]
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
     with server.switched_on("corrupt_restored_key"):
         wrong = server.ask(history)
     assert wrong.restored
@@ -170,8 +167,7 @@ def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
     references = [server.recompute(prompt) for prompt in prompts]
     for prompt in prompts:
         server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     cancelled_before = server.counter("restore.cancelled")
     with server.switched_on("slow_restore"):
         threads = [
@@ -236,8 +232,7 @@ def test_a_running_request_takes_the_room_of_a_restore(server: TierServer) -> No
     history = random_prompt(9, 3400)
     reference = server.recompute(history)
     server.ask(history)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     stopped = server.counter("restore.stopped_for_room")
     with ThreadPoolExecutor(2) as threads:
         with server.switched_on("linger_restore"):
@@ -256,8 +251,7 @@ def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
     prompt = random_prompt(6, 600)
     reference = server.recompute(prompt)
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     with server.switched_on("fail_read"):
         answer = server.ask(prompt)
     assert answer.restored == 0
@@ -279,8 +273,7 @@ def test_metrics_show_the_host_tier(server: TierServer) -> None:
 def test_flushing_keeps_the_tiers_and_clearing_empties_them(server: TierServer) -> None:
     prompt = random_prompt(8, 400)
     server.ask(prompt)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     assert server.ask(prompt).restored == 384
     server.flush_device()
     assert server.post("/clear_hicache_storage_backend").status_code == 200
@@ -296,8 +289,7 @@ def push_to_disk(server: TierServer, seed: int) -> None:
     for index in range(8):
         server.ask(random_prompt(seed * 100 + index, 900), tokens=1)
         time.sleep(0.02)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     server.settle()
 
 

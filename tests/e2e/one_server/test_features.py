@@ -27,8 +27,7 @@ def in_tiers(server: TierServer, *prompts: Sequence[int]) -> None:
     """Have ``prompts`` in the tiers, and nothing on the device."""
     for prompt in prompts:
         server.ask(prompt, tokens=1)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
 
 
 def generate(server: TierServer, prompt: Sequence[int], **fields: Any) -> Any:
@@ -94,8 +93,7 @@ def test_scores(server: TierServer) -> None:
         return np.array(response.json()["scores"])
 
     expected = score()
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     before = server.counter("restore.tokens")
     np.testing.assert_allclose(score(), expected, atol=TOLERANCE)
     assert server.counter("restore.tokens") - before == 256
@@ -256,8 +254,7 @@ def test_prefill_and_decode_in_one_pass(server: TierServer) -> None:
             threads.submit(generate, server, prompt, sampling={"max_new_tokens": 60}) for prompt in prompts
         ]
         answers = [item.result(timeout=120) for item in asked]
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     for prompt, answer, reference in zip(prompts, answers, references, strict=True):
         assert tuple(answer["output_ids"]) == reference.tokens
         history = [*prompt, *reference.tokens]

@@ -38,8 +38,7 @@ def nothing_is_found(server: TierServer) -> Iterator[None]:
 
 def only_in_tiers(server: TierServer) -> None:
     """What was asked so far is in the tiers, and no longer on the device."""
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
 
 
 # -- tenants -------------------------------------------------------------------------------------

@@ -60,8 +60,7 @@ def test_new_weights(
     assert new.cached == 0
     assert differs(new, old)
     assert server.state()["namespace"] not in (None, namespace)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     restored = server.ask(prompt)
     assert restored.restored == 384
     assert largest_difference(restored, new) <= TOLERANCE, "projected with the new weights"
@@ -85,14 +84,12 @@ def test_nothing_is_saved_behind_old_kv_on_the_device(
     assert mixed.device == 400
     reference = server.recompute([*prompt, *more])
     assert differs(mixed, reference)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     for restored in (0, 640):
         right = server.ask([*prompt, *more])
         assert right.cached == restored
         assert largest_difference(right, reference) <= TOLERANCE
-        server.settle()
-        server.flush_device()
+        server.to_tiers()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -102,8 +99,7 @@ def test_requests_that_run_or_restore_meanwhile(
     """How trainers update: generation is paused, weights are replaced under the requests, generation goes on."""
     decoded, waiting = random_prompt(4, 300), random_prompt(5, 600)
     server.ask(waiting)
-    server.settle()
-    server.flush_device()
+    server.to_tiers()
     with ThreadPoolExecutor(2) as threads:
         with server.switched_on("hold_restore"):
             running = threads.submit(server.ask, decoded, tokens=400)
