@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 import torch
 
-from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
@@ -148,8 +148,11 @@ class Bench:
                 reads = self._scratch_in(self.disk, holds)
                 curves = self._tier_curves(reads)
                 found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
-            except StoreError as error:
-                logger.warning("hcache: reads from the disk tier could not be measured: %s", error)
+            except (StoreError, TierMissError) as error:
+                logger.warning(
+                    "hcache: reads from the disk tier could not be measured: %s. Until the next start, what is there "
+                    "is restored without asking whether recomputing is faster", error,
+                )  # fmt: skip
         return found
 
     def _scratch_in(self, disk: DiskStore | None, holds: ExitStack) -> dict[Method, ScratchReads]:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_hcache.core.layout import Method
+from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.sglang_plugin.measuring import Bench
+from sglang_hcache.sglang_plugin.scratch import ScratchReads
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.testing.io_faults import FaultEngine, always
+from sglang_hcache.testing.stored_chunks import small_config
+from sglang_hcache.tier.tiered import DISK, HOST
 
 LAYERS = 2
 
@@ -117,6 +126,43 @@ def test_reading_and_restoring_at_once(share_a_core: bool, monkeypatch: pytest.M
     restorer.projector = None
     measured._contention(Reads(lock))  # type: ignore[arg-type]
     assert set(restored) == {Method.HIDDEN, Method.KV}
+
+
+def fill_nothing(_scratch: ScratchReads, _disk: DiskStore, _run_chunks: int) -> None:
+    """The chunks are gone before they are read."""
+
+
+@pytest.mark.parametrize(
+    ("fails", "complaint"),
+    [(None, None), (IOKind.READ, "error"), (IOKind.WRITE, "error"), ("gone", "tier")],
+)
+def test_a_disk_that_cannot_be_measured_is_left_out(
+    fails: IOKind | str | None,
+    complaint: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FaultEngine(PosixEngine(2, 1), lambda op, number: None)
+    disk = DiskStore.open(small_config(tmp_path), Counters(), engine)
+    monkeypatch.setattr(Bench, "_restore_one", lambda *_: time.sleep(0.001))
+    if isinstance(fails, IOKind):
+        engine.decide = always(fails)
+    elif fails == "gone":
+        monkeypatch.setattr(ScratchReads, "_fill_disk", fill_nothing)
+    shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=64, kv_row_bytes=128)
+    model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
+    restorer = SimpleNamespace(stage=None, projector=object())
+    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, 4, "here")  # type: ignore[arg-type]
+    try:
+        with ExitStack() as scratch:
+            tiers = measured._tiers(scratch)
+    finally:
+        disk.close()
+    assert set(tiers) == ({HOST} if fails else {HOST, DISK})
+    said = [record.message for record in caplog.records if "could not be measured" in record.message]
+    assert len(said) == bool(fails)
+    assert all(complaint in text for text in said if complaint)
 
 
 def test_what_takes_long_is_not_repeated_for_long() -> None:
