@@ -27,7 +27,8 @@ _FAVICON = (
     '<rect x="6" y="8" width="20" height="4" rx="2" fill="#3fb27f"/><rect x="6" y="14" width="20" height="4" rx="2" '
     'fill="#6cc5e0"/><rect x="6" y="20" width="20" height="4" rx="2" fill="#b49be8"/></svg>'
 )
-_RECONNECT_S = 5.0  # after that a page that comes back loads anew, with all that was said
+_RECONNECT_S = 30.0
+"""After that a page that comes back loads anew, with all that was said. A click just before that is lost."""
 _CLOSING_S = 1  # for connections of open pages, at the end
 
 
