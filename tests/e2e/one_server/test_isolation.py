@@ -36,11 +36,6 @@ def nothing_is_found(server: TierServer) -> Iterator[None]:
     assert told() == before
 
 
-def only_in_tiers(server: TierServer) -> None:
-    """What was asked so far is in the tiers, and no longer on the device."""
-    server.to_tiers()
-
-
 # -- tenants -------------------------------------------------------------------------------------
 
 
@@ -71,11 +66,11 @@ def cached_of(server: TierServer, path: str, **fields: Any) -> int:
 @pytest.mark.parametrize("ask", [by_extra_key, by_completion, by_completion_with_key, by_chat])
 def test_tenants(server: TierServer, ask: Callable[[TierServer, str | None], int]) -> None:
     assert ask(server, "red") == 0
-    only_in_tiers(server)
+    server.to_tiers()
     for stranger in ("blue", "re", "red ", None):
         with nothing_is_found(server):
             assert ask(server, stranger) == 0
-    only_in_tiers(server)
+    server.to_tiers()
     found = server.counter("restore.done")
     for tenant in ("red", "blue", None):
         assert ask(server, tenant) > 0
@@ -96,7 +91,7 @@ def test_tenants_of_one_batch(server: TierServer) -> None:
         return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
     assert ask("red", "blue") == [0, 0]
-    only_in_tiers(server)
+    server.to_tiers()
     assert ask("blue", "green") == [384, 0]
 
 
@@ -133,7 +128,7 @@ def test_replaced_embeddings(server: TierServer) -> None:
         plain = server.ask([*query, *item])
         assert plain.cached == 0, "neither on the device"
         assert largest_difference(plain, reference) <= TOLERANCE
-    only_in_tiers(server)
+    server.to_tiers()
     with nothing_is_found(server):
         assert score(1) == pytest.approx(first, abs=TOLERANCE)
         assert score(2) == pytest.approx(other, abs=TOLERANCE)
@@ -169,14 +164,14 @@ def test_images_mean_nothing_to_this_model(server: TierServer) -> None:
         answer = server.ask(prompt, image_data=[image])
         assert answer.cached == (256 if number else 0)
         assert largest_difference(answer, plain) <= TOLERANCE
-        only_in_tiers(server)
+        server.to_tiers()
 
 
 def test_sessions_are_neither_saved_nor_restored(server: TierServer) -> None:
     prompt = random_prompt(8, 400)
     reference = server.recompute(prompt)
     server.ask(prompt)
-    only_in_tiers(server)
+    server.to_tiers()
     session = server.post("/open_session", {"capacity_of_str_len": 10000}).json()
     with nothing_is_found(server):
         first = server.ask(prompt, rid="turn-1", session_params={"id": session, "rid": None})
@@ -189,6 +184,6 @@ def test_sessions_are_neither_saved_nor_restored(server: TierServer) -> None:
     assert second.prompt_tokens == len(history)
     assert largest_difference(second, server.recompute(history)) <= TOLERANCE
     server.post("/close_session", {"session_id": session})
-    only_in_tiers(server)
+    server.to_tiers()
     with nothing_is_found(server):
         assert server.ask(history).cached == 0
