@@ -49,6 +49,8 @@ class Decision:
     """First layers that are recomputed."""
     restore_s: float
     recompute_s: float
+    io_s: float
+    """Of ``restore_s``, what reading alone takes."""
     bottleneck: str
     """The tier whose reads, or the work whose time, decides."""
     layers: tuple[int, ...]
@@ -69,6 +71,8 @@ class Decision:
 class RestoreGate:
     """Decides, and learns from what came of it. Used on one thread.
 
+    A tier that was not measured is taken to be as fast as one that was, until a first restore from it says more.
+
     Args:
         profile: costs of one layer.
         stored: what each layer stores.
@@ -85,19 +89,20 @@ class RestoreGate:
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
         self._drift = dict.fromkeys([*profile.tiers, _COMPUTE, _PREFILL], 1.0)
+        self._unknown: set[str] = set()
 
-    def decide(self, tokens: Mapping[str, int], start: int, *, loaded: bool = False) -> Decision | None:
+    def decide(self, tokens: Mapping[str, int], start: int, *, loaded: bool = False) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
             loaded: whether requests run meanwhile.
 
-        Returns:
-            None if a tier is unknown, or there are no tokens.
+        Raises:
+            ValueError: there are none.
         """
         parts = {tier: count for tier, count in tokens.items() if count}
-        if not parts or not parts.keys() <= self.profile.tiers.keys():
-            return None
+        for tier in parts.keys() - self.profile.tiers.keys():
+            self._assume(tier)
         costs = self._costs(parts, start)
         count = sum(parts.values())
         times = fastest_restore(
@@ -108,14 +113,17 @@ class RestoreGate:
         )
         recomputed = (Method.RECOMPUTE,) * times.num_recompute
         order = spread_order(recomputed + self._stored[times.num_recompute :], costs)
+        unknown = self._unknown & parts.keys()
         slowest = max(
-            parts, key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier])
+            unknown or parts,
+            key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
         )
         return Decision(
             num_recompute=times.num_recompute,
             restore_s=times.total_s + _OVERHEAD_S,
             recompute_s=len(self._stored) * costs.compute_recompute_s,
-            bottleneck=slowest if times.io_s >= times.compute_s else _COMPUTE,
+            io_s=times.io_s,
+            bottleneck=slowest if unknown or times.io_s >= times.compute_s else _COMPUTE,
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
         )
 
@@ -134,12 +142,22 @@ class RestoreGate:
 
     def restored(self, decision: Decision, seconds: float) -> None:
         """A restore of which ``decision`` was made took ``seconds``."""
-        self._learn(decision.bottleneck, seconds / decision.restore_s)
+        if decision.bottleneck in self._unknown:
+            self._unknown.remove(decision.bottleneck)
+            self._drift[decision.bottleneck] *= max(1.0, seconds / decision.io_s)
+        else:
+            self._learn(decision.bottleneck, seconds / decision.restore_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
         """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``."""
         layer_s = self._drift[_PREFILL] * self.profile.compute.recompute.seconds(num_tokens, start)
         self._learn(_PREFILL, seconds / (len(self._stored) * layer_s))
+
+    def _assume(self, tier: str) -> None:
+        tiers = self.profile.tiers
+        self.profile = replace(self.profile, tiers={**tiers, tier: next(iter(tiers.values()))})
+        self._drift[tier] = 1.0
+        self._unknown.add(tier)
 
     def _learn(self, name: str, surprise: float) -> None:
         bounded = min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)

@@ -205,7 +205,6 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore) -> None:
 def _log_prediction(gate: RestoreGate) -> None:
     tier = planned_tier(gate.profile)
     decision = gate.decide({tier: PLANNED_TOKENS}, 0)
-    assert decision is not None
     logger.info(
         "hcache: %d tokens from %s: restoring %.1f ms with the first %d layers recomputed; recomputing all %.1f ms",
         PLANNED_TOKENS, tier, 1e3 * decision.restore_s, decision.num_recompute, 1e3 * decision.recompute_s,

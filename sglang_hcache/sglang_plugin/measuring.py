@@ -150,8 +150,8 @@ class Bench:
                 found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
             except (StoreError, TierMissError) as error:
                 logger.warning(
-                    "hcache: reads from the disk tier could not be measured: %s. Until the next start, what is there "
-                    "is restored without asking whether recomputing is faster", error,
+                    "hcache: reads from the disk tier could not be measured: %s. Until a restore from it says "
+                    "more, it is taken to be as fast as host memory", error,
                 )  # fmt: skip
         return found
 

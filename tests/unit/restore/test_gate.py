@@ -48,9 +48,7 @@ def gate(
 
 
 def decide(gate: RestoreGate, host: int, disk: int, start: int = 0, *, loaded: bool = False) -> Decision:
-    found = gate.decide({"host": host, "disk": disk}, start, loaded=loaded)
-    assert found is not None
-    return found
+    return gate.decide({"host": host, "disk": disk}, start, loaded=loaded)
 
 
 def test_the_slower_resource_decides_and_the_pipeline_has_to_fill() -> None:
@@ -87,10 +85,28 @@ def test_a_minimum_length_falls_out_of_the_costs() -> None:
         assert pays[-1]
 
 
-def test_a_tier_that_was_not_measured_is_not_judged() -> None:
-    assert gate(disk=None).decide({"host": 64, "disk": 64}, 0) is None
-    assert gate(disk=None).decide({"host": 64, "disk": 0}, 0) is not None
-    assert gate().decide({"host": 0, "disk": 0}, 0) is None
+def test_a_tier_that_was_not_measured_is_judged_by_its_first_restore() -> None:
+    unknown = gate(disk=None)
+    first = decide(unknown, 0, 1024)
+    assert first.restore_s == decide(unknown, 1024, 0).restore_s
+    assert unknown.pays(first, 0.0)
+    assert first.deadline_s(0.0) == 0.25, "and given up early"
+    unknown.restored(first, 0.1)
+    assert decide(unknown, 0, 1024).restore_s == pytest.approx(0.1, rel=0.1)
+    assert not unknown.pays(decide(unknown, 0, 1024), 0.0)
+    assert unknown.pays(decide(unknown, 1024, 0), 0.0), "of host memory it says nothing"
+    assert any(unknown.pays(decide(unknown, 0, 1024), 0.0) for _ in range(1000)), "a disk may recover"
+    unknown.restored(decide(unknown, 0, 1024), 100.0)
+    assert decide(unknown, 0, 1024).restore_s < 0.1, "the second one is one of many"
+
+
+def test_what_comes_from_two_tiers_is_learnt_of_the_unknown_one() -> None:
+    unknown = gate(disk=None, project=3e-6)
+    mixed = decide(unknown, 512, 512)
+    assert mixed.bottleneck == "disk"
+    unknown.restored(mixed, 0.1)
+    assert decide(unknown, 0, 1024).restore_s == pytest.approx(0.1, rel=0.1)
+    assert decide(unknown, 1024, 0).restore_s == decide(gate(project=3e-6), 1024, 0).restore_s
 
 
 def test_how_many_layers_are_recomputed_follows_tier_length_and_load() -> None:
