@@ -214,8 +214,9 @@ class Assembler:
     def _seal(self, request: _OpenRequest) -> None:
         chunk = request.chunk
         key = next_key(chunk.parent, token_bytes(chunk.tokens))
-        if chunk.slot is not None:
-            self._tiers.seal(chunk.slot, ChunkInfo(key, chunk.parent, request.index, request.namespace_id))
+        slot, chunk.slot = chunk.slot, None  # first: after an error nobody may give back what the tier owns
+        if slot is not None:
+            self._tiers.seal(slot, ChunkInfo(key, chunk.parent, request.index, request.namespace_id))
         if request.complete:
             self.beginnings.mark_filled(chunk, key)
         request.index, request.chunk, request.complete = request.index + 1, ChunkInMaking(key), True

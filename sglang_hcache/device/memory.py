@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -37,16 +38,21 @@ def host_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
 class PinnedMemory:
     """Host buffers that a GPU copies from and to by itself, beside what else it does. NOT RUN ON A GPU.
 
-    Registered with the driver where they are: torch's own allocator of pinned memory would round a large buffer up to a
-    power of two. They stay registered until the process ends, so they are for what lives as long, and so must this.
+    Registered with the driver where they are, as long as somebody uses them: torch's own allocator of pinned memory
+    would round a large buffer up to a power of two.
 
     Args:
         register: takes an address and a size; returns what went wrong, or None.
+        unregister: takes an address.
     """
 
-    def __init__(self, register: Callable[[int, int], str | None] | None = None) -> None:
+    def __init__(
+        self,
+        register: Callable[[int, int], str | None] | None = None,
+        unregister: Callable[[int], object] | None = None,
+    ) -> None:
         self._register = register_with_cuda if register is None else register
-        self._kept: list[npt.NDArray[np.uint8]] = []
+        self._unregister = unregister_with_cuda if unregister is None else unregister
 
     def __call__(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """A :data:`HostMemory`.
@@ -65,7 +71,8 @@ class PinnedMemory:
                 f"{flag_of('host_size')}: {format_bytes(num_bytes)} of it cannot be pinned ({problem}); lower it, or "
                 "raise the limit of locked memory (ulimit -l) or of the container"
             )
-        self._kept.append(buffer)  # never unmapped while the driver knows it
+        # Never unmapped while the driver knows it. When the process ends, so does what the driver knows of it.
+        weakref.finalize(buffer, self._unregister, buffer.ctypes.data).atexit = False
         return buffer
 
 
@@ -74,6 +81,11 @@ def register_with_cuda(address: int, num_bytes: int) -> str | None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(address, num_bytes, 0)
     return None if int(error) == 0 else str(runtime.cudaGetErrorString(error))
+
+
+def unregister_with_cuda(address: int) -> None:
+    """Undo :func:`register_with_cuda`."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def available_host_bytes() -> int:

@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -93,12 +95,12 @@ class RestoreEngine:
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
         job.seconds = time.monotonic() - job.started
-        self._report(job, outcome)
-        for block in job.blocks:
+        endings: list[Callable[[], None]] = [block.close for block in job.blocks]
+        for end in (partial(self._report, job, outcome), *endings):
             try:
-                block.close()
-            except Exception:
-                logger.exception("hcache: a lease could not be closed")
+                end()
+            except Exception:  # or every request that finds something would wait for ever
+                logger.exception("hcache: a restore did not end as it should")
                 self._observer.count("restore.errors")
         job.state = outcome  # last: whoever sees it may use the slots again
 

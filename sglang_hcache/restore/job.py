@@ -12,9 +12,10 @@ The engine's thread moves the state; anyone may ask for cancellation. Slots may 
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -63,7 +64,7 @@ class RestoreJob:
     """Of these, waiting for reads."""
     written_s: float = 0.0
     """Of these, writing K and V."""
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _cancelled: Future[None] = field(default_factory=Future)
 
     @property
     def num_tokens(self) -> int:
@@ -84,8 +85,9 @@ class RestoreJob:
         return self.state in (RestoreState.DONE, RestoreState.FAILED, RestoreState.CANCELLED)
 
     def cancel(self) -> None:
-        """Stop before the next layer. The job is over only when its state says so."""
-        self._cancelled.set()
+        """Stop before the next layer, also one that is being read. The job is over only when its state says so."""
+        with contextlib.suppress(InvalidStateError):  # it was stopped before
+            self._cancelled.set_result(None)
 
     def remaining_s(self) -> float:
         """Seconds left until the deadline.
@@ -93,12 +95,23 @@ class RestoreJob:
         Raises:
             RestoreCancelledError, RestoreTimeoutError: the job must not go on.
         """
-        if self._cancelled.is_set():
+        if self._cancelled.done():
             raise RestoreCancelledError
         left = self.submitted + self.deadline_s - time.monotonic()
         if left <= 0:
             raise RestoreTimeoutError(f"restore of {self.num_tokens} tokens overran {self.deadline_s} s")
         return left
+
+    def await_read(self, read: Future[None]) -> None:
+        """Wait for ``read``, as long as the job may go on.
+
+        Raises:
+            RestoreCancelledError, RestoreTimeoutError: the job must not go on; the read does.
+            HCacheError: it failed.
+        """
+        wait((read, self._cancelled), self.remaining_s(), FIRST_COMPLETED)
+        self.remaining_s()  # or an error
+        read.result()
 
 
 OnOver = Callable[[RestoreJob], None]

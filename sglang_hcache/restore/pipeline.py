@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_hcache.core.errors import HCacheError, RestoreTimeoutError, StoreTimeoutError
+from sglang_hcache.core.errors import HCacheError, StoreTimeoutError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob
@@ -107,12 +106,17 @@ class _Read:
     """Layer -> its part of the buffer."""
     future: Future[None] | None = None
 
-    def is_over(self) -> bool:
-        """Whether nothing writes to the buffer any more. An error that nobody foresaw says nothing about the device."""
-        if self.future is None or self.future.cancel():
+    def has_ended(self) -> bool:
+        """False while it goes on. One that did not begin does not."""
+        return self.future is None or self.future.cancel() or self.future.done()
+
+    def frees_buffer(self) -> bool:
+        """Of one that ended: whether nothing writes to its buffer any more.
+
+        An error that nobody foresaw says nothing about the device.
+        """
+        if self.future is None or self.future.cancelled():
             return True
-        if not self.future.done():
-            return False
         error = self.future.exception()
         return error is None or (isinstance(error, HCacheError) and not isinstance(error, StoreTimeoutError))
 
@@ -193,10 +197,12 @@ class LayerPipeline:
 
     def _take_back(self) -> None:
         """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it."""
-        for read in self._left:
-            if read.is_over():
+        left, self._left = self._left, []
+        for read in left:
+            if not read.has_ended():
+                self._left.append(read)
+            elif read.frees_buffer():
                 self._give_back(read)
-        self._left = [read for read in self._left if read.future is not None and not read.future.done()]
 
     def _replace_buffers(self) -> None:
         """Before a job: pinned memory is never freed, so what can be used again is."""
@@ -262,12 +268,10 @@ class LayerPipeline:
         job.written_s += time.monotonic() - began
 
     def _await(self, job: RestoreJob, read: _Read) -> None:
-        left_s, began = job.remaining_s(), time.monotonic()
         if read.future is None:
             return
+        began = time.monotonic()
         try:
-            read.future.result(timeout=left_s)
-        except FutureTimeout:
-            raise RestoreTimeoutError(f"a read took longer than {job.deadline_s} s") from None
+            job.await_read(read.future)
         finally:
             job.waited_s += time.monotonic() - began

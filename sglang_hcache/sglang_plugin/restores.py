@@ -169,7 +169,10 @@ class RestoreCoordinator:
             self._observer.count("restore.stopped_for_room")
             ticket.note("the restore is stopped: a running request needs its room")
             ticket.restore = None
-            ticket.enter(Phase.PENDING)
+            if ticket.attempts < MOST_ATTEMPTS:
+                ticket.enter(Phase.PENDING)
+            else:
+                ticket.give_up()
         return self._await_end([restore], _STOP_S)
 
     def tick(self) -> None:

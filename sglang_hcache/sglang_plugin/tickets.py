@@ -17,7 +17,7 @@ from sglang_hcache.sglang_plugin.recomputation import Recomputation
 from sglang_hcache.tier.tiered import HOST
 
 MOST_ATTEMPTS = 2
-"""Restores of one request: the second one if its prefix was evicted before admission."""
+"""Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped."""
 
 
 class Phase(Enum):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
+from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.store.catalog import RunSlice
 
 
@@ -42,11 +43,11 @@ class ReadLease:
         """Keeps the pins while a read is under way, even if another thread closes the lease.
 
         Raises:
-            ValueError: the lease is closed.
+            TierMissError: the lease is closed.
         """
         with self._lock:
             if self._closed:
-                raise ValueError("the lease is closed")
+                raise TierMissError("the lease is closed")
             self._readers += 1
         try:
             yield

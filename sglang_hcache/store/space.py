@@ -179,9 +179,10 @@ class Space:
             if not all(volume.health.readable for volume in self._volumes):
                 self._next_number += _UNSEEN_SEGMENTS
             self._active = None
+            # First, for it is one short write: who is killed meanwhile starts empty too.
+            self._ledger.void_before(self._next_number)
             for segment in self._catalog.segments():
                 self._retire(segment, only_unpinned=False)
-            self._ledger.void_before(self._next_number)
 
     def unpin(self, segments: Iterable[Segment]) -> bool:
         """Give back one pin of each; True if :meth:`tend` has files to delete now. Does no I/O."""

@@ -219,7 +219,8 @@ class DiskStore:
             CorruptExtentError: not the bytes that were written; those chunks are not served again.
             StoreTimeoutError: a device hangs and may still write to the memory: do not use it again.
             StoreIOError: a device failed; at the second EIO the chunks are not served again.
-            ValueError: a wrong layer or memory, or the lease is closed.
+            TierMissError: the lease is closed.
+            ValueError: a wrong layer or memory.
         """
         for layer, out in into.items():
             if not 0 <= layer < len(lease.chunk_layer_bytes):

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SPARE_FRACTION = 8  # one in so many host slots is kept free or clean
 _TICK_S = 0.5
+_REST_S = 5.0  # after an error, before what should be on disk at once is tried again
 _WAIT_FOR_SLOT_S = 0.5
 _CLOSE_S = 3.0
 _MOST_REQUESTS = 4096
@@ -39,13 +40,19 @@ class Demoter:
 
     Args:
         run_chunks: most chunks of one disk run.
+        write_through: write every chunk as soon as it is sealed; else those that are asked for, and the oldest when
+            slots run short.
     """
 
-    def __init__(self, host: HostTier, disk: DiskStore, observer: Observer, run_chunks: int) -> None:
+    def __init__(
+        self, host: HostTier, disk: DiskStore, observer: Observer, run_chunks: int, *, write_through: bool
+    ) -> None:
         self._host = host
         self._disk = disk
         self._observer = observer
         self._run_chunks = run_chunks
+        self._write_through = write_through
+        self._resting_until = 0.0
         self._may_warn = Throttle()
         self._spare_slots = max(1, host.num_slots // _SPARE_FRACTION)
         lock = threading.Lock()
@@ -64,7 +71,7 @@ class Demoter:
     def is_busy(self) -> bool:
         """Whether there is work."""
         with self._wake:
-            return self._busy or self._clearing or bool(self._requests)
+            return self._busy or self._clearing or bool(self._requests) or self._is_behind()
 
     @property
     def is_clearing(self) -> bool:
@@ -87,9 +94,9 @@ class Demoter:
             self._waiting_tokens = tokens
             self._wake.notify()
 
-    def wake_if_short(self) -> None:
-        """Look after slots now if few are free or clean."""
-        if self._is_short_of_slots():
+    def look(self) -> None:
+        """A chunk was sealed: begin now if it has to be written, or if few slots are free or clean."""
+        if self._is_behind() or self._is_short_of_slots():
             with self._wake:
                 self._wake.notify()
 
@@ -118,7 +125,7 @@ class Demoter:
         return True
 
     def clear_disk(self) -> None:
-        """Empty the disk, and forget what was asked before. Never waits."""
+        """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits."""
         with self._wake:
             self._forget_requests()
             self._clearing = True
@@ -138,20 +145,33 @@ class Demoter:
         while True:
             with self._wake:
                 self._busy = False
-                while not (self._requests or self._stopping or self._clearing or self._is_short_of_slots()):
+                while not (self._stopping or self._clearing or self._has_work()):
                     self._wake.wait(_TICK_S)
-                if self._stopping:
+                if self._stopping and not self._clearing:
                     return
                 self._busy = True
             try:
                 if self._clearing:
                     self._clear()
-                self._demote(self._wanted(self._take_requests()))
+                else:
+                    self._demote(self._wanted(self._take_requests()))
             except Exception:
                 # The thread must outlive anything: what could not be written stays in host memory or is dropped.
                 logger.exception("hcache: demotion failed")
                 self._observer.count("demote.errors")
+                self._resting_until = time.monotonic() + _REST_S
+                if self._stopping:
+                    return
                 time.sleep(_TICK_S)
+
+    def _has_work(self) -> bool:
+        return bool(self._requests) or self._is_behind() or self._is_short_of_slots()
+
+    def _is_behind(self) -> bool:
+        """Whether something should be on disk already, and may be tried."""
+        if not self._write_through or time.monotonic() < self._resting_until:
+            return False
+        return bool(self._host.counts()[2])
 
     def _is_short_of_slots(self) -> bool:
         free, clean, dirty = self._host.counts()
@@ -182,10 +202,13 @@ class Demoter:
         }
 
     def _demote(self, chunks: dict[ChunkKey, ChunkInfo]) -> None:
-        """Write ``chunks``, and the oldest if slots run short."""
-        if self._is_short_of_slots():
-            oldest = self._host.oldest_dirty(max(self._spare_slots, self._run_chunks))
-            chunks.update((info.key, info) for info in oldest)
+        """Write ``chunks``, and all others that have to be written now."""
+        more = 0
+        if self._is_behind():
+            more = self._host.num_slots
+        elif self._is_short_of_slots():
+            more = max(self._spare_slots, self._run_chunks)
+        chunks.update((info.key, info) for info in self._host.oldest_dirty(more))
         runs = form_runs(chunks.values(), self._run_chunks)
         # What was used again first: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
@@ -196,7 +219,7 @@ class Demoter:
     def _write_run(self, run: Sequence[ChunkInfo]) -> None:
         """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
 
-        After an error not before the slot is needed: the disk may be well again by then.
+        After an error not before the slot is needed: the disk may be well again when it is tried next.
         """
         is_settled = True
         pinned = [(info, slot) for info in run if (slot := self._host.pin(info.key)) is not None]
@@ -216,14 +239,15 @@ class Demoter:
                     "hcache: %d chunks could not be demoted, now and perhaps more: %s", len(pinned), error
                 )
             self._observer.count("demote.runs_failed")
+            self._resting_until = time.monotonic() + _REST_S
             is_settled = self._is_short_of_slots()
             if is_settled:
                 self._observer.count("demote.chunks_dropped_error", len(pinned))
         finally:
             for info, slot in pinned:
-                self._host.unpin(info.key, slot)
                 if is_settled:
-                    self._host.mark_clean(info.key)
+                    self._host.mark_clean(info.key, slot)
+                self._host.unpin(info.key, slot)
             with self._freed:
                 self._keeps_up = True
                 self._freed.notify_all()

@@ -178,10 +178,13 @@ class HostTier:
         with self._lock:
             return [self._entries[key].info for key, _ in zip(self._dirty, range(count), strict=False)]
 
-    def mark_clean(self, key: ChunkKey) -> None:
-        """The chunk is on disk now, or never will be: it may be evicted."""
+    def mark_clean(self, key: ChunkKey, slot: int) -> None:
+        """The chunk in ``slot``, still pinned, is on disk now, or never will be: it may be evicted.
+
+        Nothing happens to one of that name that came after everything was forgotten.
+        """
         with self._lock:
-            if key in self._dirty:
+            if key in self._dirty and self._entries[key].slot == slot:
                 del self._dirty[key]
                 self._clean[key] = None
 

@@ -94,8 +94,10 @@ class TieredStore:
         self.disk = disk
         self.layout: StateLayout = host.layout
         self._observer = observer
-        self._write_through = write_policy is WritePolicy.WRITE_THROUGH
-        self._demoter = Demoter(host, disk, observer, run_chunks) if disk is not None else None
+        self._demoter: Demoter | None = None
+        if disk is not None:
+            write_through = write_policy is WritePolicy.WRITE_THROUGH
+            self._demoter = Demoter(host, disk, observer, run_chunks, write_through=write_through)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -115,10 +117,8 @@ class TieredStore:
             self._observer.count("host.duplicate_chunks")
             return
         self._observer.count("host.chunks_sealed")
-        if self._write_through:
-            self.demote(lambda: (info.key,))
-        elif self._demoter is not None:
-            self._demoter.wake_if_short()
+        if self._demoter is not None:
+            self._demoter.look()
 
     def demote(self, keys: ChunkSource, num_tokens: int = 0) -> None:
         """The chunks named by ``keys()`` left the device: write those that exist only in host memory.

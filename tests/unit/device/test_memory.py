@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.device import memory
@@ -18,25 +20,31 @@ def test_buffers_are_zeroed_and_begin_at_a_page() -> None:
         buffer[:] = 1
 
 
-def test_pinned_memory_is_registered_where_it_is_and_kept() -> None:
-    seen: list[tuple[int, int]] = []
+def test_pinned_memory_is_registered_where_it_is_as_long_as_it_is_used() -> None:
+    known: dict[int, int] = {}
 
     def register(address: int, size: int) -> None:
-        seen.append((address, size))
+        known[address] = size
 
-    pinned = PinnedMemory(register)
+    pinned = PinnedMemory(register, known.pop)
     buffers = [pinned(size) for size in (4096, 12345)]
-    assert seen == [(buffer.ctypes.data, buffer.nbytes) for buffer in buffers]
-    assert all(kept is buffer for kept, buffer in zip(pinned._kept, buffers, strict=True))
+    assert known == {buffer.ctypes.data: buffer.nbytes for buffer in buffers}
+    first, second = (buffer.ctypes.data for buffer in buffers)
+    part = torch.from_numpy(buffers.pop()[100:200].view(np.float16))
+    assert set(known) == {first, second}, "somebody may still read or write a part of it"
+    assert part.numel() == 50
+    del part
+    assert set(known) == {first}
 
 
 def test_what_the_driver_refuses_is_an_error_that_names_the_flag() -> None:
-    pinned = PinnedMemory(lambda _address, _size: "out of memory")
+    released: list[int] = []
+    pinned = PinnedMemory(lambda _address, _size: "out of memory", released.append)
     with pytest.raises(
         ConfigError, match=r"--hcache-host-size: 1.0 MB of it cannot be pinned \(out of memory\)"
     ):
         pinned(2**20)
-    assert not pinned._kept
+    assert not released
 
 
 def test_more_than_the_container_has_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +55,7 @@ def test_more_than_the_container_has_is_not_even_tried(monkeypatch: pytest.Monke
     def register(_address: int, size: int) -> None:
         tried.append(size)
 
-    pinned = PinnedMemory(register)
+    pinned = PinnedMemory(register, lambda _address: None)
     pinned(2**20)
     with pytest.raises(ConfigError, match=r"1.0 MB available"):
         pinned(2**20 + 1)

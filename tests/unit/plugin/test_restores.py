@@ -451,8 +451,8 @@ def ends_when_cancelled(world: World) -> None:
 
     def end(_timeout: float) -> None:
         jobs = world.engine.jobs
-        jobs.sort(key=lambda job: not job._cancelled.is_set())
-        while jobs and jobs[0]._cancelled.is_set():
+        jobs.sort(key=lambda job: not job._cancelled.done())
+        while jobs and jobs[0]._cancelled.done():
             world.engine.end(RestoreState.CANCELLED)
 
     world.coordinator.running._over.wait = end  # type: ignore[method-assign, assignment]
@@ -475,6 +475,8 @@ def test_a_running_request_that_needs_room_stops_the_newest_restore(world: World
     assert len(world.engine.jobs) == 3
     assert all(world.coordinator.give_back() for _ in range(3))
     assert not world.coordinator.give_back()
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 2, "running": 0, "pinned": 0}
+    assert world.coordinator.may_be_admitted("r3"), "stopped twice, it is recomputed"
     for name in (1, 2, 3):
         world.coordinator.drop(f"r{name}")
     world.assert_clean()

@@ -201,6 +201,34 @@ def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> No
     assert bench.run().state is RestoreState.DONE
 
 
+def test_a_job_whose_end_cannot_be_reported_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.engine, "_report", lambda *_: 1 / 0)
+    assert bench.run().state is RestoreState.DONE
+    assert bench.run(cancel=True).state is RestoreState.CANCELLED
+    bench.assert_nothing_is_pinned()
+
+
+def test_a_job_is_over_when_it_is_cancelled_and_not_when_its_read_ends(bench: Bench) -> None:
+    """A running request may wait for its slots."""
+    began, release = threading.Event(), threading.Event()
+    bench.tiers.before_read = lambda _layer: began.set() or release.wait(10)  # type: ignore[method-assign]
+    job = RestoreJob((bench.tiers.lease(bench.keys[1:]),), 0, torch.arange(3 * CHUNK_TOKENS), 60.0, (0, 1))
+    bench.engine.submit(job)
+    assert began.wait(10)
+    job.cancel()
+    assert bench.over.wait(10)
+    bench.over.clear()
+    assert job.state is RestoreState.CANCELLED
+    reads = list(bench.engine._pipeline._left)
+    assert reads
+    release.set()
+    for read in reads:
+        assert read.future is not None
+        read.future.exception(10)
+        assert read.frees_buffer(), "that its lease was closed meanwhile is no fault"
+    assert bench.run().state is RestoreState.DONE
+
+
 def test_a_cancelled_job_writes_nothing_more(bench: Bench) -> None:
     job = bench.run(cancel=True)
     assert job.state is RestoreState.CANCELLED

@@ -185,7 +185,7 @@ def test_wrong_arguments(tmp_path: Path, open_store: OpenStore) -> None:
             store.read_layers(lease, {0: np.zeros(8192, np.int8)})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="layer 1 of 1"):
             store.read_layers(lease, {1: aligned_empty(8192)})
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(TierMissError, match="closed"):
         store.read_layers(lease, {0: aligned_empty(8192)})
 
 

@@ -45,13 +45,25 @@ def test_pinned_and_dirty_chunks_stay() -> None:
     put(tier, 1)
     put(tier, 2)
     assert tier.reserve() is None
-    tier.mark_clean(info(1).key)
     slot = tier.pin(info(1).key)
     assert slot is not None
+    tier.mark_clean(info(1).key, slot)
     assert tier.reserve() is None
     tier.unpin(info(1).key, slot)
     assert tier.reserve() == slot
     assert info(2).key in tier
+
+
+def test_a_chunk_made_anew_is_not_clean_because_the_old_one_was_written() -> None:
+    tier = host(2, keep_dirty=True)
+    put(tier, 1)
+    slot = tier.pin(info(1).key)
+    assert slot is not None
+    tier.forget_all()
+    put(tier, 1)
+    tier.mark_clean(info(1).key, slot)
+    tier.unpin(info(1).key, slot)
+    assert tier.counts() == (1, 0, 1)
 
 
 def test_a_chunk_sealed_twice_is_kept_once() -> None:

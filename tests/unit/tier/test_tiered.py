@@ -101,6 +101,24 @@ def test_write_through_writes_what_is_sealed(tmp_path: Path) -> None:
     reopened.close()
 
 
+def test_write_through_writes_what_could_not_be_written_when_the_disk_is_well_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_REST_S", 0.2)
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    assert tiers.disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.disk, "write_run", failing)
+        put(tiers, 1)
+        wait_for(lambda: tiers._observer["demote.runs_failed"])  # type: ignore[index]
+        put(tiers, 2)
+    assert not tiers.disk.contains(key(1))
+    wait_for(lambda: tiers.disk.contains(key(1)) and tiers.disk.contains(key(2)))  # type: ignore[union-attr]
+    wait_until_saved(tiers)
+    assert tiers.host.counts() == (6, 2, 0)
+    tiers.close()
+
+
 def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store", slots=16)
     for name in range(1, 101):
@@ -243,7 +261,10 @@ def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:
     put(tiers, 1)
     with pytest.raises(TierMissError):
         tiers.lease([key(1), key(2)])
-    tiers.host.mark_clean(key(1))
+    slot = tiers.host.pin(key(1))
+    assert slot is not None
+    tiers.host.mark_clean(key(1), slot)
+    tiers.host.unpin(key(1), slot)
     for name in range(11, 19):
         put(tiers, name)
     assert key(1) not in tiers.host  # it was evictable: the failed lease left no pin
@@ -258,6 +279,19 @@ def test_clear_empties_both(tiers: TieredStore) -> None:
     assert tiers.match([key(1)]) == 0
     put(tiers, 1)
     assert read(tiers, [1]) == (HOST,)
+
+
+def test_what_was_cleared_is_gone_also_if_the_server_stops_at_once(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store")
+    put(tiers, 1)
+    assert tiers.flush(10)
+    assert tiers._demoter is not None
+    with tiers._demoter._wake:  # the demoter cannot begin
+        tiers._demoter._clearing = tiers._demoter._stopping = True
+    tiers.close()
+    reopened = open_tiers(tmp_path / "store")
+    assert reopened.match([key(1)]) == 0
+    reopened.close()
 
 
 def wait_until_saved(tiers: TieredStore) -> None:
