@@ -85,7 +85,7 @@ def profile(
 
     Servers use what is saved if model sizes, machine, versions and directories are the same; measured again, it is
     replaced. Without `--hcache-dirs` only host memory is measured. No server may use the directories meanwhile. What
-    is written there for the measurement, about 128 MB, stays until the tier evicts it, which it does first.
+    is written there for the measurement, about 128 MB, is deleted at the end.
     """
     from sglang_hcache.cli.profile_report import ProfileReport
     from sglang_hcache.cli.profile_run import measure

@@ -95,10 +95,11 @@ class RestoreEngine:
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
         job.seconds = time.monotonic() - job.started
-        endings: list[Callable[[], None]] = [block.close for block in job.blocks]
-        for end in (partial(self._report, job, outcome), *endings):
+        steps: list[Callable[[], None]] = [partial(self._report, job, outcome)]
+        steps += [block.close for block in job.blocks]
+        for step in steps:
             try:
-                end()
+                step()
             except Exception:  # or every request that finds something would wait for ever
                 logger.exception("hcache: a restore did not end as it should")
                 self._observer.count("restore.errors")

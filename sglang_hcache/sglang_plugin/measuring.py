@@ -42,7 +42,7 @@ _MOST_ROUNDS = 15
 
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 32
-"""One so-many-th of the disk tier may be filled for it. The bytes stay until eviction, which takes them first."""
+"""One so-many-th of the disk tier may be filled for it, for as long as it takes."""
 _PACKAGES = ("sglang-hcache", "sglang", "torch")
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
@@ -28,7 +29,7 @@ class ScratchReads:
         method: what the rows are, for the chunks' names.
         row_bytes: bytes of one token in one layer.
         count: chunks.
-        disk: the store that takes them, until its eviction, which takes them first; None: memory of our own.
+        disk: the store that takes them, until :meth:`close`; None: memory of our own.
         run_chunks: chunks that are written together.
         together: layers that a restore of the model reads together at most.
 
@@ -52,11 +53,16 @@ class ScratchReads:
         ]
         self.longest = CHUNK_TOKENS * count
         self._together = min(together, NUM_LAYERS // 2)  # two steps at least, as one is read behind another
+        self._disk = disk
         self._tiers = _empty_tiers(layout, count if disk is None else 1, disk)
         if disk is None:
             self._fill_host()
         else:
-            self._fill_disk(disk, run_chunks)
+            try:
+                self._fill_disk(disk, run_chunks)
+            except StoreError:
+                disk.discard(self._keys)
+                raise
         self._buffers = [host_buffer(count * layout.chunk_layer_bytes[0]) for _ in range(NUM_LAYERS)]
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-scratch")
 
@@ -82,8 +88,10 @@ class ScratchReads:
             return (time.monotonic() - began) / NUM_LAYERS
 
     def close(self) -> None:
-        """Stop the reading threads."""
+        """Stop the reading threads, and remove the chunks from the disk."""
         self._readers.shutdown()
+        if self._disk is not None:
+            self._disk.discard(self._keys)
 
     def _fill_host(self) -> None:
         self._tiers.host.memory[:] = 1  # touched, or the first read would bring the pages in

@@ -173,6 +173,14 @@ class Space:
                     self._next_number = max(self._next_number, number + 1)
                     self._remove_stray(volume, number, sizes[number])
 
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
+        with self._lock:
+            for segment in self._catalog.holding(keys):
+                if segment is self._active:
+                    self._seal_active()
+                self._retire(segment, only_unpinned=True)
+
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned."""
         with self._lock:

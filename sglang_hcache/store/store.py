@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -274,6 +274,11 @@ class DiskStore:
         """Remove the least dear segment; False if none can go."""
         with self._operation():
             return self._space.evict_one()
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Remove ``keys``, the only ones that were written since the store was opened: their segments go as a whole."""
+        with self._operation():
+            self._space.discard(keys)
 
     def clear(self) -> None:
         """Forget everything at once; files under a lease are deleted when it closes.

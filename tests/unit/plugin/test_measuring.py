@@ -157,8 +157,10 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     try:
         with ExitStack() as scratch:
             tiers = measured._tiers(scratch)
+        left = disk.stats()
     finally:
         disk.close()
+    assert (left.chunks, left.segments) == (0, 0), "what was written to be measured is gone"
     assert set(tiers) == ({HOST} if fails else {HOST, DISK})
     said = [record.message for record in caplog.records if "could not be measured" in record.message]
     assert len(said) == bool(fails)
