@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from common.precision import precision
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import ConfigError
-
-VALUE_BYTES = 4
-"""Servers run in float32: only then are answers of different methods comparable token by token."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class BenchModel:
             raise ConfigError(f"--model-path: cannot read {error.filename}: {error.strerror}") from None
         except Exception as error:  # the tokenizers library raises Exception itself
             raise ConfigError(f"--model-path: {path}: {error!r}") from None
+        kind = precision()
         header = {
             "name": name,
             "architecture": architecture,
@@ -57,10 +56,10 @@ class BenchModel:
             "hidden": hidden,
             "heads": heads,
             "kv_heads": kv_heads,
-            "dtype": "float32",
+            "dtype": kind.dtype,
             "vocab": tokenizer.get_vocab_size(),
         }
-        return cls(path, header, tokenizer, max_position, 2 * layers * kv_heads * head_dim * VALUE_BYTES)
+        return cls(path, header, tokenizer, max_position, 2 * layers * kv_heads * head_dim * kind.value_bytes)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` alone: no begin or end of sequence."""

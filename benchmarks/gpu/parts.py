@@ -21,7 +21,7 @@ from gpu.results import Report
 from gpu.shapes import SHAPES, shape_named
 
 NOT_SHOWN = {
-    "attention by flashinfer": "servers are compared in float32, which it does not take: all use Triton's",
+    "attention by flashinfer or fa3": "all servers that are compared use Triton's",
     "LMCache": "no part starts it",
     "reading from disks, GPUDirect Storage": "host memory holds what is restored here",
 }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from common.model import BenchModel, prepare_model
+from common.precision import precision
 from gpu.results import Report
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
@@ -38,7 +39,7 @@ _STARTUP_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a server under load. Float32 and heads of 64 values: equal answers are equal token by token."""
+    """Of a server under load. Heads of 64 values."""
 
     layers: int
     hidden: int
@@ -85,7 +86,7 @@ def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
         host_bytes = 2 * stored * model.kv_token_bytes
         server = ServerProcess(
             [
-                *("--model-path", str(model.path), "--dtype", "float32", *device_arguments()),
+                *("--model-path", str(model.path), "--dtype", precision().dtype, *device_arguments()),
                 *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
                 *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
                 *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes)),

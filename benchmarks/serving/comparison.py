@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.gathered import Gathered
+from common.precision import precision
 from serving.latency import Latency
 from serving.token_client import TokenAnswer, compare
 
@@ -33,7 +34,8 @@ def row_of(measured: Measured, reference: Sequence[TokenAnswer]) -> dict[str, An
     answers = measured.answers
     prompt = sum(answer.sources.prompt for answer in answers)
     found = {name: sum(getattr(answer.sources, name) for answer in answers) for name in SOURCES}
-    compared = [compare(answer, other) for answer, other in zip(answers, reference, strict=True)]
+    allowed = precision().logprob_tolerance
+    compared = [compare(answer, other, allowed) for answer, other in zip(answers, reference, strict=True)]
     finite = [item.logprob for item in compared if item.logprob < float("inf")]
     made = sum(len(answer.tokens) for answer in answers)
     return {

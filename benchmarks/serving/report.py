@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.gathered import count_unequal
+from common.precision import precision
 from common.results import write_csv, write_json
 from serving.comparison import SOURCES
-from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def print_equality(console: Console, rows: Sequence[Row]) -> None:
     largest = max((row.get("largest_logprob_difference") or 0.0 for row in rows), default=0.0)
     console.print(
         f"All {compared} answers are equal between methods: same tokens, largest difference of logprobs {largest:.1e} "
-        f"(allowed {LOGPROB_TOLERANCE:g}).",
+        f"(allowed {precision().logprob_tolerance:g}).",
         highlight=False,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.progress import Progress
 
+from common.precision import precision
 from common.terminal import while_doing
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
@@ -59,7 +60,7 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
 
 
 def device_arguments() -> list[str]:
-    """Of servers that are compared: on a GPU one attention backend for all of them, which takes float32."""
+    """Of servers that are compared: on a GPU one attention backend for all of them."""
     return ["--attention-backend", "triton"] if has_gpu() else []
 
 
@@ -118,7 +119,7 @@ def sizes_for(
 
 def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> ServerProcess:
     args = [
-        *("--model-path", str(model), "--dtype", "float32", *device_arguments()),
+        *("--model-path", str(model), "--dtype", precision().dtype, *device_arguments()),
         *("--max-total-tokens", str(sizes.pool_tokens), "--chunked-prefill-size", str(_PREFILL_TOKENS)),
         "--incremental-streaming-output",
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is

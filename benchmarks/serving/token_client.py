@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import httpx
 
 from sglang_hcache.cli.chat_client import KEEPALIVE_S, ChatError, TokenSources
-from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
 from sglang_hcache.cli.server_process import ServerProcess
 
 T = TypeVar("T")
@@ -52,13 +51,13 @@ class Comparison:
     """Largest difference between logprobs."""
 
 
-def compare(one: TokenAnswer, other: TokenAnswer) -> Comparison:
-    """Token by token; greedy answers in float32 are equal but for rounding."""
+def compare(one: TokenAnswer, other: TokenAnswer, logprob_tolerance: float) -> Comparison:
+    """Token by token; greedy answers are equal but for rounding."""
     largest = 0.0
     pairs = zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=False)
     for token, logprob, other_token, other_logprob in pairs:
         difference = abs(logprob - other_logprob)
-        if not difference <= LOGPROB_TOLERANCE:  # NaN as well
+        if not difference <= logprob_tolerance:  # NaN as well
             return Comparison(False, False, math.inf if math.isnan(difference) else difference)
         largest = max(largest, difference)
         if token != other_token:

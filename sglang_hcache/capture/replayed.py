@@ -40,7 +40,8 @@ class ReplayedRows:
         count = len(hidden)
         layers = self._recorded.setdefault(count, set())
         if count <= self._rows.shape[1]:
-            self._streams.inline(partial(self._rows[layer, :count].copy_, hidden))
+            # Detached: some models are recorded with gradients.
+            self._streams.inline(partial(self._rows[layer, :count].copy_, hidden.detach()))
             layers.add(layer)
 
     def holds(self, count: int) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,8 @@ from sglang_hcache.core.units import format_bytes
 
 HostMemory: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Makes host buffers of so many bytes: page-aligned, zeroed, uint8, 1-D."""
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _WORTH_HUGE_PAGES = 4 * 2**20
 
@@ -89,12 +92,26 @@ def unregister_with_cuda(address: int) -> None:
 
 
 def available_host_bytes() -> int:
-    """Host memory that this process may still take: the system's available memory, cut to the cgroup's limit."""
+    """Host memory that this process may still take: the system's available memory, cut to the cgroup's limit.
+
+    The page cache counts as available: the kernel gives it up when memory is asked for.
+    """
     available = _meminfo("MemAvailable")
-    limit, used = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
+    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+        available = min(available, max(0, limit - used + _clean_file_bytes()))
     return available
+
+
+def _clean_file_bytes() -> int:
+    """Of the cgroup: pages of files that are on disk as well."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines)}
+    kept = sizes.get("file_dirty", 0) + sizes.get("file_writeback", 0)
+    return max(0, sizes.get("inactive_file", 0) + sizes.get("active_file", 0) - kept)
 
 
 def _meminfo(field: str) -> int:
@@ -106,9 +123,8 @@ def _meminfo(field: str) -> int:
     raise OSError(f"/proc/meminfo has no {field}")
 
 
-def _read_number(path: str) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
+        return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # no cgroup v2, or "max": no limit
         return None

@@ -120,10 +120,10 @@ class CudaStreams:
             work()
 
     def copied(self) -> Mark:
-        return _Events([self._copies.record_event()])
+        return _Events([_event_of(self._copies)])
 
     def computed(self) -> Mark:
-        return _Events([self._computations.record_event()])
+        return _Events([_event_of(self._computations)])
 
     def copy_after(self, mark: Mark) -> None:
         assert isinstance(mark, _Events)
@@ -135,7 +135,7 @@ class CudaStreams:
 
     def fence(self) -> Mark:
         streams = {torch.cuda.current_stream(self.device), *self._others}
-        return _Events([stream.record_event() for stream in streams])
+        return _Events([_event_of(stream) for stream in streams])
 
     def inline(self, work: Callable[[], object]) -> None:
         work()
@@ -164,6 +164,13 @@ def _another_stream(device: torch.device, others: Sequence[torch.cuda.Stream]) -
     taken = {torch.cuda.current_stream(device).cuda_stream, *(other.cuda_stream for other in others)}
     drawn = (torch.cuda.Stream(device, priority=0) for _ in range(2 * _STREAMS))  # type: ignore[no-untyped-call]
     return next(stream for stream in drawn if stream.cuda_stream not in taken)
+
+
+def _event_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """What is queued so far. Who waits for it sleeps: others need the core."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 class _Events:

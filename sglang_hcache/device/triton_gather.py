@@ -29,6 +29,10 @@ class TritonGather:
                 torch.tensor([pool[which].data_ptr() for pool in pools], device=pools[0][0].device)
                 for which in (0, 1)
             )
+            # Once, lest it is compiled while requests wait.
+            key = pools[0][0]
+            row = torch.empty(1, 1, 2 * key[0].numel(), dtype=key.dtype, device=key.device)
+            self(row, 0, torch.zeros(1, dtype=torch.int64, device=key.device))
 
     def __call__(self, into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
         num_layers, num_rows, _ = into.shape

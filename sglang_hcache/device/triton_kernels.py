@@ -94,7 +94,8 @@ def finish_heads(
         tl.store(target + at + rest, z.to(dtype), mask=is_rest)
 
 
-@triton.jit
+# Slots and positions begin anywhere in a longer row of them: one kernel for all of that, compiled before serving.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def finish_rows(
     key, value, table, positions, slots, weight, key_pool, value_pool,
     key_stride, value_stride, num_positions, epsilon,
@@ -133,7 +134,7 @@ def finish_rows(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["keys", "values", "slots"])
 def gather_rows(keys, values, slots, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """K and V of one token in one layer, beside each other: the program's numbers are row and layer.
 

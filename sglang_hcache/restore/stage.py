@@ -101,7 +101,9 @@ class DeviceStage:
 
     def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """(count, width) in host memory that the device copies from as fast as it can."""
-        rows = self._streams.download(torch.ones(count, width, dtype=dtype, device=self._streams.device))
+        ones = torch.ones(count, width, dtype=dtype, device=self._streams.device)
+        self._streams.copy_after(self._streams.fence())
+        rows = self._streams.download(ones)
         self._streams.copied().wait()
         return rows
 

@@ -130,6 +130,7 @@ class Bench:
         width = self.model.row_bytes(method) // self.model.dtype.itemsize
         slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
         rows = torch.ones(length, width, dtype=self.model.dtype, device=positions.device)
+        self.restorer.after(self.restorer.fence(), reading=True)
         began = time.monotonic()
         stored = [StoredRows(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
         for part in self.restorer.start(stored, positions, slots[:length]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +66,21 @@ def test_more_than_the_container_has_is_not_even_tried(monkeypatch: pytest.Monke
 
 def test_available_memory_is_a_number() -> None:
     assert 0 < available_host_bytes() < 2**50
+
+
+def test_files_that_could_be_read_again_do_not_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that has just read a checkpoint is full of it."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    whole = available_host_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900000000\n")
+    assert available_host_bytes() == pytest.approx(whole, rel=0.1), "no limit"
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    assert available_host_bytes() == 100_000_000
+    (tmp_path / "memory.stat").write_text(
+        "anon 1\nfile 800000000\nfile_dirty 5000000\nfile_writeback 1000000\n"
+        "inactive_file 300000000\nactive_file 206000000\n"
+    )
+    assert available_host_bytes() == 600_000_000

@@ -40,7 +40,8 @@ for case, (heads, head_dim, dim, halves, rounds, norm, table) in CASES.items():
     pointers |= {"table": "*" + table, "positions": "*i64", "slots": "*i64"}
     numbers = {"key_stride": "i32", "value_stride": "i32", "num_positions": "i32", "epsilon": "fp32"}
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "key_stride", "value_stride")}
+    known = (*(pointers.keys() - {"positions", "slots"}), "key_stride", "value_stride")
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in known}
     values = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
         ASTSource(finish_rows, signature, values, aligned),
@@ -65,7 +66,7 @@ names = gather_rows.arg_names
 constants = constants_of(5120)
 warps = constants.pop("num_warps")
 signature = {"keys": "*i64", "values": "*i64", "slots": "*i64", "out": "*bf16", "num_rows": "i32"}
-aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slots", "out")}
+aligned = {(names.index("out"),): [["tt.divisibility", 16]]}
 compiled = triton.compile(
     ASTSource(gather_rows, signature | dict.fromkeys(constants, "constexpr"),
               {(names.index(name),): value for name, value in constants.items()}, aligned),
