@@ -89,7 +89,7 @@ def _told(found: selfcheck.SelfCheckResult) -> dict[str, Any]:
 def _mutants_taken(rig: Rig) -> list[str]:
     """Wrong projectors that the self-check takes for right."""
     name, projector = next(rig.model.projectors())
-    mutants = {"K a fifth too large": _Shifted(projector, scale=1.2)}
+    mutants = {"K 5 % too large": _Shifted(projector, scale=1.05)}
     if "OPT" not in rig.model.architecture:  # its positions are in the hidden states
         mutants["next position"] = _Shifted(projector, shift=1)
     taken = []

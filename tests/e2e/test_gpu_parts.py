@@ -27,10 +27,10 @@ from gpu import models
 from gpu.shapes import shape_named
 
 torch.set_num_threads(1)
-models._ARGUMENTS = ("--load-format", "dummy", "--dtype", "float32")
+models._ARGUMENTS = ("--load-format", "dummy", "--dtype", "bfloat16")
 models.TOKENS, models.PIECE, models.ROUNDS = 256, 128, 2
 shape = shape_named("llama-2-7b")
-small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "float32"}
+small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
 small |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}
 shape = dataclasses.replace(shape, config=shape.config | small)
 models.measure(shape, lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True))
