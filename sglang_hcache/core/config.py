@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from enum import StrEnum
+from inspect import get_annotations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -186,15 +187,9 @@ FILE_ONLY_FIELDS = frozenset(
 """Fields without a flag of their own."""
 
 SIZE_FIELDS = frozenset(
-    {
-        "disk_size",
-        "disk_free_floor",
-        "host_size",
-        "disk_write_budget",
-        "staging_size",
-        "segment_size",
-        "disk_read_limit",
-    }
+    name
+    for name, kind in get_annotations(HCacheConfig, eval_str=True).items()
+    if Size in (kind, *get_args(kind))
 )
 """Fields in bytes, which may be given with a unit."""
 

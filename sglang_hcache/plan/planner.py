@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -82,12 +81,6 @@ class Plan:
     def total_s(self) -> float:
         """Predicted seconds from the first read to the last layer."""
         return self.timeline.total_s
-
-
-class CostsOfLength(Protocol):
-    """What one layer costs for a number of tokens, such as :meth:`Profile.costs` with one tier."""
-
-    def __call__(self, num_tokens: int, /) -> LayerCosts: ...
 
 
 def make_plan(methods: Sequence[Method], costs: LayerCosts, buffers: int | None = None) -> Plan:
@@ -206,7 +199,7 @@ def fastest_restore(
 
 def pays_from(
     stored: Sequence[Method],
-    costs_of: CostsOfLength,
+    costs_of: Callable[[int], LayerCosts],
     *,
     max_tokens: int = 2**20,
     max_recompute: int | None = None,
@@ -218,7 +211,7 @@ def pays_from(
 
     Args:
         stored: what each layer stores, as :func:`plan_stored` returns it.
-        costs_of: costs of one layer for a length.
+        costs_of: costs of one layer for a length, such as :meth:`Profile.costs` with one tier.
         max_tokens: longest length to look at, at least one chunk.
         max_recompute: most layers that a restore recomputes; None: all but one.
         buffers: layers that fit in memory at once; None: all.
