@@ -84,8 +84,8 @@ class HCacheConfig(BaseModel):
     """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
     two by a short probe (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
-    """Most bytes that the disk tier writes in any 24 hours, to spare the drives. Near the end of it chunks that were
-    never used again are not written."""
+    """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
+    tries the disk come on top. Near the end of it chunks that were never used again are not written."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
