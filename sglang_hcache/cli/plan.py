@@ -59,7 +59,7 @@ MethodName = Annotated[
 Buffers = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Layers in memory at once; the server has 3. Default: as many as there are."
+        metavar="N", help="Layers in memory at once; the server has 4. Default: as many as there are."
     ),
 ]
 DtypeName = Annotated[

@@ -120,6 +120,8 @@ def server_settings(arguments: Sequence[str], seconds: float) -> tuple[dict[str,
     Raises:
         ConfigError: the file cannot be read, or something is given that makes no sense here.
     """
+    from sglang_hcache.sglang_plugin.settings_file import read_settings
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     fields = [name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS]
     for flag in (*map(flag_of, fields), "--hcache-config", "--hierarchical-cache"):
@@ -136,7 +138,7 @@ def server_settings(arguments: Sequence[str], seconds: float) -> tuple[dict[str,
         raise ConfigError(
             "--hcache-profile: leave it out; this command measures anew (--out FILE saves there)"
         )
-    settings = _read_file(Path(given.hcache_config)) if given.hcache_config else {}
+    settings = read_settings(Path(given.hcache_config), "--hcache-config") if given.hcache_config else {}
     settings.pop("profile", None)
     settings["method"] = "auto"
     for field in fields:
@@ -160,20 +162,6 @@ def _identity(profile: Profile) -> str:
     sizes = {field: value for field, value in asdict(profile.model).items() if field != "name"}
     text = json.dumps([sizes, profile.machine, dict(profile.versions)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--hcache-config: cannot read {str(path)!r}: {error}") from None
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--hcache-config: {str(path)!r} must hold 'setting: value' lines")
-    return {str(name): value for name, value in settings.items()}
 
 
 def _check_target(target: Path, *, is_folder: bool) -> None:

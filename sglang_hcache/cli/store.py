@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -226,23 +226,12 @@ def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...
             raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")
         return places
     from sglang_hcache.core.config import HCacheConfig
+    from sglang_hcache.sglang_plugin.settings_file import read_settings
 
-    found = HCacheConfig.from_settings(_read_yaml(config)).dirs
+    found = HCacheConfig.from_settings(read_settings(config, "--config")).dirs
     if not found:
         raise ConfigError(f"--config {config}: it sets no `dirs`, so there is no disk tier")
     return found
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: cannot read {path}: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--config: {path} must hold 'setting: value' lines")
-    return {str(name): value for name, value in settings.items()}
 
 
 def _size(text: str) -> int | None:

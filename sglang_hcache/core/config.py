@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from enum import StrEnum
+from inspect import get_annotations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -42,10 +43,22 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; input may be text such as ``8GB`` or ``512MiB``."""
 
 
+def _no_truth_value(value: Any) -> Any:
+    """YAML reads ``yes``, ``on`` and ``true`` as a truth value, and pydantic would take that for 1."""
+    if isinstance(value, bool):
+        raise ValueError("write a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_truth_value)]
+Number = Annotated[float, BeforeValidator(_no_truth_value)]
+
+
 class HCacheConfig(BaseModel):
     """Settings of the tier. Each field is the flag ``--hcache-<field with dashes>`` unless noted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # No infinity: JSON, which brings the settings to the scheduler, has none.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     dirs: tuple[Path, ...] = ()
     """Directories of the disk tier, one per device, at most 16, separated by commas. Without it there is a host tier
@@ -71,8 +84,8 @@ class HCacheConfig(BaseModel):
     """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
     two by a short probe (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
-    """Most bytes that the disk tier writes in any 24 hours, to spare the drives. Near the end of it chunks that were
-    never used again are not written."""
+    """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
+    tries the disk come on top. Near the end of it chunks that were never used again are not written."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
@@ -82,23 +95,24 @@ class HCacheConfig(BaseModel):
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
     Default: an eighth of ``disk_size``, at most 256 MiB."""
-    io_timeout_s: float = Field(default=5.0, gt=0)
-    """Seconds after which a read or write is given up, and its directory left out until it answers again."""
+    io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
+    """Seconds after which a read or write is given up, and its directory left out until it answers again; at most
+    3600."""
     disk_read_limit: Size | None = Field(default=None, gt=0)
     """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
-    measure_s: float = Field(default=0.3, gt=0, le=60)
+    measure_s: Number = Field(default=0.3, gt=0, le=60)
     """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
-    run_chunks: int = Field(default=16, ge=1, le=64)
+    run_chunks: Count = Field(default=16, ge=1, le=64)
     """Most chunks of 64 tokens that are written together as one run, 1 to 64."""
-    max_inflight_fraction: float = Field(default=0.5, gt=0, le=0.9)
+    max_inflight_fraction: Number = Field(default=0.5, gt=0, le=0.9)
     """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
     exceed it."""
-    restore_deadline_s: float = Field(default=10.0, gt=0)
-    """Seconds after which a restore is given up and its request recomputed, waiting for earlier restores included. For
-    up to 30 s after that nothing is restored."""
-    shutdown_flush_s: float = Field(default=10.0, ge=0, le=12)
+    restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
+    """Seconds after which a restore is given up and its request recomputed, waiting for earlier restores included; at
+    most 3600. For up to 30 s after that nothing is restored."""
+    shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
     15 s after it asked them to stop."""
 
@@ -106,13 +120,15 @@ class HCacheConfig(BaseModel):
     @classmethod
     def _split_dirs(cls, value: Any) -> Any:
         if isinstance(value, str):
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        return tuple(Path(str(item)).expanduser().absolute() for item in value)
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list | tuple) or not all(isinstance(part, str | Path) for part in value):
+            raise ValueError("write directories separated by commas, or a list of them")
+        return tuple(_whole_path(part) for part in value if part)
 
     @field_validator("profile", "save_profile")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
+        return None if value is None else _whole_path(value)
 
     @field_validator("dirs")
     @classmethod
@@ -171,15 +187,9 @@ FILE_ONLY_FIELDS = frozenset(
 """Fields without a flag of their own."""
 
 SIZE_FIELDS = frozenset(
-    {
-        "disk_size",
-        "disk_free_floor",
-        "host_size",
-        "disk_write_budget",
-        "staging_size",
-        "segment_size",
-        "disk_read_limit",
-    }
+    name
+    for name, kind in get_annotations(HCacheConfig, eval_str=True).items()
+    if Size in (kind, *get_args(kind))
 )
 """Fields in bytes, which may be given with a unit."""
 
@@ -206,6 +216,13 @@ def flag_help(field: str) -> str:
             f"{text} E.g. 8GB or 512MiB; default: {'no limit' if default is None else format_bytes(default)}."
         )
     return text
+
+
+def _whole_path(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("nobody knows this home directory; write the path from / on") from None
 
 
 def _explain(error: dict[str, Any]) -> str:

@@ -44,20 +44,16 @@ class Namespace:
         model: fingerprint of weights, configuration, dtype, RoPE and parallel layout.
         layout: textual form of the stored state's layout.
         tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
-        lora_id: the request's LoRA adapter; None for none.
     """
 
     model: bytes
     layout: str
     tenant: str | None = None
-    lora_id: str | None = None
 
     def _fields(self) -> list[tuple[str, bytes]]:
         fields = [("model", self.model), ("layout", self.layout.encode())]
         if self.tenant is not None:
             fields.append(("tenant", self.tenant.encode("utf-8", "surrogatepass")))
-        if self.lora_id is not None:
-            fields.append(("lora", self.lora_id.encode("utf-8", "surrogatepass")))
         return fields
 
     def root_key(self) -> ChunkKey:

@@ -62,16 +62,6 @@ class StateLayout:
             raise ValueError(f"row sizes must be positive, got {self.row_bytes}")
 
     @classmethod
-    def all_hidden(cls, num_layers: int, hidden_size: int, dtype_bytes: int) -> StateLayout:
-        """Hidden states of every layer: ``hidden_size * dtype_bytes`` bytes a token and layer."""
-        return cls((Method.HIDDEN,) * num_layers, (hidden_size * dtype_bytes,) * num_layers)
-
-    @classmethod
-    def all_kv(cls, num_layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> StateLayout:
-        """K and V of every layer: ``2 * kv_heads * head_dim * dtype_bytes`` bytes a token and layer, K first."""
-        return cls((Method.KV,) * num_layers, (2 * kv_heads * head_dim * dtype_bytes,) * num_layers)
-
-    @classmethod
     def of(cls, methods: Sequence[Method], hidden_row_bytes: int, kv_row_bytes: int) -> StateLayout:
         """A layout of ``HIDDEN`` and ``KV`` layers.
 

@@ -155,7 +155,7 @@ GAUGES = (
     GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", "tier", ("host", "disk")),
     GaugeMetric(
         "disk_written_24h_bytes",
-        "Bytes written to disk in the last 24 hours, which the write budget bounds.",
+        "Bytes of chunks written to disk in the last 24 hours, which the write budget bounds.",
         "bytes", "",
     ),
     GaugeMetric(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _UNITS = {
     "": 1,
@@ -18,6 +19,9 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
+_TOO_LARGE = 2**63
+"""More than files and the index can count."""
+
 SIZE_HELP = "a number of bytes, or one with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024)"
 
 
@@ -25,17 +29,22 @@ def parse_size(text: str | int) -> int:
     """Bytes meant by ``text``: ``"8GB"`` is 8 * 10**9, ``"512MiB"`` is 512 * 2**20.
 
     Raises:
-        ValueError: not a non-negative number with a known unit.
+        ValueError: not a non-negative number with a known unit, or 8 EiB and more.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise ValueError(f"{text} is negative")
-        return text
+    size = text if isinstance(text, int) and not isinstance(text, bool) else _with_unit(text)
+    if size < 0:
+        raise ValueError(f"{text} is negative")
+    if size >= _TOO_LARGE:
+        raise ValueError("a size is less than 8 EiB")
+    return size
+
+
+def _with_unit(text: object) -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     factor = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write {SIZE_HELP}")
-    return int(float(match.group(1)) * factor)
+    return int(Decimal(match.group(1)) * factor)
 
 
 def format_bytes(count: float) -> str:

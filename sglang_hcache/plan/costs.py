@@ -21,10 +21,6 @@ from sglang_hcache.plan.shapes import ModelShape
 
 PAPER_ATTENTION_FACTOR = 1.0
 """N²·D for scores and weighted sum together, as [HCache §3.2] counts them."""
-CAUSAL_ATTENTION_FACTOR = 2.0
-"""What a kernel computes that skips the masked half: two products of 2·D FLOPs for each of N²/2 pairs."""
-DENSE_ATTENTION_FACTOR = 4.0
-"""What a kernel computes that masks after the product, on the whole square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +96,8 @@ class Hardware:
     io_fixed_s: float = 0.0
     """Before the first byte of each layer's read arrives."""
     attention_factor: float = PAPER_ATTENTION_FACTOR
-    """FLOPs of attention as a multiple of N²·D."""
+    """FLOPs of attention as a multiple of N²·D. A kernel that skips the masked half computes 2: two products of 2·D for
+    each of N²/2 pairs; one that masks afterwards, on the whole square, 4."""
 
     def __post_init__(self) -> None:
         for name in ("flops", "io_bytes_per_s", "kv_write_bytes_per_s"):

@@ -1,8 +1,8 @@
 """Plans: the method of every layer, and how long the restore takes.
 
 A plan is chosen twice. When chunks are **saved**, :func:`plan_stored` decides what each layer stores (hidden states
-or K and V); that stays. When a prefix is **restored**, :func:`plan_restore` decides how many first layers are
-recomputed from tokens instead, from the length, the tier and the load of the moment. :func:`search` decides both
+or K and V); that stays. When a prefix is **restored**, :func:`fastest_restore` decides how many first layers
+are recomputed from tokens instead, from the length, the tier and the load of the moment. :func:`search` decides both
 at once, for one length: what is fastest, and the baselines.
 
 ``T = max(compute, I/O) + pipeline fill``, minimised exactly: a model has few layers, so all of
@@ -14,17 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.timeline import FloatArray, IntArray, Timeline, best_timeline, block_totals
 
 _TIE = 1e-9
 """Plans whose times differ by less than this share are equally fast."""
+
+_STORED_BY = {
+    PlanKind.HIDDEN: Method.HIDDEN,
+    PlanKind.KV: Method.KV,
+    PlanKind.HYBRID: Method.KV,
+    PlanKind.RECOMPUTE: Method.RECOMPUTE,
+}
+"""What every layer stores, where there is nothing to choose."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,17 +82,6 @@ class Plan:
         """Predicted seconds from the first read to the last layer."""
         return self.timeline.total_s
 
-    @property
-    def is_restore(self) -> bool:
-        """Whether anything is read at all. False: recompute all; there is no restore to start."""
-        return any(method is not Method.RECOMPUTE for method in self.methods)
-
-
-class CostsOfLength(Protocol):
-    """What one layer costs for a number of tokens, such as :meth:`Profile.costs` with one tier."""
-
-    def __call__(self, num_tokens: int, /) -> LayerCosts: ...
-
 
 def make_plan(methods: Sequence[Method], costs: LayerCosts, buffers: int | None = None) -> Plan:
     """A given method for every layer, with its times.
@@ -132,33 +128,23 @@ def search(
     return make_plan(best.methods(), costs, buffers)
 
 
-def plan_stored(
-    costs: LayerCosts, num_layers: int, kind: PlanKind = PlanKind.AUTO, *, keep_all: bool = True
-) -> tuple[Method, ...]:
+def plan_stored(costs: LayerCosts, num_layers: int, kind: PlanKind = PlanKind.AUTO) -> tuple[Method, ...]:
     """What each layer stores, decided once, when chunks are saved.
+
+    Every layer stores something, also one that a restore of this length would recompute, so that longer ones need not:
+    recomputing grows with the square of the length, and long contexts are best restored without it [HCache §6.2.3].
+    What the fastest plan does not read of these layers is chosen for restores that recompute none.
 
     Args:
         costs: seconds of one layer, for the length to be good at.
-        num_layers: layers of the model, at least 1.
+        num_layers: layers of the model.
         kind: which methods restores may mix later.
-        keep_all: store something for every layer, also for those that a restore of this length would recompute, so
-            that longer ones need not: recomputing grows with the square of the length, and long contexts are
-            best restored without it [HCache §6.2.3]. What the fastest plan does not read of these layers is
-            chosen for restores that recompute none. False: recomputed layers store nothing, which is how
-            [HCache Table 3] counts storage, and must then be recomputed at every length.
 
     Returns:
-        ``HIDDEN`` or ``KV`` for each layer; ``RECOMPUTE`` for one that stores nothing.
-
-    Raises:
-        ValueError: ``num_layers`` below 1.
+        ``HIDDEN`` or ``KV`` for each layer; ``RECOMPUTE`` for all of them if nothing is to be stored.
     """
-    if not keep_all or kind is PlanKind.RECOMPUTE:
-        return search(costs, num_layers, kind).methods
-    if kind is PlanKind.HIDDEN:
-        return (Method.HIDDEN,) * num_layers
-    if kind in (PlanKind.KV, PlanKind.HYBRID):
-        return (Method.KV,) * num_layers
+    if kind is not PlanKind.AUTO:
+        return (_STORED_BY[kind],) * num_layers
     choices = [Split(0, num_layers - num_kv, num_kv).methods() for num_kv in range(num_layers + 1)]
     fastest = []
     for stored in choices:
@@ -167,39 +153,6 @@ def plan_stored(
     times = np.array(fastest)
     _, io, _ = block_totals(*_counts([Split.of(stored) for stored in choices]), costs)
     return choices[_first_of_fastest(times[:, 0], times[:, 1], io)]
-
-
-def plan_restore(
-    stored: Sequence[Method],
-    costs: LayerCosts,
-    *,
-    buffers: int | None = None,
-    max_recompute: int | None = None,
-) -> Plan:
-    """The fastest way to bring back what was stored: how many first layers to recompute instead, if any.
-
-    Recomputing all of them is one of the choices. It is taken if restoring is predicted to be slower; the plan's
-    :attr:`Plan.is_restore` is False then, and the restore is not to be started.
-
-    Args:
-        stored: what each layer stores, as :func:`plan_stored` returns it.
-        costs: seconds of one layer for this restore: its length, the tiers its tokens are in, the load.
-        buffers: layers that fit in memory at once; None: all.
-        max_recompute: most layers to recompute; None: all.
-
-    Raises:
-        ValueError: no layers, ``buffers`` below 1, a layer without stored state behind one that has some, or
-            ``max_recompute`` below the number of layers that store nothing.
-    """
-    fewest = Split.of(stored).recompute
-    most = len(stored) if max_recompute is None else min(max_recompute, len(stored))
-    if any(method is Method.RECOMPUTE for method in stored[fewest:]):
-        raise ValueError("layers that store nothing must be the first ones")
-    if most < fewest:
-        raise ValueError(f"{fewest} layers store nothing and must be recomputed, more than {most}")
-    total, io, compute = _restore_totals(stored, range(fewest, most + 1), costs, buffers)
-    count = fewest + _first_of_fastest(total, compute, io)
-    return make_plan(_recomputing(stored, count), costs, buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +173,13 @@ def fastest_restore(
     num_blocks: int = 1,
     max_recompute: int | None = None,
 ) -> RestoreTimes:
-    """What :func:`plan_restore` finds with memory for all layers, quickly, for the serving thread.
+    """The fastest way to bring back what was stored: how many first layers to recompute instead, if any.
+
+    With memory for all layers, and quick: the serving thread asks.
 
     Args:
         stored: what each layer stores, ``HIDDEN`` or ``KV``.
-        costs: seconds of one layer, all tokens together.
+        costs: seconds of one layer, all tokens together: their number, the tiers they are in, the load.
         num_blocks: parts that the tokens are read in, one after the other: the more, the less the first read and the
             last computation, which nothing hides, count.
         max_recompute: most layers to recompute; None: all.
@@ -244,7 +199,7 @@ def fastest_restore(
 
 def pays_from(
     stored: Sequence[Method],
-    costs_of: CostsOfLength,
+    costs_of: Callable[[int], LayerCosts],
     *,
     max_tokens: int = 2**20,
     max_recompute: int | None = None,
@@ -255,25 +210,24 @@ def pays_from(
     Lengths are looked at in steps of about a fifth up to ``max_tokens``, then chunk by chunk around the first one.
 
     Args:
-        stored: what each layer stores.
-        costs_of: costs of one layer for a length.
+        stored: what each layer stores, as :func:`plan_stored` returns it.
+        costs_of: costs of one layer for a length, such as :meth:`Profile.costs` with one tier.
         max_tokens: longest length to look at, at least one chunk.
         max_recompute: most layers that a restore recomputes; None: all but one.
         buffers: layers that fit in memory at once; None: all.
 
     Returns:
-        Tokens, a whole number of chunks; None if restoring does not pay at ``max_tokens``.
+        Tokens, a whole number of chunks; None if restoring does not pay at ``max_tokens``, or nothing is stored.
     """
     most = len(stored) - 1 if max_recompute is None else min(max_recompute, len(stored) - 1)
-    choices = range(Split.of(stored).recompute, most + 1)
 
     def pays(num_chunks: int) -> bool:
         costs = costs_of(num_chunks * CHUNK_TOKENS)
-        totals, _, _ = _restore_totals(stored, choices, costs, buffers)
+        totals = _restore_totals(stored, range(most + 1), costs, buffers)
         return bool(totals.min() < len(stored) * costs.compute_recompute_s)
 
     above = max_tokens // CHUNK_TOKENS
-    if not choices or above < 1 or not pays(above):
+    if Method.RECOMPUTE in stored or above < 1 or not pays(above):
         return None
     while above > 1:
         below = min(above - 1, round(above / 1.2))
@@ -317,15 +271,6 @@ def stored_bytes(shape: ModelShape, stored: Sequence[Method]) -> int:
     return split.hidden * shape.hidden_row_bytes + split.kv * shape.kv_row_bytes
 
 
-def state_layout(shape: ModelShape, stored: Sequence[Method]) -> StateLayout:
-    """The layout of chunks that store this.
-
-    Raises:
-        ValueError: a layer stores nothing; a chunk has a row for every layer.
-    """
-    return StateLayout.of(stored, shape.hidden_row_bytes, shape.kv_row_bytes)
-
-
 def _all_splits(num_layers: int) -> list[Split]:
     return [
         Split(recompute, num_layers - recompute - kv, kv)
@@ -363,18 +308,14 @@ def _after_recomputing(stored: Sequence[Method], choices: range) -> tuple[IntArr
     return counts, hidden[::-1].cumsum()[::-1][counts], kv[::-1].cumsum()[::-1][counts]
 
 
-def _recomputing(stored: Sequence[Method], count: int) -> tuple[Method, ...]:
-    return (Method.RECOMPUTE,) * count + tuple(stored[count:])
-
-
 def _restore_totals(
     stored: Sequence[Method], choices: range, costs: LayerCosts, buffers: int | None
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(total, I/O, computation) for each number of recomputed first layers in ``choices``."""
-    total, io, compute = block_totals(*_after_recomputing(stored, choices), costs)
-    if buffers is not None:
-        total = _simulated_totals([_recomputing(stored, count) for count in choices], costs, buffers)
-    return total, io, compute
+) -> FloatArray:
+    """Seconds for each number of recomputed first layers in ``choices``."""
+    if buffers is None:
+        return block_totals(*_after_recomputing(stored, choices), costs)[0]
+    plans = [(Method.RECOMPUTE,) * count + tuple(stored[count:]) for count in choices]
+    return _simulated_totals(plans, costs, buffers)
 
 
 def _bisect(holds: Callable[[int], bool], below: int, above: int) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin import support
+from sglang_hcache.sglang_plugin.settings_file import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def config_from(args: argparse.Namespace) -> HCacheConfig:
     Raises:
         ConfigError: a value is wrong; names the flag, the value and what is allowed.
     """
-    settings = _read_file(args.hcache_config) if args.hcache_config else {}
+    settings = read_settings(Path(args.hcache_config), "--hcache-config") if args.hcache_config else {}
     for field in _FLAG_FIELDS:
         value = getattr(args, f"hcache_{field}")
         if value is not None:
@@ -110,18 +109,6 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
     args.hicache_storage_backend_extra_config = config.model_dump_json()
     if args.device != "cpu":
         args.disable_prefill_cuda_graph = True  # a captured forward pass runs no hook when it is replayed
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--hcache-config: cannot read {path!r}: {error}") from None
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--hcache-config: {path!r} must hold 'setting: value' lines")
-    return {str(name): value for name, value in settings.items()}
 
 
 def _warn_about_ignored(args: argparse.Namespace) -> None:

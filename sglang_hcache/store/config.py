@@ -136,7 +136,6 @@ class DirectoryStats:
     """Allocated blocks of the store's files in this directory, as ``du`` counts; 0 if it cannot be asked."""
     free_bytes: int
     """Free space of its file system for this user; -1 if it cannot be asked."""
-    o_direct: bool
 
 
 @dataclass(frozen=True, slots=True)

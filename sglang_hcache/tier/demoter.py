@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, WriteBudgetError
 from sglang_hcache.core.keys import ChunkKey
@@ -29,10 +28,8 @@ _MOST_REQUESTS = 4096
 _MOST_WAITING_TOKENS = 2**22  # 32 MiB of evicted prefixes
 
 
-class ChunkSource(Protocol):
-    """Computes the keys of chunks to demote; called on the demoter's thread."""
-
-    def __call__(self) -> Iterable[ChunkKey]: ...
+ChunkSource = Callable[[], Iterable[ChunkKey]]
+"""Computes the keys of chunks to demote; called on the demoter's thread."""
 
 
 class Demoter:

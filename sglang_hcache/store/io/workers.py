@@ -84,11 +84,7 @@ class Lane:
         self._lock = threading.Lock()
         self._running_since: float | None = None
         self._stuck = False
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a call that overran its deadline still runs."""
-        return self._stuck
+        """A call that overran its deadline still runs."""
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """What ``function()`` returns or raises.

@@ -129,4 +129,4 @@ def volume_stats(volume: Volume) -> DirectoryStats:
         )
     except StoreError:
         physical, free = 0, -1
-    return DirectoryStats(volume.path, str(health.condition), health.reason, physical, free, directory.direct)
+    return DirectoryStats(volume.path, str(health.condition), health.reason, physical, free)

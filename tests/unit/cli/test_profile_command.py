@@ -296,6 +296,7 @@ def test_a_method_that_is_given_is_kept():
         (["--model-path", "m", "--hcache-method", "x"], "--hcache-method: 'x' is not allowed"),
         (["--model-path", "m", "--hcache-config", "{dir}/none"], "--hcache-config: cannot read '{dir}/none'"),
         (["--model-path", "m", "--hcache-config", "{dir}/list"], "--hcache-config: '{dir}/list' must hold"),
+        (["--model-path", "m", "--hcache-config", "{dir}/date"], "--hcache-config: cannot read '{dir}/date'"),
         (["--model-path", "m", "--hcache-config", "{dir}/odd"], "unknown setting 'colour'"),
         (["--model-path", "m", "--out", "{dir}/none/p"], "--out: cannot write {dir}/none/p: No such file"),
         (["--model-path", "m", "--out", "{dir}"], "--out: {dir} is a folder; name a file"),
@@ -303,6 +304,7 @@ def test_a_method_that_is_given_is_kept():
 )
 def test_errors_before_a_server_is_started(run, tmp_path, arguments, message):
     (tmp_path / "list").write_text("[1]")
+    (tmp_path / "date").write_text("dirs: 2026-02-30")
     (tmp_path / "odd").write_text("colour: red")
     server = StandIn(made_profile())
     status, out, err = run(server, *(text.replace("{dir}", str(tmp_path)) for text in arguments))

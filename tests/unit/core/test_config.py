@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_it_survives_the_way_through_json() -> None:
         ({"io_engine": "uring"}, ("--hcache-io-engine", "'uring'", "nixl", "posix")),
         ({"dirs": "/a,/a"}, ("--hcache-dirs", "twice")),
         ({"run_chunks": 65}, ("run_chunks", "65", "64")),
+        ({"run_chunks": True}, ("run_chunks", "True", "number")),
+        ({"disk_size": True}, ("--hcache-disk-size", "True", "number")),
+        ({"disk_size": "9" * 400}, ("--hcache-disk-size", "8 EiB")),
+        ({"dirs": None}, ("--hcache-dirs", "None", "separated by commas")),
+        ({"dirs": 5}, ("--hcache-dirs", "5", "separated by commas")),
+        ({"dirs": ["/a", None]}, ("--hcache-dirs", "None", "a list of them")),
+        ({"dirs": {"/a": 1}}, ("--hcache-dirs", "/a", "a list of them")),
+        ({"dirs": "~nobody-of-this-name/a"}, ("--hcache-dirs", "~nobody", "from / on")),
+        ({"profile": "~nobody-of-this-name/a"}, ("--hcache-profile", "~nobody", "from / on")),
         ({"disk_sise": "1GB"}, ("disk_sise", "disk_size")),
     ],
 )
@@ -59,6 +69,22 @@ def test_errors_name_flag_value_and_what_is_allowed(
         HCacheConfig.from_settings(settings)
     for part in parts:
         assert part in str(error.value)
+
+
+SECONDS_AND_SHARES = [name for name, field in HCacheConfig.model_fields.items() if field.annotation is float]
+
+
+@pytest.mark.parametrize("field", SECONDS_AND_SHARES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "inf", True, False, 1e12, None])
+def test_a_number_is_one_that_the_scheduler_can_wait_for(field: str, value: object) -> None:
+    """JSON has no infinity, so it died there; and no thread can wait for 1e12 seconds."""
+    with pytest.raises(ConfigError, match=f"^{field} .* is not allowed; "):
+        HCacheConfig.from_settings({field: value})
+
+
+def test_nothing_between_commas_names_no_directory() -> None:
+    for dirs, meant in (("/a,,", (Path("/a"),)), ("", ()), ([""], ())):
+        assert HCacheConfig.from_settings({"dirs": dirs}).dirs == meant
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:

@@ -14,6 +14,9 @@ from sglang_hcache.core.units import format_bytes, parse_size
         ("8 gb", 8 * 10**9),
         ("512MiB", 512 * 2**20),
         ("1.5TiB", 3 * 2**39),
+        ("1.005KB", 1005),
+        ("9007199254740993", 2**53 + 1),
+        (str(2**63 - 1), 2**63 - 1),
         (7, 7),
     ],
 )
@@ -25,6 +28,12 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_what_is_not_a_size(text: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         parse_size(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [str(2**63), "9" * 400, "9" * 400 + "TB", 10**400])
+def test_no_size_is_larger_than_files_can_be(text: str | int) -> None:
+    with pytest.raises(ValueError, match="less than 8 EiB"):
+        parse_size(text)
 
 
 def test_sizes_for_people() -> None:

@@ -15,12 +15,11 @@ from sglang_hcache.plan.planner import (
     PlanKind,
     Split,
     closed_form,
+    fastest_restore,
     make_plan,
     pays_from,
-    plan_restore,
     plan_stored,
     search,
-    state_layout,
     stored_bytes,
 )
 from sglang_hcache.plan.profile import analytic_profile
@@ -130,7 +129,7 @@ def test_where_both_take_turns_nothing_is_projected_to_read_less():
     assert plan_stored(costs, 8).count(H) >= 7
     assert plan_stored(replace(costs, contention=1.0), 8) == (KV,) * 8
     together = 8.8 + 0.5 * 8
-    both = plan_restore((H,) * 8, replace(costs, contention=0.5))
+    both = fastest_restore((H,) * 8, replace(costs, contention=0.5))
     assert both.total_s == pytest.approx((1 + 8.8) * together / 8.8)
 
 
@@ -213,14 +212,14 @@ def test_closed_form_refuses_what_it_does_not_cover():
 # --- grouped-query attention ---
 
 
-@given(name=gqa_names, machine=machines, length=lengths, keep_all=st.booleans())
-@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096, True)
-def test_gqa_never_stores_hidden_states(name, machine, length, keep_all):
+@given(name=gqa_names, machine=machines, length=lengths)
+@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096)
+def test_gqa_never_stores_hidden_states(name, machine, length):
     """They are larger than K and V, and must be projected as well."""
     shape = NAMED_SHAPES[name]
     costs = analytic_costs(shape, machine, length)
     assert search(costs, shape.num_layers).split.hidden == 0
-    assert H not in plan_stored(costs, shape.num_layers, keep_all=keep_all)
+    assert H not in plan_stored(costs, shape.num_layers)
 
 
 def test_gqa_mixes_k_and_v_with_recomputing():
@@ -236,40 +235,47 @@ def test_gqa_mixes_k_and_v_with_recomputing():
 # --- what is stored, and what a restore makes of it ---
 
 
-@given(
-    costs=layer_costs, num_layers=st.integers(1, 10), keep_all=st.booleans(), kind=st.sampled_from(PlanKind)
-)
-def test_storing_loses_nothing_at_the_length_it_was_planned_for(costs, num_layers, keep_all, kind):
-    stored = plan_stored(costs, num_layers, kind, keep_all=keep_all)
-    most = None if kind in (PlanKind.AUTO, PlanKind.HYBRID) else stored.count(RE)
-    restore = plan_restore(stored, costs, max_recompute=most)
+KINDS_THAT_STORE = [kind for kind in PlanKind if kind is not PlanKind.RECOMPUTE]
+
+
+@given(costs=layer_costs, num_layers=st.integers(1, 10), kind=st.sampled_from(KINDS_THAT_STORE))
+def test_storing_loses_nothing_at_the_length_it_was_planned_for(costs, num_layers, kind):
+    stored = plan_stored(costs, num_layers, kind)
+    most = None if kind in (PlanKind.AUTO, PlanKind.HYBRID) else 0
+    restore = fastest_restore(stored, costs, max_recompute=most)
     assert restore.total_s == pytest.approx(search(costs, num_layers, kind).total_s, rel=1e-8)
-    assert (RE in stored) <= (not keep_all or kind is PlanKind.RECOMPUTE)
+    assert len(stored) == num_layers
+    assert RE not in stored
 
 
 @given(
     stored=st.lists(st.sampled_from([H, KV]), min_size=1, max_size=12),
     costs=layer_costs,
-    buffers=st.none() | st.integers(1, 3),
+    num_blocks=st.integers(1, 3),
+    max_recompute=st.none() | st.integers(0, 12),
 )
-def test_restore_equals_brute_force_and_is_never_slower_than_recomputing(stored, costs, buffers):
-    plan = plan_restore(stored, costs, buffers=buffers)
-    times = [
-        make_plan((RE,) * count + tuple(stored[count:]), costs, buffers).total_s
-        for count in range(len(stored) + 1)
+def test_restore_equals_brute_force_and_is_never_slower_than_recomputing(
+    stored, costs, num_blocks, max_recompute
+):
+    found = fastest_restore(stored, costs, num_blocks=num_blocks, max_recompute=max_recompute)
+    of_block = costs.scaled(io=1 / num_blocks, compute=1 / num_blocks)
+    most = len(stored) if max_recompute is None else min(max_recompute, len(stored))
+    plans = [
+        make_plan((RE,) * count * num_blocks + tuple(stored[count:]) * num_blocks, of_block)
+        for count in range(most + 1)
     ]
-    assert plan.total_s == pytest.approx(min(times), rel=1e-8)
-    assert plan.total_s <= len(stored) * costs.compute_recompute_s * (1 + 1e-8)
-    count = plan.split.recompute
-    assert plan.methods == (RE,) * count + tuple(stored[count:])
-    assert plan.is_restore == (count < len(stored))
+    assert found.total_s == pytest.approx(min(plan.total_s for plan in plans), rel=1e-8)
+    timeline = plans[found.num_recompute].timeline
+    assert (found.total_s, found.io_s, found.compute_s) == pytest.approx(
+        (timeline.total_s, timeline.io_s, timeline.compute_s), rel=1e-8
+    )
+    if most == len(stored):
+        assert found.total_s <= len(stored) * costs.compute_recompute_s * (1 + 1e-8)
 
 
 def test_slow_tier_is_left_alone():
     costs = analytic_costs(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=1e7), 1024)
-    plan = plan_restore((H,) * 32, costs)
-    assert not plan.is_restore
-    assert plan.split == Split(32, 0, 0)
+    assert fastest_restore((H,) * 32, costs).num_recompute == 32
 
 
 def test_load_moves_work_to_the_idle_resource():
@@ -278,7 +284,7 @@ def test_load_moves_work_to_the_idle_resource():
     costs = analytic_costs(shape, Hardware(flops=2e14, io_bytes_per_s=24e9), 2048)
     stored = plan_stored(costs, 32)
     recomputed = [
-        plan_restore(stored, costs.scaled(io=io, compute=compute)).split.recompute
+        fastest_restore(stored, costs.scaled(io=io, compute=compute)).num_recompute
         for io, compute in ((1, 4), (1, 1), (3, 1), (6, 1))
     ]
     assert recomputed[:2] == [0, 0]
@@ -292,22 +298,10 @@ def test_long_contexts_fall_back_to_hidden_states_only():
     stored = plan_stored(profile.costs(2048), 48)
     assert stored == (H,) * 48
     recomputed = [
-        plan_restore(stored, profile.costs(n)).split.recompute for n in (2048, 16384, 131072, 2**20, 2**23)
+        fastest_restore(stored, profile.costs(n)).num_recompute for n in (2048, 16384, 131072, 2**20, 2**23)
     ]
     assert recomputed == sorted(recomputed, reverse=True)
     assert (recomputed[0], recomputed[-1]) == (8, 0)
-
-
-def test_without_stored_first_layers_a_restore_must_recompute_them():
-    stored = (RE, RE, H, H)
-    costs = LayerCosts(
-        io_hidden_s=0.1, io_kv_s=0.2, compute_hidden_s=0.1, compute_kv_s=0, compute_recompute_s=50
-    )
-    assert plan_restore(stored, costs).split == Split(2, 2, 0)
-    with pytest.raises(ValueError, match="2 layers store nothing and must be recomputed, more than 1"):
-        plan_restore(stored, costs, max_recompute=1)
-    with pytest.raises(ValueError, match="must be the first ones"):
-        plan_restore((H, RE), costs)
 
 
 def test_k_and_v_are_given_up_before_hidden_states():
@@ -361,11 +355,9 @@ def test_only_long_contexts_pay_on_a_slow_disk():
 def test_bytes_and_layout_of_what_is_stored():
     shape = replace(NAMED_SHAPES["llama2-7b"], num_layers=4)
     stored = Split(0, 3, 1).methods()
-    layout = state_layout(shape, stored)
+    layout = StateLayout.of(stored, shape.hidden_row_bytes, shape.kv_row_bytes)
     assert layout.row_bytes == (16384, 8192, 8192, 8192)
     assert sum(layout.row_bytes) == stored_bytes(shape, stored) == 40960
     assert stored_bytes(shape, (RE, H, H, H)) == 3 * 8192
-    assert state_layout(shape, (H,) * 4) == StateLayout.all_hidden(4, 4096, 2)
-    assert state_layout(shape, (KV,) * 4) == StateLayout.all_kv(4, 32, 128, 2)
     with pytest.raises(ValueError, match="every layer of a chunk stores something"):
-        state_layout(shape, (RE, H, H, H))
+        StateLayout.of((RE, H, H, H), shape.hidden_row_bytes, shape.kv_row_bytes)

@@ -4,11 +4,11 @@ import pytest
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.sglang_plugin.budget import HostBudget
 
-LAYOUT = StateLayout.all_hidden(num_layers=32, hidden_size=4096, dtype_bytes=2)
+LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
 
 @pytest.mark.parametrize("host_size", ["1GB", "4GB", "10GB"])

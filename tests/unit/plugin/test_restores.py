@@ -13,7 +13,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
 from sglang_hcache.core.keys import chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
@@ -28,7 +28,7 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 LAYERS = 3
-LAYOUT = StateLayout.all_hidden(LAYERS, 1, 1)
+LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
 PIECE = 2 * CHUNK_TOKENS
 ROOT = bytes(32)
 CAPACITY = 40 * CHUNK_TOKENS

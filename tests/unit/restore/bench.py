@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.streams import Mark, Streams
 from sglang_hcache.restore.engine import RestoreEngine
@@ -26,7 +26,7 @@ LAYERS, WIDTH, SLOTS = 8, 8, 1024
 BLOCK_CHUNKS = 2
 STAGED_ROWS = 50
 """Of a buffer on a device: chunks are cut."""
-LAYOUT = StateLayout.all_hidden(LAYERS, WIDTH, 4)
+LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (4 * WIDTH,) * LAYERS)
 
 
 class ReadHook(TieredStore):

@@ -53,7 +53,7 @@ def test_chunks_come_back(
 ) -> None:
     store = open_store(small_config(tmp_path, num_dirs))
     if io_mode == "buffered":
-        assert not any(directory.o_direct for directory in store.stats().directories)
+        assert not any(volume.directory.direct for volume in store._volumes)
     keys = make_keys(0, 7)
     write_keys(store, keys[:5], layers)
     write_keys(store, keys[5:], layers)

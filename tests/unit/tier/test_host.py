@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 
-LAYOUT = StateLayout.all_hidden(num_layers=2, hidden_size=4, dtype_bytes=2)
+LAYOUT = StateLayout((Method.HIDDEN,) * 2, (8,) * 2)
 
 
 def info(name: int) -> ChunkInfo:

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreIOError, TierMissError
-from sglang_hcache.core.layout import StateLayout
+from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.tier import demoter
@@ -21,7 +21,7 @@ from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import DISK, HOST, TieredStore, _pieces
 
-LAYOUT = StateLayout.all_hidden(num_layers=3, hidden_size=32, dtype_bytes=2)
+LAYOUT = StateLayout((Method.HIDDEN,) * 3, (64,) * 3)
 
 
 def key(name: int) -> bytes:
