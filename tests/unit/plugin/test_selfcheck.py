@@ -1,4 +1,4 @@
-"""What the self-check takes for rounding, and what not. That it finds projectors, servers show (e2e/test_attention.py)."""
+"""What the self-check takes for rounding, and what not. Servers show that it finds projectors (test_attention.py)."""
 
 from __future__ import annotations
 
