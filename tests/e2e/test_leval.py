@@ -31,20 +31,20 @@ from tests.e2e.harness import PLUGINS
 
 REPOSITORY = Path(__file__).parents[2]
 TASKS = ("quality", "paper_assistant")
-DOCUMENTS_PER_TASK = 4  # the shortest ones: 39 thousand tokens together
-REQUESTS = 36
+DOCUMENTS_PER_TASK = 3  # the shortest ones: 28 thousand tokens together
+REQUESTS = 24
 ZIPF_ALPHA = 1.0
 SEED = 7
 ANSWER_TOKENS = 8
 
 MODEL = TinyModel(layers=4, hidden=512, heads=8, vocab=8192, max_position=8192)
-POOL_TOKENS = 10_240  # about two documents
+POOL_TOKENS = 7168  # about one and a half documents
 TIER_CONFIG = """\
 disk_size: 2GB
 disk_free_floor: 256MiB
 segment_size: 32MiB
-host_size: 192MiB  # less than half of the documents' 320 MB
-staging_size: 64MiB
+host_size: 160MiB  # two thirds of the documents' 230 MB, with staging
+staging_size: 48MiB
 """
 
 
