@@ -164,6 +164,7 @@ def _find_index(
     except (StoreFormatError, StoreIOError, TimeoutError) as error:
         if isinstance(error, TimeoutError):
             home.health.take_out(error.strerror or str(error))
+        _refuse_if_all_are_out(volumes, home)
         if files.numbers() or (home.path / INDEX_NAME).exists():
             _log.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
             observer.count("store.index_rebuilds")
@@ -178,6 +179,19 @@ def _find_index(
     numbers = [number for number in files.numbers() if number >= files.first_segment]
     recency = {number: Recency(number, 0.0) for number in numbers}
     return _FoundIndex(index, IndexContents(rows, [], recency, {}), {}), identity
+
+
+def _refuse_if_all_are_out(volumes: Sequence[Volume], home: Volume) -> None:
+    """Without index and segments nothing is known, and whatever is there would be taken for files of no run.
+
+    Raises:
+        StoreIOError: no directory can be read.
+    """
+    if not any(volume.health.readable for volume in volumes):
+        raise StoreIOError(
+            f"cannot use {home.path} (--hcache-dirs), which holds the index: {home.health.reason}; nothing was "
+            "changed, start again when its disk answers"
+        )
 
 
 def _remove_old_index(volume: Volume) -> None:
