@@ -11,16 +11,15 @@ from sglang_hcache.core.errors import StoreError, StoreFullError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import RunShape, ShapeTable
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.returning import Returns
 from sglang_hcache.store.room import Room
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
-
-_UNSEEN_SEGMENTS = 2**20
-"""More than a directory that is out can hold of which nothing is known here, for its index is in it."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +62,9 @@ class Space:
         self._catalog = catalog
         self._ledger = ledger
         self._shapes = shapes
-        self._observer = observer
         self._room = Room(config, volumes, catalog)
         self._remover = Remover(volumes, catalog, ledger, observer)
+        self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
@@ -76,16 +75,9 @@ class Space:
         """Take over what was found at start: segments in use, and files nobody needs."""
         with self._lock:
             self._next_number = next_number
-            for segment in segments:
-                segment.sealed = True
-                self._trim(segment)
-                self._catalog.add_segment(segment)
+            self._take_over(segments)
             self._catalog.set_floor()
-            for segment in leftovers:
-                segment.measure()
-                self._remover.remove(segment)
-            while self._used_bytes() > self._config.segments_budget_bytes and self._remover.evict_coldest():
-                pass
+            self._shed(leftovers)
 
     def reserve(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Reservation:
         """Room for a run, in a new segment if need be.
@@ -148,30 +140,22 @@ class Space:
             StoreError, OSError: it fails again.
         """
         with self._lock:
-            sizes = volume.probe(volume.directory.segment_sizes)
-            first = self._ledger.identity.first_segment
-            self._next_number = max(self._next_number, first)
-            for segment in self._catalog.segments():
-                lost = segment.number < first
-                if volume.stripe in segment.members:
-                    segment.forget_files()
-                    lost |= sizes.get(segment.number, -1) < segment.used[volume.stripe]
-                if lost:
-                    self._observer.count("store.runs_lost", len(segment.runs))
-                    if segment is self._active:
-                        self._active = None
-                    self._remover.retire(segment, only_unpinned=False)
-            known = {item.number: item for item in [*self._catalog.segments(), *self._remover.leftovers]}
-            for number in sizes:
-                if number not in known or volume.stripe not in known[number].members:
-                    self._next_number = max(self._next_number, number + 1)
-                    self._remover.remove_stray(volume, number, sizes[number])
+            self._next_number = max(self._next_number, self._returns.compare(volume))
+            if self._active is not None and self._active.retired:
+                self._active = None
+
+    def rejoin(self) -> None:
+        """Serve what could not be put together before, if the directories are there now. Raises StoreError."""
+        with self._lock:
+            segments, leftovers = self._returns.rejoin()
+            self._take_over(segments)
+            self._shed(leftovers)
 
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned."""
         with self._lock:
             if not all(volume.health.readable for volume in self._volumes):
-                self._next_number += _UNSEEN_SEGMENTS
+                self._next_number += UNSEEN_SEGMENTS
             self._active = None
             for segment in self._catalog.segments():
                 self._remover.retire(segment, only_unpinned=False)
@@ -251,6 +235,22 @@ class Space:
             if self._used_bytes() < before:
                 return True
         return False
+
+    # -- what was found --------------------------------------------------------------------------
+
+    def _take_over(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            segment.sealed = True
+            self._trim(segment)
+            self._catalog.add_segment(segment)
+
+    def _shed(self, leftovers: Iterable[Segment]) -> None:
+        """Delete files that nobody needs, then what the cap has no room for."""
+        for segment in leftovers:
+            segment.measure()
+            self._remover.remove(segment)
+        while self._used_bytes() > self._config.segments_budget_bytes and self._remover.evict_coldest():
+            pass
 
     def _seal_active(self) -> None:
         segment, self._active = self._active, None
