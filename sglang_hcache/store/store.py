@@ -19,7 +19,6 @@ from sglang_hcache.core.errors import (
     StoreLockedError,
     StoreTimeoutError,
     TierMissError,
-    WriteBudgetError,
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
@@ -141,12 +140,10 @@ class DiskStore:
 
     def admits(self, num_chunks: int, chunk_layer_bytes: Sequence[int], *, reused: bool) -> bool:
         """Whether the write budget lets a run of so many chunks pass that were (not) used again."""
-        size = sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
+        size = _run_bytes(num_chunks, chunk_layer_bytes)
         return self._allowance.allows(size, reused=reused, now_s=time.time())
 
-    def write_run(
-        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], *, reused: bool = True
-    ) -> None:
+    def write_run(self, run: Run, payload: Callable[[int], Sequence[ByteArray]]) -> None:
         """Write ``run`` durably and make its chunks readable.
 
         ``payload(layer)`` is called once a layer, in order, and returns one contiguous 1-D uint8 array of
@@ -154,15 +151,16 @@ class DiskStore:
         of a multiple of 4096 bytes are written without a copy. Keys already stored move to the new run.
 
         Raises:
-            WriteBudgetError: the write budget forbids it.
+            WriteBudgetError: the whole write budget is used up; :meth:`admits` keeps some for what is used again.
             StoreFullError: neither cap nor floor leave room and nothing can be evicted, or ENOSPC.
             StoreIOError: a device failed. After any error nothing of the run is readable.
             ValueError: ``payload`` returned arrays of a wrong shape.
         """
         with self._operation(), _refusals_counted(self._tally):
-            reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
+            size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
+            with self._allowance.spending(size, now_s=time.time()):  # first, for making room costs others
+                reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
             try:
-                self._allowance.spend(sum(reservation.shape.part_bytes), reused=reused, now_s=time.time())
                 self._write(run, payload, reservation)
             except BaseException as error:
                 self._space.abandon(reservation, **_traces_of(error))
@@ -360,9 +358,14 @@ def _refusals_counted(tally: Tally) -> Iterator[None]:
         raise
 
 
+def _run_bytes(num_chunks: int, chunk_layer_bytes: Sequence[int]) -> int:
+    """What a run takes in all directories together."""
+    return sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
+
+
 def _traces_of(error: BaseException) -> dict[str, bool]:
     """What a write that ended with ``error`` may have left, as ``Space.abandon`` wants it."""
     return {
-        "seal": isinstance(error, StoreError) and not isinstance(error, WriteBudgetError | StoreLockedError),
+        "seal": isinstance(error, StoreError) and not isinstance(error, StoreLockedError),
         "in_flight": isinstance(error, StoreTimeoutError) or not isinstance(error, Exception),
     }
