@@ -36,9 +36,9 @@ class Remover:
         """What they count against the cap."""
         return sum(segment.accounted_bytes for segment in self.leftovers)
 
-    def evict_coldest(self) -> bool:
-        """The least dear segment goes; False if none can."""
-        while (segment := self._catalog.take_coldest()) is not None:
+    def evict_coldest(self, within: int = -1) -> bool:
+        """The least dear segment goes, of those with a file ``within`` directories; False if none can."""
+        while (segment := self._catalog.take_coldest(within)) is not None:
             chunks = self.retire(segment, only_unpinned=True)
             if chunks is not None:
                 self._observer.count("store.segments_evicted")

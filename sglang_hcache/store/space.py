@@ -124,11 +124,13 @@ class Space:
             return self._remover.evict_coldest()
 
     def tend(self) -> None:
-        """In the background: delete what could not be deleted, and make room for the next segment."""
+        """In the background: delete what could not be deleted, keep the floor, make room for the next segment."""
         with self._lock:
             if self._closed:
                 return
             self._remover.retry()
+            # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
+            self._keep_floor(0, range(len(self._volumes)))
             members = self._room.usable(self._config.file_bytes)
             if members:
                 self._make_room(self._config.file_bytes, members)
@@ -219,18 +221,22 @@ class Space:
         while self._used_bytes() + need * len(members) > self._config.segments_budget_bytes:
             if not self._evict_to_gain():
                 return "nothing can be evicted now"
-        while not self._room.floor_holds(need, members):
-            if not self._evict_to_gain():
-                return (
-                    f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
-                )
+        if not self._keep_floor(need, members):
+            return f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
         return ""
 
-    def _evict_to_gain(self) -> bool:
+    def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
+        """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough."""
+        while short := self._room.short(need, members):
+            if not self._evict_to_gain(short):
+                return False
+        return True
+
+    def _evict_to_gain(self, within: int = -1) -> bool:
         """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""
         for _ in range(_EVICTIONS_IN_VAIN):
             before = self._used_bytes()
-            if not self._remover.evict_coldest():
+            if not self._remover.evict_coldest(within):
                 return False
             if self._used_bytes() < before:
                 return True
