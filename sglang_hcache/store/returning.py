@@ -84,10 +84,8 @@ class Returns:
         in_use = {
             item.number for item in [*self._catalog.segments(), *self._remover.leftovers]
         } - loose.keys()
-        files = Files.listed(self._ledger.identity.first_segment, self._volumes).without(in_use)
+        files = self._files().without(in_use)
         rows = list(self._read_headers(files))
-        if None in files.sizes:  # out again
-            return [], []
         for segment in loose.values():
             self._catalog.retire(segment, only_unpinned=False)
         census = Census(files, self._volumes, self._catalog, self._shapes, self._config.file_bytes)
@@ -98,6 +96,13 @@ class Returns:
         _log.info("hcache: all directories are there; %d runs are whole again", len(rows))
         _, useless = census.strays(is_partial=False)
         return list(census.segments.values()), useless
+
+    def _files(self) -> Files:
+        sizes = [
+            volume.call(volume.directory.segment_sizes, "cannot list the segments")
+            for volume in self._volumes
+        ]
+        return Files(self._ledger.identity.first_segment, list(sizes))
 
     def _read_headers(self, files: Files) -> Iterator[RunRow]:
         """The complete runs that ``files`` hold, without their own numbers (0)."""
