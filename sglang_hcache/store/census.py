@@ -22,7 +22,7 @@ class Files:
 
     first_segment: int
     """Lower numbers were cleared."""
-    sizes: list[dict[int, int] | None]
+    sizes: Sequence[dict[int, int] | None]
 
     @classmethod
     def listed(cls, first_segment: int, volumes: Sequence[Volume]) -> Files:

@@ -115,6 +115,7 @@ class Ledger:
             if well[0] is not home:
                 self._identity = self._identity.next(index_stripe=well[0].stripe)
                 self._publish()
+                self._remove_from(home)
         _log.info("hcache: the index is in %s now", well[0].path)
 
     def welcome(self, volume: Volume) -> None:
@@ -188,6 +189,16 @@ class Ledger:
             if stripe == volume.stripe:
                 volume.probe(index.close)
                 self._abandoned.remove((stripe, index))
+
+    def _remove_from(self, home: Volume) -> None:
+        """Two indexes would take more than is kept for one. Where this fails, :meth:`welcome` does it later."""
+        if not home.health.readable:
+            return
+        try:
+            self._close_abandoned(home)
+            home.probe(lambda: remove_index(home.path / INDEX_NAME))
+        except OSError as error:
+            _log.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
 
     def _written_at(self, volume: Volume, meta: Mapping[str, str]) -> Index:
         path = volume.path / INDEX_NAME

@@ -102,7 +102,7 @@ class Returns:
             volume.call(volume.directory.segment_sizes, "cannot list the segments")
             for volume in self._volumes
         ]
-        return Files(self._ledger.identity.first_segment, list(sizes))
+        return Files(self._ledger.identity.first_segment, sizes)
 
     def _read_headers(self, files: Files) -> Iterator[RunRow]:
         """The complete runs that ``files`` hold, without their own numbers (0)."""
