@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
@@ -56,20 +57,32 @@ class WriteAllowance:
         with self._lock:
             return self._allows(size, reused, now_s)
 
-    def spend(self, size: int, *, reused: bool, now_s: float) -> None:
-        """``size`` bytes go to disk.
+    def spend(self, size: int, *, now_s: float) -> None:
+        """``size`` bytes go to disk: all of the budget may be used, for whoever writes has asked :meth:`allows`.
 
         Raises:
             WriteBudgetError: not within the budget; nothing is counted.
         """
         with self._lock:
-            if not self._allows(size, reused, now_s):
+            if not self._allows(size, True, now_s):
                 budget = format_bytes(self.budget_bytes or 0)
                 raise WriteBudgetError(
                     f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
                 )
             hour = int(now_s // _HOUR_S)
             self._hours[hour] = self._hours.get(hour, 0) + size
+
+    @contextmanager
+    def spending(self, size: int, *, now_s: float) -> Iterator[None]:
+        """:meth:`spend`, but nothing is counted if the block fails: then nothing was written."""
+        self.spend(size, now_s=now_s)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                hour = int(now_s // _HOUR_S)
+                self._hours[hour] = max(0, self._hours.get(hour, 0) - size)
+            raise
 
     def _allows(self, size: int, reused: bool, now_s: float) -> bool:
         if self.budget_bytes is None:

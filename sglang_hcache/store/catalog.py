@@ -225,10 +225,15 @@ class Catalog:
 
     # -- eviction --------------------------------------------------------------------------------
 
-    def take_coldest(self) -> Segment | None:
-        """The least dear segment that is sealed and free of pins; its score becomes the floor."""
+    def take_coldest(self, within: int = -1) -> Segment | None:
+        """The least dear segment that is sealed and free of pins; its score becomes the floor.
+
+        Args:
+            within: it has a file in one of these directories, as bits.
+        """
         with self._lock:
-            coldest = min(self._evictable(), key=lambda item: (item.score, item.last_used), default=None)
+            found = (segment for segment in self._evictable() if segment.mask & within)
+            coldest = min(found, key=lambda item: (item.score, item.last_used), default=None)
             if coldest is not None:
                 self._floor = max(self._floor, coldest.score)
             return coldest

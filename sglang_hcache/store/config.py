@@ -36,7 +36,7 @@ class StoreConfig:
     size_bytes: int
     """Hard cap on physical bytes, all directories together, index included."""
     free_floor_bytes: int
-    """No new segment if a file system would be left with less than this free."""
+    """No new segment if a file system would be left with less than this free; where less is, segments go."""
     segment_bytes: int
     """Size of a segment, all directories together; the unit of eviction."""
     io_engine: str = "auto"

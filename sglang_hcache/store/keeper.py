@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.errors import HCacheError, StoreFullError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.ledger import Ledger
@@ -78,9 +78,17 @@ class Keeper:
                 self._try(volume.check_presence)
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
-        self._try(lambda: self._ledger.move_if_needed(self._meta()))
+        self._try(self._space.rejoin)
+        self._try(self._move_index)
         self._try(self._space.tend)
         self._try(self._write_down)
+
+    def _move_index(self) -> None:
+        try:
+            self._ledger.move_if_needed(self._meta())
+        except StoreFullError:
+            self._space.evict_one()  # until what is stored fits the index, or the index the disk
+            raise
 
     def _take_again(self, volume: Volume) -> None:
         try:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 _FAILURES_ALLOWED = 3
 """So many failures in a row mean the database, however well its directory is."""
 
+_PARTIAL = "partial"
+
 
 class Ledger:
     """Writes the index under its directory's deadline. The catalog in memory has all it holds, so it can move.
@@ -44,7 +46,11 @@ class Ledger:
         identity: StoreIdentity,
         catalog: Catalog,
         config: StoreConfig,
+        *,
+        is_partial: bool,
     ) -> None:
+        self.is_partial = is_partial
+        """Runs are missing: a directory was out when the index was rebuilt, and not all have been there since."""
         self._index = index
         self._volumes = volumes
         self._identity = identity
@@ -109,6 +115,7 @@ class Ledger:
             if well[0] is not home:
                 self._identity = self._identity.next(index_stripe=well[0].stripe)
                 self._publish()
+                self._remove_from(home)
         _log.info("hcache: the index is in %s now", well[0].path)
 
     def welcome(self, volume: Volume) -> None:
@@ -127,6 +134,12 @@ class Ledger:
                 first_segment = max(self._identity.first_segment, other.first_segment)
                 self._identity = replace(self._identity, epoch=other.epoch).next(first_segment=first_segment)
                 self._is_published = False
+
+    def whole(self) -> None:
+        """The catalog has all runs now: :meth:`move_if_needed` writes the index anew with them."""
+        with self._lock:
+            self.is_partial = False
+            self._lost = True
 
     def void_before(self, segment: int) -> None:
         """From now on segments below this number count as cleared, whatever becomes of their files and rows.
@@ -177,6 +190,16 @@ class Ledger:
                 volume.probe(index.close)
                 self._abandoned.remove((stripe, index))
 
+    def _remove_from(self, home: Volume) -> None:
+        """Two indexes would take more than is kept for one. Where this fails, :meth:`welcome` does it later."""
+        if not home.health.readable:
+            return
+        try:
+            self._close_abandoned(home)
+            home.probe(lambda: remove_index(home.path / INDEX_NAME))
+        except OSError as error:
+            _log.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
+
     def _written_at(self, volume: Volume, meta: Mapping[str, str]) -> Index:
         path = volume.path / INDEX_NAME
         limit, store_id = self._config.index_file_bytes, self._identity.store_id
@@ -192,9 +215,19 @@ class Ledger:
                     put(partial(index.quarantine, run.number, dict(run.quarantined)))
         segments = {item.number: Recency(item.last_used, item.score) for item in self._catalog.segments()}
         put(lambda: index.save_recency(segments))
-        put(lambda: index.save_meta(meta))
+        put(lambda: index.save_meta({**meta, **partial_meta(self.is_partial)}))
         put(index.mark_complete)
         return index
+
+
+def partial_meta(is_partial: bool) -> dict[str, str]:
+    """How the index says whether runs are missing."""
+    return {_PARTIAL: "1" if is_partial else "0"}
+
+
+def is_partial(meta: Mapping[str, str]) -> bool:
+    """What :func:`partial_meta` said."""
+    return meta.get(_PARTIAL) == "1"
 
 
 def row_of(run: StoredRun) -> RunRow:

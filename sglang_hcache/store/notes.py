@@ -9,11 +9,15 @@ class Notes:
     """Written into the index within a moment; lost if the index is lost. Thread-safe.
 
     Args:
-        text: what :meth:`to_json` gave an earlier process; None: there was none.
+        text: what :meth:`to_json` gave an earlier process; what makes no sense counts as nothing, like None.
     """
 
     def __init__(self, text: str | None) -> None:
-        self._texts: dict[str, str] = json.loads(text or "{}")
+        try:
+            found = dict(json.loads(text or "{}").items())
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            found = {}
+        self._texts: dict[str, str] = {name: note for name, note in found.items() if isinstance(note, str)}
 
     def get(self, name: str) -> str | None:
         """What was last put there, also by an earlier process."""

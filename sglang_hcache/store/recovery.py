@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from sglang_hcache.core.errors import (
     CorruptExtentError,
@@ -18,15 +19,16 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK, ShapeTable
 from sglang_hcache.store.format.record import parse_header
 from sglang_hcache.store.format.rows import IndexContents, Recency, RunRow
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
-from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
 from sglang_hcache.store.scan import scan_segments
-from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
@@ -52,42 +54,6 @@ class Recovered:
     """Named values of the index."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Sizes of segment files by stripe and number; None for a directory that is out."""
-
-    first_segment: int
-    """Lower numbers were cleared."""
-    sizes: list[dict[int, int] | None]
-
-    def numbers(self) -> list[int]:
-        return sorted({number for found in self.sizes if found is not None for number in found})
-
-    def hold(self, place: RunPlace) -> bool:
-        """Whether every part lies on the block grid inside its file, as far as files can be seen."""
-        if place.segment < self.first_segment:
-            return False
-        for sizes, offset, size in zip(self.sizes, place.offsets, place.shape.part_bytes, strict=True):
-            inside = sizes is None or offset + size <= sizes.get(place.segment, 0)
-            if size and (offset % BLOCK or not inside):
-                return False
-        return True
-
-    def strays(self, segments: Mapping[int, Segment]) -> dict[int, tuple[int, ...]]:
-        """Files of no segment: the directories of each number."""
-        found: dict[int, tuple[int, ...]] = {}
-        for number in self.numbers():
-            members = segments[number].members if number in segments else ()
-            stripes = tuple(
-                stripe
-                for stripe, sizes in enumerate(self.sizes)
-                if sizes is not None and number in sizes and stripe not in members
-            )
-            if stripes:
-                found[number] = stripes
-        return found
-
-
 def recover(
     config: StoreConfig,
     volumes: Sequence[Volume],
@@ -100,17 +66,15 @@ def recover(
     Raises:
         StoreError: no directory can be read.
     """
-    files = _Files(identity.first_segment, [_sizes(volume) for volume in volumes])
+    files = Files.listed(identity.first_segment, volumes)
     found, identity = _find_index(config, volumes, identity, files, observer)
+    if found.is_partial:
+        found = _read_files(found, volumes, files)
     catalog = Catalog(config.cost_doubling_tokens)
-    ledger = Ledger(found.index, volumes, identity, catalog, config)
-    contents, meta = found.contents, found.meta
-    segments: dict[int, Segment] = {}
-    unusable = contents.bad_rows + [
-        row.number
-        for row in contents.runs
-        if not _admit(row, contents, files, volumes, config, shapes, segments, catalog)
-    ]
+    ledger = Ledger(found.index, volumes, identity, catalog, config, is_partial=found.is_partial)
+    contents = found.contents
+    census = Census(files, volumes, catalog, shapes, config.file_bytes)
+    unusable = contents.bad_rows + [row.number for row in contents.runs if not _admit(census, row, contents)]
     if unusable:
         _log.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
         observer.count("store.runs_lost", len(unusable))
@@ -118,24 +82,23 @@ def recover(
     orphans = contents.quarantined.keys() - {row.number for row in contents.runs}
     _try_delete(ledger, [*unusable, *orphans])
     observer.count("store.runs_recovered", len(contents.runs) + len(contents.bad_rows) - len(unusable))
-    _count_torn(volumes, files, segments, observer)
-    leftovers = [
-        Segment(number, volumes, stripes, config.file_bytes)
-        for number, stripes in files.strays(segments).items()
-    ]
+    _count_torn(volumes, files, census.segments, observer)
+    kept, leftovers = census.strays(is_partial=found.is_partial)
     mentioned = [row.segment for row in contents.runs]
     highest = max([*files.numbers(), *mentioned, *contents.recency, identity.first_segment - 1])
-    return Recovered(ledger, catalog, list(segments.values()), leftovers, highest + 1, meta)
+    return Recovered(
+        ledger=ledger,
+        catalog=catalog,
+        segments=[*census.segments.values(), *kept],
+        leftovers=leftovers,
+        next_number=highest + 1 + (UNSEEN_SEGMENTS if found.is_partial else 0),
+        meta=found.meta,
+    )
 
 
-def _sizes(volume: Volume) -> dict[int, int] | None:
-    if not volume.health.readable:
-        return None
-    try:
-        return volume.call(volume.directory.segment_sizes, "cannot list the segments")
-    except StoreError as error:
-        volume.health.take_out(str(error))
-        return None
+def _admit(census: Census, row: RunRow, contents: IndexContents) -> bool:
+    recency = contents.recency.get(row.segment, Recency(0, 0.0))
+    return census.admit(row, recency, contents.quarantined.get(row.number, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +107,18 @@ class _FoundIndex:
     """None if no directory takes writes: then the ledger makes one as soon as one does."""
     contents: IndexContents
     meta: dict[str, str]
+    is_partial: bool
+    """Runs are missing: segments were not read yet, or not all."""
 
 
 def _find_index(
     config: StoreConfig,
     volumes: Sequence[Volume],
     identity: StoreIdentity,
-    files: _Files,
+    files: Files,
     observer: Observer,
 ) -> tuple[_FoundIndex, StoreIdentity]:
-    """The index where it belongs, or a new one, perhaps elsewhere, with what the segments say."""
+    """The index where it belongs, or an empty one, perhaps elsewhere: see :func:`_read_files`."""
     home = volumes[identity.index_stripe]
     for volume in volumes:
         if volume is not home and volume.health.writable:
@@ -164,20 +129,26 @@ def _find_index(
     except (StoreFormatError, StoreIOError, TimeoutError) as error:
         if isinstance(error, TimeoutError):
             home.health.take_out(error.strerror or str(error))
+        _refuse_if_all_are_out(volumes, home)
         if files.numbers() or (home.path / INDEX_NAME).exists():
             _log.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
             observer.count("store.index_rebuilds")
     index, identity = _new_index(config, volumes, identity)
-    rows = _scan(volumes, files)
-    if index is not None:
-        try:
-            rows = _fill(index, rows)
-        except StoreError as error:
-            _log.warning("hcache: the new index cannot be written yet: %s", error)
-            index = None  # the ledger makes another one, from memory
-    numbers = [number for number in files.numbers() if number >= files.first_segment]
-    recency = {number: Recency(number, 0.0) for number in numbers}
-    return _FoundIndex(index, IndexContents(rows, [], recency, {}), {}), identity
+    recency = {number: Recency(number, 0.0) for number in files.uncleared()}
+    return _FoundIndex(index, IndexContents([], [], recency, {}), {}, is_partial=True), identity
+
+
+def _refuse_if_all_are_out(volumes: Sequence[Volume], home: Volume) -> None:
+    """Without index and segments nothing is known, and whatever is there would be taken for files of no run.
+
+    Raises:
+        StoreIOError: no directory can be read.
+    """
+    if not any(volume.health.readable for volume in volumes):
+        raise StoreIOError(
+            f"cannot use {home.path} (--hcache-dirs), which holds the index: {home.health.reason}; nothing was "
+            "changed, start again when its disk answers"
+        )
 
 
 def _remove_old_index(volume: Volume) -> None:
@@ -197,12 +168,14 @@ def _load_index(home: Volume, identity: StoreIdentity, limit: int, num_stripes: 
     if not home.health.readable:
         raise StoreIOError(f"its directory is {home.health.condition}")
     if not home.health.writable:
-        return _FoundIndex(None, *Index.read(path, num_stripes, identity.store_id))
+        contents, meta = Index.read(path, num_stripes, identity.store_id)
+        return _FoundIndex(None, contents, meta, is_partial(meta))
     index = Index.open(path, identity.store_id, limit)
     try:
         if index.file_bytes() > limit:
             raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-        return _FoundIndex(index, index.load(num_stripes), index.meta())
+        contents, meta = index.load(num_stripes), index.meta()
+        return _FoundIndex(index, contents, meta, is_partial(meta))
     except BaseException:
         index.close()
         raise
@@ -230,20 +203,36 @@ def _new_index(
     return None, identity
 
 
-def _scan(volumes: Sequence[Volume], files: _Files) -> list[RunRow]:
-    """The runs that the segments hold."""
+def _read_files(found: _FoundIndex, volumes: Sequence[Volume], files: Files) -> _FoundIndex:
+    """Add the runs that the segments hold. Those with a directory that is out wait for it."""
+    well = {volume.stripe for volume in volumes if volume.health.readable}
+    known = {row.run_id for row in found.contents.runs}
+    last = max([*found.contents.bad_rows, *(row.number for row in found.contents.runs)], default=0)
+    fresh = [row for row in _scan(volumes, files) if row.run_id not in known and well.issuperset(row.members)]
+    rows = [replace(row, number=number) for number, row in enumerate(fresh, last + 1)]
+    is_partial = len(well) < len(volumes)
+    if is_partial:
+        _log.warning("hcache: what lies in directories that are out is found again when all are back")
+    index = found.index
+    if index is not None:
+        try:
+            rows = _fill(index, rows, is_partial)
+        except StoreError as error:
+            _log.warning("hcache: the new index cannot be written yet: %s", error)
+            index = None  # the ledger makes another one, from memory
+    contents = replace(found.contents, runs=[*found.contents.runs, *rows])
+    return _FoundIndex(index, contents, found.meta, is_partial)
+
+
+def _scan(volumes: Sequence[Volume], files: Files) -> Iterator[RunRow]:
     directories: dict[int, StoreDirectory] = {
         volume.stripe: volume.directory for volume in volumes if volume.health.readable
     }
-    numbers = [number for number in files.numbers() if number >= files.first_segment]
-    rows: list[RunRow] = []
-    for found in scan_segments(numbers, directories, len(volumes)):
-        rows += [replace(row, number=len(rows) + place) for place, row in enumerate(found, 1)]
-    return rows
+    return chain.from_iterable(scan_segments(files.uncleared(), directories, len(volumes)))
 
 
-def _fill(index: Index, rows: Sequence[RunRow]) -> list[RunRow]:
-    """Put ``rows`` into a new index; returns those that it has room for.
+def _fill(index: Index, rows: Sequence[RunRow], is_partial: bool) -> list[RunRow]:
+    """Put ``rows`` into an index that lacks them; returns those that it has room for.
 
     Raises:
         StoreError: it cannot be written.
@@ -255,39 +244,9 @@ def _fill(index: Index, rows: Sequence[RunRow]) -> list[RunRow]:
             kept += batch
     except StoreFullError as error:
         _log.warning("hcache: not all stored runs fit the index: %s", error)
+    index.save_meta(partial_meta(is_partial))
     index.mark_complete()
     return kept
-
-
-def _admit(
-    row: RunRow,
-    contents: IndexContents,
-    files: _Files,
-    volumes: Sequence[Volume],
-    config: StoreConfig,
-    shapes: ShapeTable,
-    segments: dict[int, Segment],
-    catalog: Catalog,
-) -> bool:
-    """Put a run into the catalog and its segment into ``segments``; False if its files do not hold it."""
-    shape = shapes.get(len(row.keys), row.chunk_layer_bytes, row.members, row.rotation)
-    place = RunPlace(row.run_id, row.namespace_id, row.keys, row.first_chunk, shape, row.segment, row.offsets)
-    if not files.hold(place):
-        return False
-    segment = segments.get(row.segment)
-    if segment is None:
-        segment = segments[row.segment] = Segment(row.segment, volumes, row.members, config.file_bytes)
-        recency = contents.recency.get(row.segment, Recency(0, 0.0))
-        segment.last_used, segment.score = recency.last_used, recency.score
-    elif segment.members != row.members:
-        return False
-    segment.used = [max(pair) for pair in zip(segment.used, place.ends, strict=True)]
-    run = StoredRun(place, segment, row.number)
-    run.quarantined = {
-        chunk: why for chunk, why in contents.quarantined.get(row.number, {}).items() if chunk < len(row.keys)
-    }
-    catalog.adopt_run(run)
-    return True
 
 
 def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
@@ -299,7 +258,7 @@ def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
 
 
 def _count_torn(
-    volumes: Sequence[Volume], files: _Files, segments: Mapping[int, Segment], observer: Observer
+    volumes: Sequence[Volume], files: Files, segments: Mapping[int, Segment], observer: Observer
 ) -> None:
     """Report what a crash left behind the last run of the newest segment: written, but in no index."""
     newest = max(files.numbers(), default=None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
+from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.volumes.volume import Volume
 
 
@@ -31,13 +32,15 @@ class Room:
                 usable += stripes
         return tuple(sorted(usable))
 
-    def floor_holds(self, need: int, members: Sequence[int]) -> bool:
-        """Whether the file systems of ``members`` can give ``need`` bytes to each of them above the floor."""
+    def short(self, need: int, members: Iterable[int]) -> int:
+        """Directories, as bits, on file systems that cannot give each of ``members`` ``need`` bytes above the floor."""
+        wanted = set(members)
+        mask = 0
         for stripes, free in self._rooms():
-            count = len(set(stripes) & set(members))
+            count = len(wanted.intersection(stripes))
             if count and free - count * need < self._config.free_floor_bytes:
-                return False
-        return True
+                mask |= mask_of(stripes)
+        return mask
 
     def _rooms(self) -> list[tuple[list[int], int]]:
         """Directories where room can be made, by file system, with its free bytes."""

@@ -121,6 +121,13 @@ class Segment:
             stripe: size for stripe, size in self.accounted.items() if self._volumes[stripe].health.can_delete
         }
 
+    def extend(self, stripe: int, size: int) -> None:
+        """A file of it, of ``size`` bytes, was found in one more directory."""
+        self.members = tuple(sorted({*self.members, stripe}))
+        self.mask = mask_of(self.members)
+        self.used[stripe] = size
+        self.accounted[stripe] = size + FILE_SLACK_BYTES
+
     def create(self) -> None:
         """Create and preallocate the files, durably.
 

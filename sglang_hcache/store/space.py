@@ -6,22 +6,20 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from sglang_hcache.core.errors import StoreError, StoreFullError
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import RunShape, ShapeTable
 from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.returning import Returns
 from sglang_hcache.store.room import Room
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
-
-_UNSEEN_SEGMENTS = 2**20
-"""More than a directory that is out can hold of which nothing is known here, for its index is in it."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,32 +62,22 @@ class Space:
         self._catalog = catalog
         self._ledger = ledger
         self._shapes = shapes
-        self._observer = observer
         self._room = Room(config, volumes, catalog)
+        self._remover = Remover(volumes, catalog, ledger, observer)
+        self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
-        self._leftovers: set[Segment] = set()
-        """Retired segments whose files are not gone yet."""
         self._next_number = 0
         self._rotation = 0
         self._closed = False
-        self._may_warn = Throttle()
 
     def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
         """Take over what was found at start: segments in use, and files nobody needs."""
         with self._lock:
             self._next_number = next_number
-            for segment in segments:
-                segment.sealed = True
-                self._trim(segment)
-                self._catalog.add_segment(segment)
+            self._take_over(segments)
             self._catalog.set_floor()
-            for segment in leftovers:
-                segment.retired = True
-                segment.measure()
-                self._remove(segment)
-            while self._used_bytes() > self._config.segments_budget_bytes and self._evict_coldest():
-                pass
+            self._shed(leftovers)
 
     def reserve(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Reservation:
         """Room for a run, in a new segment if need be.
@@ -128,21 +116,21 @@ class Space:
                 self._seal_active()
             if not segment.runs and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
-                self._retire(segment, only_unpinned=False)
+                self._remover.retire(segment, only_unpinned=False)
 
     def evict_one(self) -> bool:
         """Remove the least dear segment; False if none can go."""
         with self._lock:
-            return self._evict_coldest()
+            return self._remover.evict_coldest()
 
     def tend(self) -> None:
-        """In the background: delete what could not be deleted, and make room for the next segment."""
+        """In the background: delete what could not be deleted, keep the floor, make room for the next segment."""
         with self._lock:
             if self._closed:
                 return
-            for segment in list(self._leftovers):
-                if not segment.pins:
-                    self._remove(segment)
+            self._remover.retry()
+            # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
+            self._keep_floor(0, range(len(self._volumes)))
             members = self._room.usable(self._config.file_bytes)
             if members:
                 self._make_room(self._config.file_bytes, members)
@@ -154,24 +142,16 @@ class Space:
             StoreError, OSError: it fails again.
         """
         with self._lock:
-            sizes = volume.probe(volume.directory.segment_sizes)
-            first = self._ledger.identity.first_segment
-            self._next_number = max(self._next_number, first)
-            for segment in self._catalog.segments():
-                lost = segment.number < first
-                if volume.stripe in segment.members:
-                    segment.forget_files()
-                    lost |= sizes.get(segment.number, -1) < segment.used[volume.stripe]
-                if lost:
-                    self._observer.count("store.runs_lost", len(segment.runs))
-                    if segment is self._active:
-                        self._active = None
-                    self._retire(segment, only_unpinned=False)
-            known = {item.number: item for item in [*self._catalog.segments(), *self._leftovers]}
-            for number in sizes:
-                if number not in known or volume.stripe not in known[number].members:
-                    self._next_number = max(self._next_number, number + 1)
-                    self._remove_stray(volume, number, sizes[number])
+            self._next_number = max(self._next_number, self._returns.compare(volume))
+            if self._active is not None and self._active.retired:
+                self._active = None
+
+    def rejoin(self) -> None:
+        """Serve what could not be put together before, if the directories are there now. Raises StoreError."""
+        with self._lock:
+            segments, leftovers = self._returns.rejoin()
+            self._take_over(segments)
+            self._shed(leftovers)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
@@ -179,18 +159,18 @@ class Space:
             for segment in self._catalog.holding(keys):
                 if segment is self._active:
                     self._seal_active()
-                self._retire(segment, only_unpinned=True)
+                self._remover.retire(segment, only_unpinned=True)
 
     def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned."""
         with self._lock:
             if not all(volume.health.readable for volume in self._volumes):
-                self._next_number += _UNSEEN_SEGMENTS
+                self._next_number += UNSEEN_SEGMENTS
             self._active = None
             # First, for it is one short write: who is killed meanwhile starts empty too.
             self._ledger.void_before(self._next_number)
             for segment in self._catalog.segments():
-                self._retire(segment, only_unpinned=False)
+                self._remover.retire(segment, only_unpinned=False)
 
     def unpin(self, segments: Iterable[Segment]) -> bool:
         """Give back one pin of each; True if :meth:`tend` has files to delete now. Does no I/O."""
@@ -232,7 +212,7 @@ class Space:
         except StoreError:
             if segment.accounted_bytes:
                 segment.retired = True
-                self._leftovers.add(segment)
+                self._remover.leftovers.add(segment)
             raise
         self._catalog.add_segment(segment)
         self._active = segment
@@ -250,75 +230,42 @@ class Space:
         while self._used_bytes() + need * len(members) > self._config.segments_budget_bytes:
             if not self._evict_to_gain():
                 return "nothing can be evicted now"
-        while not self._room.floor_holds(need, members):
-            if not self._evict_to_gain():
-                return (
-                    f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
-                )
+        if not self._keep_floor(need, members):
+            return f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
         return ""
 
-    def _evict_to_gain(self) -> bool:
+    def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
+        """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough."""
+        while short := self._room.short(need, members):
+            if not self._evict_to_gain(short):
+                return False
+        return True
+
+    def _evict_to_gain(self, within: int = -1) -> bool:
         """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""
         for _ in range(_EVICTIONS_IN_VAIN):
             before = self._used_bytes()
-            if not self._evict_coldest():
+            if not self._remover.evict_coldest(within):
                 return False
             if self._used_bytes() < before:
                 return True
         return False
 
-    # -- removing --------------------------------------------------------------------------------
+    # -- what was found --------------------------------------------------------------------------
 
-    def _evict_coldest(self) -> bool:
-        while (segment := self._catalog.take_coldest()) is not None:
-            chunks = self._retire(segment, only_unpinned=True)
-            if chunks is not None:
-                self._observer.count("store.segments_evicted")
-                self._observer.count("store.chunks_evicted", chunks)
-                return True
-        return False
+    def _take_over(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            segment.sealed = True
+            self._trim(segment)
+            self._catalog.add_segment(segment)
 
-    def _retire(self, segment: Segment, only_unpinned: bool) -> int | None:
-        """Out of the maps, out of the index, then the files. Returns chunks that became misses."""
-        retired = self._catalog.retire(segment, only_unpinned)
-        if retired is None:
-            return None
-        self._leftovers.add(segment)
-        try:
-            self._ledger.delete_segment(segment.number, retired.rows)
-        except StoreError as error:
-            # Going on is safe, for rows without files are dropped at the next start; stopping would mean
-            # that a full disk, which fails the index too, could never be emptied.
-            if self._may_warn():
-                _log.warning("hcache: could not remove segment %d from the index: %s", segment.number, error)
-        if not segment.pins:
-            self._remove(segment)
-        return retired.chunks
-
-    def _remove(self, segment: Segment) -> None:
-        """Unlink a retired segment; what stays is remembered, counted and tried again by :meth:`tend`."""
-        self._leftovers.add(segment)
-        error = segment.unlink()
-        if error is None:
-            self._leftovers.discard(segment)
-            return
-        self._observer.count("store.unlink_failures")
-        if self._may_warn():
-            _log.warning("hcache: segment %d stays for now: %s", segment.number, error)
-
-    def _remove_stray(self, volume: Volume, number: int, size: int) -> None:
-        """Unlink a file of no segment in a directory that is not in use yet; what stays is tried again too."""
-        try:
-            volume.probe(partial(volume.directory.unlink_segment, number))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            _log.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
-            self._observer.count("store.unlink_failures")
-            stray = Segment(number, self._volumes, (volume.stripe,), size)
-            stray.retired = True
-            stray.measure()
-            self._leftovers.add(stray)
+    def _shed(self, leftovers: Iterable[Segment]) -> None:
+        """Delete files that nobody needs, then what the cap has no room for."""
+        for segment in leftovers:
+            segment.measure()
+            self._remover.remove(segment)
+        while self._used_bytes() > self._config.segments_budget_bytes and self._remover.evict_coldest():
+            pass
 
     def _seal_active(self) -> None:
         segment, self._active = self._active, None
@@ -336,4 +283,4 @@ class Space:
     def _used_bytes(self) -> int:
         """Sum over segments in use and files that could not be removed."""
         in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
-        return in_use + sum(segment.accounted_bytes for segment in self._leftovers)
+        return in_use + self._remover.leftover_bytes

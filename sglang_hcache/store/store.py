@@ -19,7 +19,6 @@ from sglang_hcache.core.errors import (
     StoreLockedError,
     StoreTimeoutError,
     TierMissError,
-    WriteBudgetError,
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
@@ -33,6 +32,7 @@ from sglang_hcache.store.judge import Judge
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.notes import Notes
+from sglang_hcache.store.operations import Operations
 from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, recover
 from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
@@ -80,9 +80,8 @@ class DiskStore:
         self._reader = LayerReader(transfers, direct)
         self._writer = RunWriter(transfers, direct)
         self._judge = Judge(self._catalog, self._ledger, tally)
-        self._busy = threading.Condition()
-        self._operations = 0
-        self._closed = False
+        self._operations = Operations()
+        self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
@@ -141,12 +140,10 @@ class DiskStore:
 
     def admits(self, num_chunks: int, chunk_layer_bytes: Sequence[int], *, reused: bool) -> bool:
         """Whether the write budget lets a run of so many chunks pass that were (not) used again."""
-        size = sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
+        size = _run_bytes(num_chunks, chunk_layer_bytes)
         return self._allowance.allows(size, reused=reused, now_s=time.time())
 
-    def write_run(
-        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], *, reused: bool = True
-    ) -> None:
+    def write_run(self, run: Run, payload: Callable[[int], Sequence[ByteArray]]) -> None:
         """Write ``run`` durably and make its chunks readable.
 
         ``payload(layer)`` is called once a layer, in order, and returns one contiguous 1-D uint8 array of
@@ -154,15 +151,16 @@ class DiskStore:
         of a multiple of 4096 bytes are written without a copy. Keys already stored move to the new run.
 
         Raises:
-            WriteBudgetError: the write budget forbids it.
+            WriteBudgetError: the whole write budget is used up; :meth:`admits` keeps some for what is used again.
             StoreFullError: neither cap nor floor leave room and nothing can be evicted, or ENOSPC.
             StoreIOError: a device failed. After any error nothing of the run is readable.
             ValueError: ``payload`` returned arrays of a wrong shape.
         """
-        with self._operation(), _refusals_counted(self._tally):
-            reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
+        with self._operations.one(), _refusals_counted(self._tally):
+            size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
+            with self._allowance.spending(size, now_s=time.time()):  # first, for making room costs others
+                reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
             try:
-                self._allowance.spend(sum(reservation.shape.part_bytes), reused=reused, now_s=time.time())
                 self._write(run, payload, reservation)
             except BaseException as error:
                 self._space.abandon(reservation, **_traces_of(error))
@@ -203,7 +201,7 @@ class DiskStore:
         """
         if not keys:
             raise ValueError("a lease needs at least one key")
-        if self._closed:
+        if self._operations.is_closed:
             raise TierMissError("the store is closed")
         return ReadLease(keys, self._catalog.pin(keys), self._release)
 
@@ -226,7 +224,7 @@ class DiskStore:
             if not 0 <= layer < len(lease.chunk_layer_bytes):
                 raise ValueError(f"layer {layer} of {len(lease.chunk_layer_bytes)}")
             check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], f"memory of layer {layer}")
-        with self._operation(), lease.reading():
+        with self._operations.one(), lease.reading():
             failures = self._reader.read(lease.slices, into)
             self._judge.judge(failures)
         if failures:
@@ -272,12 +270,12 @@ class DiskStore:
 
     def evict_one(self) -> bool:
         """Remove the least dear segment; False if none can go."""
-        with self._operation():
+        with self._operations.one():
             return self._space.evict_one()
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove ``keys``, the only ones that were written since the store was opened: their segments go as a whole."""
-        with self._operation():
+        with self._operations.one():
             self._space.discard(keys)
 
     def clear(self) -> None:
@@ -286,7 +284,7 @@ class DiskStore:
         What is in directories that are out is deleted when they are back, also after a restart, provided that
         one directory took the note of it.
         """
-        with self._operation():
+        with self._operations.one():
             self._space.clear()
 
     def close(self) -> None:
@@ -294,11 +292,9 @@ class DiskStore:
 
         Leases still open can be closed afterwards but not read.
         """
-        with self._busy:
-            if self._closed:
-                return
-            self._closed = True
-            drained = self._busy.wait_for(lambda: self._operations == 0, timeout=_CLOSE_S)
+        if not self._operations.close():
+            return
+        drained = self._operations.drain(_CLOSE_S)
         if not (self._keeper.close(_CLOSE_S) and drained):
             # I/O that hangs: everything acknowledged is durable already, and the locks end with the process.
             _log.warning(
@@ -318,7 +314,7 @@ class DiskStore:
             volume.close(_CLOSE_S)
 
     def _on_health(self) -> None:
-        with self._busy:  # of two changes at once, the later look must be the later entry
+        with self._health_lock:  # of two changes at once, the later look must be the later entry
             out = [volume.stripe for volume in self._volumes if not volume.health.readable]
             self._catalog.set_out(mask_of(out))
         self._keeper.wake()
@@ -342,20 +338,6 @@ class DiskStore:
             self._ledger.save_meta(meta)
             self._saved = meta
 
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Something ``close`` waits for."""
-        with self._busy:
-            if self._closed:
-                raise StoreIOError("the store is closed")
-            self._operations += 1
-        try:
-            yield
-        finally:
-            with self._busy:
-                self._operations -= 1
-                self._busy.notify_all()
-
 
 @contextmanager
 def _refusals_counted(tally: Tally) -> Iterator[None]:
@@ -366,9 +348,14 @@ def _refusals_counted(tally: Tally) -> Iterator[None]:
         raise
 
 
+def _run_bytes(num_chunks: int, chunk_layer_bytes: Sequence[int]) -> int:
+    """What a run takes in all directories together."""
+    return sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
+
+
 def _traces_of(error: BaseException) -> dict[str, bool]:
     """What a write that ended with ``error`` may have left, as ``Space.abandon`` wants it."""
     return {
-        "seal": isinstance(error, StoreError) and not isinstance(error, WriteBudgetError | StoreLockedError),
+        "seal": isinstance(error, StoreError) and not isinstance(error, StoreLockedError),
         "in_flight": isinstance(error, StoreTimeoutError) or not isinstance(error, Exception),
     }

@@ -226,8 +226,6 @@ class Demoter:
                 if self._clearing:
                     return
                 self._write_within_budget(piece)
-        except WriteBudgetError:
-            self._observer.count("demote.chunks_dropped_budget", len(pinned))
         except StoreFullError:
             self._observer.count("demote.chunks_dropped_full", len(pinned))
         except StoreError as error:
@@ -255,11 +253,14 @@ class Demoter:
         reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
         all_pass = self._disk.admits(len(piece), self._host.layout.chunk_layer_bytes, reused=False)
         keep = len(piece) if all_pass else reused
-        if keep < len(piece):
-            self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)
-            self._write_piece(infos, slots)
+            try:
+                self._write_piece(infos, slots)
+            except WriteBudgetError:
+                keep = 0
+        if keep < len(piece):
+            self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
 
     def _write_piece(self, infos: Sequence[ChunkInfo], slots: Sequence[int]) -> None:
         run = Run(

@@ -144,10 +144,11 @@ def check_all_is_well(store: DiskStore, config: StoreConfig) -> None:
     read_keys(store, make_keys(1000, 4))
     read_everything(store)
     assert store._keeper._thread.is_alive()
-    wait_until(lambda: not store._space._leftovers, HANG_S)  # what was cleared under a lease goes by and by
+    # What was cleared under a lease goes by and by.
+    wait_until(lambda: not store._space._remover.leftovers, HANG_S)
     segments = store._catalog.segments()
     assert [segment.pins for segment in segments] == [0] * len(segments)
-    assert store._operations == 0
+    assert store._operations.drain(0)
     gc.collect()
     wait_until(lambda: not open_segments(config.dirs[0].parent), HANG_S)
     for volume in store._volumes:

@@ -21,6 +21,7 @@ from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, RunRow
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index
+from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import RunPlace
 from sglang_hcache.store.tally import Tally
@@ -97,6 +98,8 @@ class StoreView:
         """Why the index could not be used; empty if it could."""
         self.lock_holder = lock_holder
         """Process id of whoever uses the store; None if nobody does."""
+        self.is_partial = is_partial(meta)
+        """Runs are missing in the index: see ``Ledger``."""
         self._meta = meta
         self._shapes = ShapeTable(self.identity.num_stripes)
 

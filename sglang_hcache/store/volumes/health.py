@@ -23,6 +23,9 @@ GONE_ERRNOS = frozenset(
 )
 """One is enough: the device hangs or is not there."""
 
+_OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""This process lacks files, memory or threads: no device is the better for being left alone."""
+
 _FAILURES_ALLOWED = 3
 """So many failures in a row mean the device; fewer may be one bad sector."""
 
@@ -92,8 +95,10 @@ class Health:
             self._failed_reads = 0
 
     def failed(self, error: OSError, *, writing: bool) -> None:
-        """An operation failed."""
+        """An operation failed. What this process lacks says nothing of the device, and is only counted."""
         self._observer.count("store.io_errors")
+        if error.errno in _OWN_ERRNOS:
+            return
         reason = error.strerror or str(error)
         with self._lock:
             if writing:

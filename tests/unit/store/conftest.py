@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
+from sglang_hcache.store.volumes.directory import StoreDirectory
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -17,6 +19,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.01)
+
+
+def kill(store: DiskStore) -> None:
+    """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
+    store._keeper.close(5)
+    for volume in store._volumes:
+        volume.directory.release()
+
+
+def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories of these names cannot be opened."""
+    reacquire = StoreDirectory.reacquire
+
+    def fail(self: StoreDirectory) -> None:
+        if self.path.name in names:
+            raise OSError(errno.EIO, "sick")
+        reacquire(self)
+
+    monkeypatch.setattr(StoreDirectory, "reacquire", fail)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,27 +14,37 @@ from sglang_hcache.core.errors import StoreFullError, WriteBudgetError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.allowance import WriteAllowance
-from sglang_hcache.testing.stored_chunks import make_keys, make_run, payload_of, read_keys, small_config
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    make_run,
+    payload_of,
+    read_keys,
+    small_config,
+    write_keys,
+)
 
+OpenStore = Callable[..., DiskStore]
+MIB = 2**20
 HOUR = 3600.0
 NOW = 500_000 * HOUR
 
 
 def test_the_last_fifth_is_for_chunks_that_were_used_again() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(700, reused=False, now_s=NOW)
+    allowance.spend(700, now_s=NOW)
     assert allowance.allows(100, reused=False, now_s=NOW)
     assert not allowance.allows(101, reused=False, now_s=NOW)
     assert allowance.allows(300, reused=True, now_s=NOW)
     with pytest.raises(WriteBudgetError, match="--hcache-disk-write-budget"):
-        allowance.spend(301, reused=True, now_s=NOW)
+        allowance.spend(301, now_s=NOW)
     assert allowance.written(NOW) == 700, "what was refused is not counted"
 
 
 def test_a_day_later_everything_may_be_written_again() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(400, reused=True, now_s=NOW)
-    allowance.spend(600, reused=True, now_s=NOW + 12 * HOUR)
+    allowance.spend(400, now_s=NOW)
+    allowance.spend(600, now_s=NOW + 12 * HOUR)
     assert not allowance.allows(1, reused=True, now_s=NOW + 23 * HOUR)
     assert allowance.written(NOW + 25 * HOUR) == 600
     assert allowance.written(NOW + 37 * HOUR) == 0
@@ -41,17 +52,27 @@ def test_a_day_later_everything_may_be_written_again() -> None:
 
 def test_without_a_budget_bytes_are_only_counted() -> None:
     allowance = WriteAllowance(None)
-    allowance.spend(10**15, reused=False, now_s=NOW)
+    allowance.spend(10**15, now_s=NOW)
     assert allowance.written(NOW) == 10**15
 
 
 def test_a_clock_set_back_does_not_give_bytes_away() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(900, reused=True, now_s=NOW)
+    allowance.spend(900, now_s=NOW)
     earlier = NOW - 100 * HOUR
     assert allowance.written(earlier) == 900
     assert not allowance.allows(200, reused=True, now_s=earlier + 23 * HOUR)
     assert allowance.allows(200, reused=True, now_s=earlier + 26 * HOUR)
+
+
+def test_what_was_not_written_after_all_is_given_back() -> None:
+    allowance = WriteAllowance(1000)
+    allowance.spend(600, now_s=NOW)
+    with pytest.raises(StoreFullError), allowance.spending(400, now_s=NOW + HOUR):
+        raise StoreFullError
+    assert allowance.written(NOW + HOUR) == 600
+    allowance.spend(400, now_s=NOW + 2 * HOUR)
+    assert allowance.written(NOW + 25 * HOUR) == 400
 
 
 @given(
@@ -65,7 +86,7 @@ def test_no_24_hours_exceed_the_budget(steps: list[tuple[int, int]], budget: int
     for hours, size in steps:
         now += hours / 10 * HOUR
         if allowance.allows(size, reused=True, now_s=now):
-            allowance.spend(size, reused=True, now_s=now)
+            allowance.spend(size, now_s=now)
             spent.append((now, size))
         if len(spent) % 3 == 0:
             allowance = WriteAllowance.from_json(budget, allowance.to_json())
@@ -78,6 +99,56 @@ def test_a_damaged_note_counts_as_nothing_written(text: str | None) -> None:
     assert WriteAllowance.from_json(10, text).written(NOW) == 0
 
 
+def made_segments(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the segments that are made from now on."""
+    made: list[int] = []
+    create = StoreDirectory.create_segment
+
+    def note(self: StoreDirectory, segment: int, size: int) -> None:
+        made.append(segment)
+        create(self, segment, size)
+
+    monkeypatch.setattr(StoreDirectory, "create_segment", note)
+    return made
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_budget_that_is_used_up_costs_no_room(
+    tmp_path: Path, counters: Counters, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No segment is made or evicted for what is refused, and the next run goes where it would have gone."""
+    layers = (32768,) * 3
+    config = replace(small_config(tmp_path, size=8 * MIB, segment=MIB), write_budget_bytes=20 * MIB)
+    store = open_store(config)
+    made = made_segments(monkeypatch)
+    number = 0
+    while store.admits(6, layers, reused=True):  # one run a segment
+        write_keys(store, make_keys(6 * number, 6), layers)
+        number += 1
+    evicted = counters["store.segments_evicted"]
+    assert len(made) == number
+    assert evicted > 5, "the store is full"
+    for _ in range(5):
+        with pytest.raises(WriteBudgetError):
+            write_keys(store, make_keys(9000, 6), layers)
+    assert len(made) == number
+    assert counters["store.segments_evicted"] == evicted
+    read_keys(store, make_keys(6 * number - 6, 6))
+    write_keys(store, make_keys(9100, 1), (4096,))
+    assert len(made) == number, "the segment that was being filled still is"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_run_without_room_is_not_counted(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(replace(small_config(tmp_path), write_budget_bytes=20 * MIB))
+    too_large, run = make_run(make_keys(0, 13), (MIB,)), make_run(make_keys(0, 8), (MIB,))
+    with pytest.raises(StoreFullError, match="--hcache-disk-size"):
+        store.write_run(too_large, payload_of(too_large))
+    assert store.stats().written_today_bytes == 0
+    store.write_run(run, payload_of(run))
+    assert store.stats().written_today_bytes > 8 * MIB
+
+
 def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Counters) -> None:
     config = replace(small_config(tmp_path), write_budget_bytes=60_000)
     layers = (4096,) * 4
@@ -87,7 +158,7 @@ def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Cou
         for number in range(10):
             run = make_run(make_keys(100 * turn + number, 1), layers)
             try:
-                store.write_run(run, payload_of(run), reused=False)
+                store.write_run(run, payload_of(run))
                 written += 1
             except StoreFullError:
                 break
@@ -97,7 +168,7 @@ def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Cou
             assert not store.admits(1, layers, reused=False)
             assert not store.admits(1, layers, reused=True)
             with pytest.raises(WriteBudgetError):
-                store.write_run(again, payload_of(again), reused=True)
+                store.write_run(again, payload_of(again))
         stats = store.stats()
         assert stats.written_today_bytes == 32_768 <= config.write_budget_bytes
         read_keys(store, make_keys(0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from sglang_hcache.core.errors import (
     StoreError,
     StoreFullError,
     StoreIOError,
-    TierMissError,
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.index import Index
-from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.engine import IOKind, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import Fault, FaultEngine, LatencyEngine, always, seeded
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
@@ -132,14 +133,29 @@ def test_a_transient_read_error_is_forgiven_once(
     assert counters["store.io_errors"] == 2
 
 
-def test_errors_that_are_not_the_runs_fault_never_drop_it(store: DiskStore, engine: FaultEngine) -> None:
-    engine.decide = always(IOKind.READ, errno.EMFILE)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
+@pytest.mark.parametrize("where", ["read", "open"])
+def test_what_the_process_lacks_is_no_fault_of_runs_or_directories(
+    store: DiskStore, engine: FaultEngine, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+) -> None:
+    def refuse(self: StoreDirectory, segment: int) -> OpenFile:
+        raise OSError(number, os.strerror(number))
+
+    if where == "read":
+        engine.decide = always(IOKind.READ, number)
+    else:
+        monkeypatch.setattr(StoreDirectory, "open_segment", refuse)
     for _ in range(5):
-        with pytest.raises((StoreIOError, TierMissError)):  # at the third one the directory is out
+        with pytest.raises(StoreIOError, match=os.strerror(number)):
             read_keys(store, OLD)
+        if where == "open":
+            with pytest.raises(StoreIOError, match=os.strerror(number)):
+                write_keys(store, NEW, LAYERS)
+    assert {item.condition for item in store.stats().directories} == {"healthy"}
     heal(engine)
-    wait_until(lambda: store.match(OLD) == len(OLD))
+    monkeypatch.undo()
     read_keys(store, OLD)
+    write_keys(store, NEW, LAYERS)
 
 
 def test_a_read_that_comes_short_is_corruption(store: DiskStore, engine: FaultEngine) -> None:

@@ -246,6 +246,25 @@ def test_the_index_moves_away_from_a_sick_directory_and_the_moved_one_counts(
     assert store.stats().totals["chunks_written"] == 8, "totals moved along"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_an_index_that_has_moved_leaves_no_other_one_where_it_was(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Both together would take more than what is kept for one."""
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    monkeypatch.setattr(Health, "is_due", lambda self: False)  # it would be taken in again
+    store._volumes[0].health.failed(OSError(number, "no"), writing=True)
+    wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
+    wait_until(lambda: not list(config.dirs[0].glob("index.sqlite*")))
+    assert conditions(store) == ["read-only", "healthy"]
+    write_keys(store, NEW, LAYERS)
+    read_keys(store, (*OLD, *NEW))
+    store.close()
+    read_keys(open_store(config), (*OLD, *NEW))
+
+
 def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

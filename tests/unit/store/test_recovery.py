@@ -19,6 +19,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.record import pack_header
+from sglang_hcache.store.notes import Notes
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
@@ -143,6 +144,27 @@ def test_a_row_that_makes_no_sense_is_dropped(
     store.close()
     open_store(closed)
     assert counters["store.runs_lost"] == 1
+
+
+@pytest.mark.parametrize(
+    "value", ["", '{"name": "hh', "[1]", "7", "null", 100_000 * "[", b"\xff", '{"name": 5}', '{"name": null}']
+)
+def test_notes_that_make_no_sense_are_forgotten(
+    closed: StoreConfig, open_store: OpenStore, value: str | bytes
+) -> None:
+    with sqlite3.connect(index_path(closed)) as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'notes'", (value,))
+    connection.close()
+    store = open_store(closed)
+    assert store.notes.get("name") is None
+    assert readable(store) == list(range(RUNS))
+    store.notes.put("name", "later")
+    store.close()
+    assert open_store(closed).notes.get("name") == "later"
+
+
+def test_of_several_notes_those_that_make_sense_stay() -> None:
+    assert Notes('{"name": "hhkk", "other": 5}').to_json() == '{"name": "hhkk"}'
 
 
 def test_rows_pointing_behind_the_file_or_off_the_grid_are_dropped(

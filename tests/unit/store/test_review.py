@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,18 +29,11 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
 MIB = 2**20
-
-
-def kill(store: DiskStore) -> None:
-    """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
-    store._keeper.close(5)
-    for volume in store._volumes:
-        volume.directory.release()
 
 
 def test_files_of_a_segment_that_could_not_be_made_are_counted_and_go_later(
@@ -296,18 +289,6 @@ def test_statistics_of_a_closed_store(tmp_path: Path, open_store: OpenStore) -> 
     assert store.stats().physical_bytes == 0
 
 
-def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories of these names cannot be opened."""
-    reacquire = StoreDirectory.reacquire
-
-    def fail(self: StoreDirectory) -> None:
-        if self.path.name in names:
-            raise OSError(errno.EIO, "sick")
-        reacquire(self)
-
-    monkeypatch.setattr(StoreDirectory, "reacquire", fail)
-
-
 @pytest.mark.parametrize("restart", [False, True])
 def test_directories_that_were_used_one_without_the_other_agree_again(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, restart: bool
@@ -389,13 +370,9 @@ def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
     read_keys(open_store(config), keys)
 
 
-def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(tmp_path, 2)
-    store = open_store(config)
-    write_keys(store, make_keys(0, 2), LAYERS)
-    store.close()
+@pytest.fixture
+def hanging_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An index takes longer to read than a start waits, until the event is set."""
     go, load = threading.Event(), index.Index.load
 
     def hang(self: index.Index, num_stripes: int) -> object:
@@ -403,15 +380,41 @@ def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
         return load(self, num_stripes)
 
     monkeypatch.setattr(recovery, "LOAD_S", 0.3)
-    with monkeypatch.context() as patch:
-        patch.setattr(index.Index, "load", hang)
-        began = time.monotonic()
-        store = open_store(config)
-        assert time.monotonic() - began < 5
-    keys = make_keys(10, 2)
-    write_keys(store, keys, LAYERS)
+    monkeypatch.setattr(index.Index, "load", hang)
+    yield go
     go.set()
-    wait_until(lambda: store._volumes[0].health.writable)
-    read_keys(store, keys)
+
+
+def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
+    tmp_path: Path, open_store: OpenStore, hanging_index: threading.Event
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    before, keys = make_keys(0, 2), make_keys(10, 2)
+    write_keys(store, before, LAYERS)
     store.close()
-    read_keys(open_store(config), keys)
+    store = open_store(config)
+    assert store.match(before) == 0
+    write_keys(store, keys, LAYERS)
+    hanging_index.set()
+    wait_until(lambda: store.match(before) == 2)
+    read_keys(store, (*before, *keys))
+    store.close()
+    read_keys(open_store(config), (*before, *keys))
+
+
+def test_an_index_that_hangs_in_the_only_directory_costs_nothing(
+    tmp_path: Path, open_store: OpenStore, hanging_index: threading.Event
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    store.close()
+    with pytest.raises(StoreIOError, match=r"--hcache-dirs.*no answer.*nothing was changed"):
+        open_store(config)
+    hanging_index.set()
+    shutil.copytree(config.dirs[0], tmp_path / "later" / "disk0")  # this process keeps the lock until it ends
+    store = open_store(small_config(tmp_path / "later"))
+    read_keys(store, keys)
+    assert store.stats().totals.get("index_rebuilds", 0) == 0

@@ -131,8 +131,8 @@ def test_a_lease_taken_while_a_victim_is_chosen_wins(
     real = Catalog.take_coldest
     leases = []
 
-    def take_coldest(catalog: Catalog) -> Segment | None:
-        victim = real(catalog)
+    def take_coldest(catalog: Catalog, within: int = -1) -> Segment | None:
+        victim = real(catalog, within)
         if not leases:
             leases.append(store.lease(held))
         return victim
@@ -182,7 +182,8 @@ def test_when_everything_is_leased_a_write_is_refused_and_works_later(
     assert counters["store.segments_evicted"] == 1
 
 
-def test_the_free_floor_forbids_growth_and_nothing_is_evicted_in_vain(
+@pytest.mark.usefixtures("no_keeper")
+def test_the_free_floor_forbids_growth_and_a_write_evicts_nothing_in_vain(
     tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(small_config(tmp_path, 2, size=16 * MIB, segment=MIB, floor=100 * MIB))
@@ -194,6 +195,56 @@ def test_the_free_floor_forbids_growth_and_nothing_is_evicted_in_vain(
         fill(store, 1000, 1)
     assert counters["store.segments_evicted"] == 0
     assert all(store.match(keys) == 6 for keys in written)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_below_the_floor_everything_goes_that_can_even_if_it_is_not_enough(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, size=16 * MIB, segment=MIB, floor=100 * MIB)
+    store = open_store(config)
+    others = 0
+    monkeypatch.setattr(
+        StoreDirectory, "free_bytes", lambda self: 120 * MIB - others - physical_bytes(config.dirs)
+    )
+    written = fill(store, 0, 8)
+    others = 15 * MIB
+    store._space.tend()
+    there = [keys for keys in written if store.match(keys)]
+    assert 3 <= len(there) <= 6, "no more goes than is needed"
+    lease = store.lease(there[0])
+    others = 60 * MIB
+    store._space.tend()
+    left = [keys for keys in written if store.match(keys)]
+    assert left == [there[0], there[-1]], "what is read, and the segment that is being filled"
+    lease.close()
+    store._space.tend()
+    assert store.match(there[0]) == 0
+    with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
+        fill(store, 1000, 1)
+    others = 0
+    (keys,) = fill(store, 2000, 1)
+    read_keys(store, keys)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_only_what_lies_on_a_disk_below_the_floor_goes(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2, size=24 * MIB, segment=MIB, floor=100 * MIB)
+    plenty, little = 200 * MIB, 90 * MIB
+    free = [plenty, plenty]
+    monkeypatch.setattr(StoreDirectory, "device", lambda self: config.dirs.index(self.path))
+    monkeypatch.setattr(StoreDirectory, "free_bytes", lambda self: free[config.dirs.index(self.path)])
+    store = open_store(config)
+    on_both = fill(store, 0, 3)
+    free[1] = 0
+    on_first = fill(store, 1000, 3)
+    free[:] = 0, plenty
+    on_second = fill(store, 2000, 3)
+    free[:] = little, plenty
+    store._space.tend()
+    assert [store.match(keys) for keys in (*on_both, *on_first, *on_second)] == [0] * 6 + [6] * 3
 
 
 def test_near_the_floor_old_segments_make_room(

@@ -182,6 +182,23 @@ def test_when_the_write_budget_runs_short_only_what_was_used_again_is_written(tm
     tiers.close()
 
 
+def test_what_the_write_budget_forbids_is_counted_once(tmp_path: Path) -> None:
+    """There is room for one chunk, but not for those of the next three that were used again."""
+    tiers = open_tiers(tmp_path / "store", write_budget=40_000)
+    assert tiers.disk is not None
+    put(tiers, 1)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    for name in (2, 3, 4):
+        put(tiers, name)
+    tiers.touch([key(1), key(2), key(3)])
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert [name for name in range(1, 5) if tiers.disk.contains(key(name))] == [1]
+    assert tiers._observer["demote.chunks_dropped_budget"] == 3  # type: ignore[index]
+    tiers.close()
+
+
 def test_of_one_prefix_the_part_that_was_used_again_is_written(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store", write_budget=40_000)
     assert tiers.disk is not None

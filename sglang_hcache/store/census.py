@@ -1,0 +1,124 @@
+"""Segment files on one side, runs on the other: what belongs together, and which files are nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.format.geometry import BLOCK, ShapeTable
+from sglang_hcache.store.format.rows import Recency, RunRow
+from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.volumes.volume import Volume
+
+UNSEEN_SEGMENTS = 2**20
+"""More than directories hold that are out and of whose files nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Sizes of segment files by stripe and number; None for a directory that is out."""
+
+    first_segment: int
+    """Lower numbers were cleared."""
+    sizes: Sequence[dict[int, int] | None]
+
+    @classmethod
+    def listed(cls, first_segment: int, volumes: Sequence[Volume]) -> Files:
+        """As they are now; a directory that cannot be listed is taken out."""
+        return cls(first_segment, [_sizes(volume) for volume in volumes])
+
+    def without(self, numbers: Collection[int]) -> Files:
+        """Those of other segments."""
+        sizes = [
+            None if found is None else {item: found[item] for item in found if item not in numbers}
+            for found in self.sizes
+        ]
+        return Files(self.first_segment, sizes)
+
+    def numbers(self) -> list[int]:
+        return sorted({number for found in self.sizes if found is not None for number in found})
+
+    def uncleared(self) -> list[int]:
+        """Numbers of segments that may hold runs."""
+        return [number for number in self.numbers() if number >= self.first_segment]
+
+    def hold(self, place: RunPlace) -> bool:
+        """Whether every part lies on the block grid inside its file, as far as files can be seen."""
+        if place.segment < self.first_segment:
+            return False
+        for sizes, offset, size in zip(self.sizes, place.offsets, place.shape.part_bytes, strict=True):
+            inside = sizes is None or offset + size <= sizes.get(place.segment, 0)
+            if size and (offset % BLOCK or not inside):
+                return False
+        return True
+
+
+class Census:
+    """Makes segments of rows, as far as files bear them out, and puts their runs into the catalog.
+
+    Args:
+        file_bytes: what a file that cannot be asked counts at least.
+    """
+
+    def __init__(
+        self, files: Files, volumes: Sequence[Volume], catalog: Catalog, shapes: ShapeTable, file_bytes: int
+    ) -> None:
+        self._files = files
+        self._volumes = volumes
+        self._catalog = catalog
+        self._shapes = shapes
+        self._file_bytes = file_bytes
+        self.segments: dict[int, Segment] = {}
+        """By number. The catalog does not have them yet: ``Space`` adds them."""
+
+    def admit(self, row: RunRow, recency: Recency, quarantined: Mapping[int, str]) -> bool:
+        """Whether files hold the run of ``row``, which is in the catalog then. The rest is what the index says."""
+        shape = self._shapes.get(len(row.keys), row.chunk_layer_bytes, row.members, row.rotation)
+        place = RunPlace(
+            row.run_id, row.namespace_id, row.keys, row.first_chunk, shape, row.segment, row.offsets
+        )
+        if not self._files.hold(place):
+            return False
+        segment = self.segments.get(row.segment)
+        if segment is None:
+            segment = Segment(row.segment, self._volumes, row.members, self._file_bytes)
+            segment.last_used, segment.score = recency.last_used, recency.score
+            self.segments[row.segment] = segment
+        elif segment.members != row.members:
+            return False
+        segment.used = [max(pair) for pair in zip(segment.used, place.ends, strict=True)]
+        run = StoredRun(place, segment, row.number)
+        run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(row.keys)}
+        self._catalog.adopt_run(run)
+        return True
+
+    def strays(self, *, is_partial: bool) -> tuple[list[Segment], list[Segment]]:
+        """Files of no segment: those to keep and those to delete.
+
+        While runs are missing (``is_partial``), every file may be of one, unless its segment was cleared or is
+        known and lies elsewhere.
+        """
+        kept: list[Segment] = []
+        useless: list[Segment] = []
+        for number in self._files.numbers():
+            members = self.segments[number].members if number in self.segments else ()
+            stray = Segment(number, self._volumes, (), self._file_bytes)
+            for stripe, sizes in enumerate(self._files.sizes):
+                if sizes is not None and number in sizes and stripe not in members:
+                    stray.extend(stripe, sizes[number])
+            if stray.members:
+                is_kept = is_partial and not members and number >= self._files.first_segment
+                (kept if is_kept else useless).append(stray)
+        return kept, useless
+
+
+def _sizes(volume: Volume) -> dict[int, int] | None:
+    if not volume.health.readable:
+        return None
+    try:
+        return volume.call(volume.directory.segment_sizes, "cannot list the segments")
+    except StoreError as error:
+        volume.health.take_out(str(error))
+        return None

@@ -1,0 +1,102 @@
+"""Taking segments away: out of the maps, out of the index, then their files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.volume import Volume
+
+_log = logging.getLogger(__name__)
+
+
+class Remover:
+    """What cannot be deleted is remembered, counted and tried again. Not thread-safe: ``Space`` holds its lock."""
+
+    def __init__(
+        self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, observer: Observer
+    ) -> None:
+        self._volumes = volumes
+        self._catalog = catalog
+        self._ledger = ledger
+        self._observer = observer
+        self._may_warn = Throttle()
+        self.leftovers: set[Segment] = set()
+        """Retired segments whose files are not gone yet."""
+
+    @property
+    def leftover_bytes(self) -> int:
+        """What they count against the cap."""
+        return sum(segment.accounted_bytes for segment in self.leftovers)
+
+    def evict_coldest(self, within: int = -1) -> bool:
+        """The least dear segment goes, of those with a file ``within`` directories; False if none can."""
+        while (segment := self._catalog.take_coldest(within)) is not None:
+            chunks = self.retire(segment, only_unpinned=True)
+            if chunks is not None:
+                self._observer.count("store.segments_evicted")
+                self._observer.count("store.chunks_evicted", chunks)
+                return True
+        return False
+
+    def retire(self, segment: Segment, *, only_unpinned: bool) -> int | None:
+        """A segment in use goes, its files with the last pin.
+
+        Returns chunks that became misses; None if it was gone already, or is pinned and must not be.
+        """
+        retired = self._catalog.retire(segment, only_unpinned)
+        if retired is None:
+            return None
+        self.leftovers.add(segment)
+        try:
+            self._ledger.delete_segment(segment.number, retired.rows)
+        except StoreError as error:
+            # Going on is safe, for rows without files are dropped at the next start; stopping would mean
+            # that a full disk, which fails the index too, could never be emptied.
+            if self._may_warn():
+                _log.warning("hcache: could not remove segment %d from the index: %s", segment.number, error)
+        if not segment.pins:
+            self._unlink(segment)
+        return retired.chunks
+
+    def remove(self, segment: Segment) -> None:
+        """Files that are of no use, and were never in use here, go."""
+        segment.retired = True
+        self._unlink(segment)
+
+    def remove_stray(self, volume: Volume, number: int, size: int) -> None:
+        """A file of no segment goes, in a directory that is not in use yet."""
+        try:
+            volume.probe(partial(volume.directory.unlink_segment, number))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            _log.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
+            self._observer.count("store.unlink_failures")
+            stray = Segment(number, self._volumes, (volume.stripe,), size)
+            stray.retired = True
+            stray.measure()
+            self.leftovers.add(stray)
+
+    def retry(self) -> None:
+        """Delete what could not be deleted before, and what is not pinned any more."""
+        for segment in list(self.leftovers):
+            if not segment.pins:
+                self._unlink(segment)
+
+    def _unlink(self, segment: Segment) -> None:
+        self.leftovers.add(segment)
+        error = segment.unlink()
+        if error is None:
+            self.leftovers.discard(segment)
+            return
+        self._observer.count("store.unlink_failures")
+        if self._may_warn():
+            _log.warning("hcache: segment %d stays for now: %s", segment.number, error)

@@ -1,0 +1,125 @@
+"""A directory is back: what of its files is still of use, and what is whole again with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.census import Census, Files
+from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.geometry import ShapeTable
+from sglang_hcache.store.format.rows import Recency, RunRow
+from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.scan import scan_segment
+from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.volume import Volume
+
+_log = logging.getLogger(__name__)
+
+
+class Returns:
+    """Compares directories with what is known. Not thread-safe: ``Space`` holds its lock."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        volumes: Sequence[Volume],
+        catalog: Catalog,
+        ledger: Ledger,
+        shapes: ShapeTable,
+        remover: Remover,
+        observer: Observer,
+    ) -> None:
+        self._config = config
+        self._volumes = volumes
+        self._catalog = catalog
+        self._ledger = ledger
+        self._shapes = shapes
+        self._remover = remover
+        self._observer = observer
+
+    def compare(self, volume: Volume) -> int:
+        """Segments that lost their file in ``volume`` or were cleared go, and files of no segment.
+
+        Returns a number behind those of all segments.
+
+        Raises:
+            StoreError, OSError: it fails again.
+        """
+        sizes = volume.probe(volume.directory.segment_sizes)
+        first = self._ledger.identity.first_segment
+        for segment in self._catalog.segments():
+            lost = segment.number < first
+            if volume.stripe in segment.members:
+                segment.forget_files()
+                lost |= sizes.get(segment.number, -1) < segment.used[volume.stripe]
+            if lost:
+                self._observer.count("store.runs_lost", len(segment.runs))
+                self._remover.retire(segment, only_unpinned=False)
+        known = {item.number: item for item in [*self._catalog.segments(), *self._remover.leftovers]}
+        loose = self._loose()
+        for number in sizes:
+            if number in known and volume.stripe in known[number].members:
+                continue
+            if self._ledger.is_partial and number >= first and (number not in known or number in loose):
+                self._keep(loose.get(number), volume, number, sizes[number])
+            else:
+                self._remover.remove_stray(volume, number, sizes[number])
+        return max([first, *(number + 1 for number in sizes)])
+
+    def rejoin(self) -> tuple[list[Segment], list[Segment]]:
+        """Once all directories are there: the segments that could not be put together before, and files of none.
+
+        Raises:
+            StoreError: a directory fails again.
+        """
+        if not self._ledger.is_partial or not all(volume.health.readable for volume in self._volumes):
+            return [], []
+        loose = self._loose()
+        in_use = {
+            item.number for item in [*self._catalog.segments(), *self._remover.leftovers]
+        } - loose.keys()
+        files = self._files().without(in_use)
+        rows = list(self._read_headers(files))
+        for segment in loose.values():
+            self._catalog.retire(segment, only_unpinned=False)
+        census = Census(files, self._volumes, self._catalog, self._shapes, self._config.file_bytes)
+        for row in rows:
+            census.admit(replace(row, number=self._catalog.take_run_number()), Recency(0, 0.0), {})
+        self._ledger.whole()
+        self._observer.count("store.runs_recovered", len(rows))
+        _log.info("hcache: all directories are there; %d runs are whole again", len(rows))
+        _, useless = census.strays(is_partial=False)
+        return list(census.segments.values()), useless
+
+    def _files(self) -> Files:
+        sizes = [
+            volume.call(volume.directory.segment_sizes, "cannot list the segments")
+            for volume in self._volumes
+        ]
+        return Files(self._ledger.identity.first_segment, sizes)
+
+    def _read_headers(self, files: Files) -> Iterator[RunRow]:
+        """The complete runs that ``files`` hold, without their own numbers (0)."""
+        directories = {volume.stripe: volume.directory for volume in self._volumes}
+        for number in files.uncleared():
+            stripe = next(stripe for stripe, sizes in enumerate(files.sizes) if sizes and number in sizes)
+            scan = partial(scan_segment, number, directories, self._shapes)
+            yield from self._volumes[stripe].call(scan, "cannot read headers", blame=False)
+
+    def _keep(self, segment: Segment | None, volume: Volume, number: int, size: int) -> None:
+        """A file that may be of a run which is not whole yet. ``segment``: what is known of its number."""
+        if segment is None:
+            segment = Segment(number, self._volumes, (), self._config.file_bytes)
+            segment.sealed = True
+            self._catalog.add_segment(segment)
+        segment.extend(volume.stripe, size)
+
+    def _loose(self) -> dict[int, Segment]:
+        """Segments of which no run is known."""
+        return {segment.number: segment for segment in self._catalog.evictable() if not segment.runs}

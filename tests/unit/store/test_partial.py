@@ -1,0 +1,224 @@
+"""A start without the directory that holds the index: what cannot be put together without it is waited for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreFullError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.inspect.check import check
+from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
+from tests.unit.store.conftest import kill, sick, wait_until
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (32768,) * 3
+"""Four chunks of it fill more than half of a segment of 512 KiB: one run a segment."""
+MIB = 2**20
+
+
+def config_of(base: Path, num_dirs: int = 2, size: int = 16 * MIB) -> StoreConfig:
+    return small_config(base, num_dirs, size=size, segment=MIB // 2)
+
+
+def fill(store: DiskStore, first: int, runs: int) -> list[tuple[bytes, ...]]:
+    written = [make_keys(first + 4 * number, 4) for number in range(runs)]
+    for keys in written:
+        write_keys(store, keys, LAYERS)
+    return written
+
+
+def served(store: DiskStore, written: Iterable[tuple[bytes, ...]]) -> int:
+    """How many runs are there; reads and verifies them."""
+    there = [keys for keys in written if store.match(keys) == len(keys)]
+    for keys in there:
+        read_keys(store, keys)
+    return len(there)
+
+
+def all_there(store: DiskStore) -> bool:
+    return all(volume.health.writable for volume in store._volumes) and not store._ledger.is_partial
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of directories that cannot be opened now."""
+    names: set[str] = set()
+    sick(names, monkeypatch)
+    return names
+
+
+def stored(config: StoreConfig, open_store: OpenStore, runs: int = 6) -> list[tuple[bytes, ...]]:
+    store = open_store(config)
+    written = fill(store, 0, runs)
+    store.close()
+    return written
+
+
+def test_when_the_directory_is_back_everything_is_served_again(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk0")
+    store = open_store(config)
+    assert served(store, old) == 0
+    new = fill(store, 1000, 3)
+    absent.clear()
+    wait_until(lambda: all_there(store))
+    assert served(store, [*old, *new]) == 9
+    wait_until(lambda: not store._ledger._lost)
+    newer = fill(store, 2000, 3)
+    assert counters["store.runs_lost"] == 0
+    kill(store)
+    assert served(open_store(config), [*old, *new, *newer]) == 12
+    assert counters["store.runs_lost"] == 0
+
+
+@pytest.mark.parametrize("end", [DiskStore.close, kill])
+def test_it_may_be_back_only_at_a_later_start(
+    tmp_path: Path,
+    open_store: OpenStore,
+    counters: Counters,
+    absent: set[str],
+    end: Callable[[DiskStore], None],
+) -> None:
+    """What lies in it alone is served again too, though other segments could have got the same numbers meanwhile."""
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk1")
+    store = open_store(config)
+    alone = fill(store, 500, 4)
+    store.close()
+    absent.symmetric_difference_update({"disk0", "disk1"})
+    new: list[tuple[bytes, ...]] = []
+    for turn in range(2):
+        store = open_store(config)
+        assert served(store, [*old, *alone]) == 0
+        new += fill(store, 1000 * (turn + 1), 6)
+        assert served(store, new) == len(new)
+        end(store)
+    absent.clear()
+    store = open_store(config)
+    assert served(store, [*old, *alone, *new]) == 6 + 4 + 12
+    assert not store._ledger.is_partial
+    assert counters["store.runs_lost"] == 0
+
+
+def test_directories_that_come_back_one_by_one(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path, 3)
+    old = stored(config, open_store)
+    absent |= {"disk0", "disk1"}
+    store = open_store(config)
+    before = store.stats().reserved_bytes
+    absent.remove("disk1")
+    wait_until(lambda: store._volumes[1].health.writable)
+    assert served(store, old) == 0
+    assert store.stats().reserved_bytes >= before + physical_bytes(config.dirs[1:2]) // 2, "it counts again"
+    absent.clear()
+    wait_until(lambda: all_there(store))
+    assert served(store, old) == len(old)
+
+
+def test_what_waits_counts_and_gives_way_to_what_is_written(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, absent: set[str]
+) -> None:
+    config = config_of(tmp_path, size=12 * MIB)
+    old = stored(config, open_store, runs=10)
+    absent.add("disk0")
+    store = open_store(config)
+    waiting = len(list(config.dirs[1].glob("*.seg")))
+    assert waiting == 10
+    new = fill(store, 1000, 30)
+    assert physical_bytes(config.dirs[1:]) <= config.size_bytes
+    assert counters["store.segments_evicted"] >= 10
+    assert served(store, new[-3:]) == 3
+    absent.clear()
+    wait_until(lambda: all_there(store))
+    wait_until(lambda: physical_bytes(config.dirs) <= config.size_bytes)
+    assert served(store, old) == 0, "half of each was evicted"
+    assert served(store, new[-3:]) == 3
+    known = {f"segment-{segment.number:08d}.seg" for segment in store._catalog.segments()}
+    assert {path.name for path in config.dirs[0].glob("*.seg")} <= known
+
+
+def test_what_is_cleared_meanwhile_does_not_come_back(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk0")
+    store = open_store(config)
+    store.clear()
+    absent.clear()
+    wait_until(lambda: all_there(store))
+    assert served(store, old) == 0
+    wait_until(lambda: not any(list(path.glob("*.seg")) for path in config.dirs))
+
+
+def test_a_disk_that_was_replaced_is_not_waited_for(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk0")
+    open_store(config).close()
+    absent.clear()
+    shutil.rmtree(config.dirs[0])
+    store = open_store(config)
+    assert not store._ledger.is_partial
+    assert served(store, old) == 0
+    assert not any(list(path.glob("*.seg")) for path in config.dirs)
+
+
+def test_an_index_without_room_for_what_is_whole_again_makes_segments_go(
+    tmp_path: Path, open_store: OpenStore, absent: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk0")
+    store = open_store(config)
+    insert, room = Index.insert, 4
+
+    def insert_few(index: Index, rows: list[object], recency: object) -> None:
+        if len(rows) > room:
+            raise StoreFullError("the index is full")
+        insert(index, rows, recency)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, "insert", insert_few)
+    absent.clear()
+    wait_until(lambda: all_there(store) and not store._ledger._lost)
+    assert served(store, old) == room
+    assert served(store, fill(store, 1000, 1)) == 1
+
+
+def test_files_that_wait_are_not_called_useless(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    stored(config, open_store)
+    absent.add("disk0")
+    open_store(config).close()
+    with StoreView.open(config.dirs) as view:
+        findings = check(view)
+    assert not [item for item in findings if "of no run" in item.what]
+    (waiting,) = [item for item in findings if "not in the index yet" in item.what]
+    assert not waiting.is_error
+    absent.clear()
+    open_store(config).close()
+    with StoreView.open(config.dirs) as view:
+        assert not [item for item in check(view) if "index" in item.what or "of no run" in item.what]
