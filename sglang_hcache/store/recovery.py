@@ -82,7 +82,8 @@ def recover(
     orphans = contents.quarantined.keys() - {row.number for row in contents.runs}
     _try_delete(ledger, [*unusable, *orphans])
     observer.count("store.runs_recovered", len(contents.runs) + len(contents.bad_rows) - len(unusable))
-    _count_torn(volumes, files, census.segments, observer)
+    if not found.is_partial:
+        _count_torn(volumes, files, census.segments, observer)
     kept, leftovers = census.strays(is_partial=found.is_partial)
     mentioned = [row.segment for row in contents.runs]
     highest = max([*files.numbers(), *mentioned, *contents.recency, identity.first_segment - 1])

@@ -14,8 +14,9 @@ from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.index import Index, remove_index
 from sglang_hcache.store.inspect.maintenance import config_of
 from sglang_hcache.store.store import DiskStore
+from sglang_hcache.store.volumes.agreement import agreed, in_place
 from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
-from sglang_hcache.store.volumes.looking import Seen, agreed, in_place, look_at_each
+from sglang_hcache.store.volumes.looking import Seen, look_at_each
 
 _CLOSE_S = 0.5
 

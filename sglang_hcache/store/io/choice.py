@@ -6,10 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sglang_hcache.core.background import in_background
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
@@ -89,11 +88,24 @@ def _compare(directory: Path, direct: bool, num_threads: int, size: int) -> list
         ]
         for engine in engines:
             stack.callback(engine.close, 0.0)
-        stack.enter_context(in_background("hcache-probe-busy", _keep_interpreter_busy))
+        stack.enter_context(_busy_neighbour())
         return read_rates(engines, directory, direct, size)
 
 
-def _keep_interpreter_busy(stop: threading.Event) -> None:
+@contextlib.contextmanager
+def _busy_neighbour() -> Iterator[None]:
+    """A thread that computes in Python for as long as the block runs, whose end waits for it."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_compute, args=(stop,), name="hcache-probe-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _compute(stop: threading.Event) -> None:
     while not stop.wait(FREE_S):
         begun = time.monotonic()
         while time.monotonic() - begun < BUSY_S:

@@ -14,6 +14,8 @@ from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, OpenFil
 from sglang_hcache.store.io.memory import ByteArray, aligned_empty
 
 PROBE_NAME = "probe.tmp"
+"""What directories are tried with, too: one a crash left behind is known for what it is."""
+
 OP_BYTES = 512 * 2**10
 OPS_AT_ONCE = 16
 LEAST_PROBE_BYTES = 4 * 2**20

@@ -21,11 +21,11 @@ from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
+from sglang_hcache.store.io.rate import PROBE_NAME
 
 LOCK_NAME = "lock"
 SUPERBLOCK_NAME = "superblock.json"
 INDEX_NAME = "index.sqlite"
-PROBE_NAME = "probe.tmp"
 SUPERBLOCK_TMP_NAME = "superblock.tmp"
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(

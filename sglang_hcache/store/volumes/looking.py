@@ -12,10 +12,10 @@ from pathlib import Path
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.format.geometry import BLOCK
-from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
+from sglang_hcache.store.volumes.agreement import agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.volume import Volume
@@ -113,6 +113,8 @@ def look_at(dirs: Sequence[Path]) -> Sight:
         StoreFormatError: no store, not one store, not all of its directories, or one of another format.
     """
     seen = look_at_each(dirs)
+    if all(item.superblock is None for item in seen):
+        raise StoreFormatError("\n".join(_no_store(item) for item in seen))
     identity = agreed(seen)
     return Sight(in_place(seen, identity.num_stripes), identity)
 
@@ -124,16 +126,6 @@ def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
         StoreFormatError: one of them has another format.
     """
     return [_look(path) for path in dirs]
-
-
-def in_place(seen: Sequence[Seen], num_stripes: int) -> list[Seen]:
-    """By stripe: superblocks say where a directory belongs, the others fill the gaps in the order given."""
-    placed = {item.superblock.stripe: item for item in seen if item.superblock is not None}
-    gaps = iter(sorted(set(range(num_stripes)) - set(placed)))
-    placed.update((next(gaps), item) for item in seen if item.superblock is None)
-    for stripe, item in placed.items():
-        item.volume.stripe = stripe
-    return [placed[stripe] for stripe in range(num_stripes)]
 
 
 def _look(path: Path) -> Seen:
@@ -153,36 +145,9 @@ def _look(path: Path) -> Seen:
         return seen
     if seen.superblock is None:
         volume.health.take_out("it is empty: is its disk mounted?" if is_empty else "it has no superblock")
-    elif seen.superblock.format_version != FORMAT_VERSION:
-        raise StoreFormatError(
-            f"{path} has store format {seen.superblock.format_version}, this version reads {FORMAT_VERSION}"
-        )
+    else:
+        check_format(path, seen.superblock)
     return seen
-
-
-def agreed(seen: Sequence[Seen]) -> StoreIdentity:
-    """What the superblocks say, once they are known to be all of one store."""
-    blocks = [(item.volume.path, item.superblock) for item in seen if item.superblock is not None]
-    if not blocks:
-        raise StoreFormatError("\n".join(_no_store(item) for item in seen))
-    if len({block.identity.store_id for _, block in blocks}) > 1:
-        names = ", ".join(f"{path} is of {block.identity.store_id[:8]}" for path, block in blocks)
-        raise StoreFormatError(f"these are directories of different stores: {names}")
-    identity = max((block.identity for _, block in blocks), key=lambda item: item.epoch)
-    places: dict[int, Path] = {}
-    for path, block in blocks:
-        if block.stripe in places:
-            raise StoreFormatError(f"{places[block.stripe]} and {path} are both directory {block.stripe}")
-        places[block.stripe] = path
-    if len(seen) != identity.num_stripes:
-        known = [
-            f"directory {stripe} is {places.get(stripe, 'missing')}" for stripe in range(identity.num_stripes)
-        ]
-        raise StoreFormatError(
-            f"this store has {_directories(identity.num_stripes)}, but {len(seen)} "
-            f"{'is' if len(seen) == 1 else 'are'} named: {', '.join(known)}; name exactly those of the store"
-        )
-    return identity
 
 
 def _no_store(item: Seen) -> str:
@@ -193,7 +158,3 @@ def _no_store(item: Seen) -> str:
     except OSError:
         pass
     return text
-
-
-def _directories(count: int) -> str:
-    return "1 directory" if count == 1 else f"{count} directories"

@@ -8,13 +8,13 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
+from sglang_hcache.store.volumes.agreement import agreed, in_place
 from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
 from sglang_hcache.store.volumes.volume import Volume
@@ -48,8 +48,8 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         found = _acquire_all(volumes)
         known = [item for item in found if item.superblock is not None]
         _check_damage(found, bool(known))
-        identity = _agreed(known, len(volumes)) if known else _new_identity(volumes, config)
-        volumes = _in_place(found, identity)
+        identity = _agreed(found) if known else _new_identity(volumes, config)
+        volumes = [item.volume for item in in_place(found, identity.num_stripes)]
         for volume in volumes:
             if volume.health.readable:
                 _ready(volume, identity, is_new=not known)
@@ -141,6 +141,15 @@ def _check_damage(found: Sequence[_Found], is_known: bool) -> None:
             )
 
 
+def _agreed(found: Sequence[_Found]) -> StoreIdentity:
+    try:
+        return agreed(found)
+    except StoreFormatError as error:
+        raise StoreFormatError(
+            f"--hcache-dirs: {error}. To start an empty store, delete the files of all these directories"
+        ) from None
+
+
 def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdentity:
     """For a store that does not exist yet: every directory must be there, and empty."""
     for volume in volumes:
@@ -161,41 +170,6 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
         segment_bytes=config.segment_bytes,
         free_floor_bytes=config.free_floor_bytes,
     )
-
-
-def _agreed(known: Sequence[_Found], num_dirs: int) -> StoreIdentity:
-    """What the superblocks say, once they are known to be of one store."""
-    blocks = [(item.volume.path, item.superblock) for item in known if item.superblock is not None]
-    for path, block in blocks:
-        if block.format_version != FORMAT_VERSION:
-            raise StoreFormatError(
-                f"{path} has store format {block.format_version}, this version reads "
-                f"{FORMAT_VERSION}; use another directory, or delete its files"
-            )
-    if len({block.identity.store_id for _, block in blocks}) > 1:
-        names = ", ".join(f"{path} is of {block.identity.store_id[:8]}" for path, block in blocks)
-        raise StoreFormatError(f"--hcache-dirs mixes directories of different stores: {names}")
-    identity = max((block.identity for _, block in blocks), key=lambda item: item.epoch)
-    # Where each was used without the other, what one of them cleared stays cleared.
-    identity = replace(identity, first_segment=max(block.identity.first_segment for _, block in blocks))
-    if identity.num_stripes != num_dirs:
-        raise StoreFormatError(
-            f"{blocks[0][0]} is one of {identity.num_stripes} directories of its store, but --hcache-dirs names "
-            f"{num_dirs}; give all of them, or delete the files of all these directories to start an empty store"
-        )
-    if len({block.stripe for _, block in blocks}) < len(blocks):
-        raise StoreFormatError("--hcache-dirs names two copies of the same directory of a store")
-    return identity
-
-
-def _in_place(found: Sequence[_Found], identity: StoreIdentity) -> list[Volume]:
-    """The volumes by stripe: superblocks say where they belong, the others fill the gaps in the order given."""
-    placed = {item.superblock.stripe: item.volume for item in found if item.superblock is not None}
-    gaps = iter(sorted(set(range(identity.num_stripes)) - set(placed)))
-    placed.update((next(gaps), item.volume) for item in found if item.superblock is None)
-    for stripe, volume in placed.items():
-        volume.stripe = stripe
-    return [placed[stripe] for stripe in range(identity.num_stripes)]
 
 
 def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:

@@ -143,8 +143,12 @@ def test_the_order_of_directories_does_not_matter(tmp_path: Path, open_store: Op
 
 def test_another_number_of_directories(tmp_path: Path, open_store: OpenStore) -> None:
     config = stored(tmp_path, 2, open_store)
-    open_fails(small_config(tmp_path, 1), StoreFormatError, "one of 2 directories .* names 1")
-    open_fails(small_config(tmp_path, 3), StoreFormatError, "one of 2 directories .* names 3")
+    open_fails(
+        small_config(tmp_path, 1), StoreFormatError, "--hcache-dirs: .* has 2 directories, but 1 is named"
+    )
+    open_fails(
+        small_config(tmp_path, 3), StoreFormatError, "--hcache-dirs: .* has 2 directories, but 3 are named"
+    )
     read_keys(open_store(config), make_keys(0, 2))
 
 
@@ -153,7 +157,7 @@ def test_directories_of_two_stores(tmp_path: Path, open_store: OpenStore) -> Non
     stored(tmp_path / "b", 2, open_store)
     dirs = (tmp_path / "a" / "disk0", tmp_path / "b" / "disk1")
     config = StoreConfig(dirs=dirs, size_bytes=2**24, free_floor_bytes=0, segment_bytes=2**18)
-    open_fails(config, StoreFormatError, "mixes directories of different stores")
+    open_fails(config, StoreFormatError, "--hcache-dirs: .* directories of different stores")
 
 
 def test_another_format_version(tmp_path: Path, open_store: OpenStore) -> None:

@@ -385,6 +385,19 @@ def test_rebuild_keeps_what_is_complete_and_starts_the_counts_again(
     assert len(served(closed, open_store)) == RUNS - 1
 
 
+def test_what_one_directory_cleared_stays_cleared_whatever_the_newest_superblock_says(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    """Each was used without the other."""
+    for path, changes in zip(closed.dirs, ({"epoch": 50, "first_segment": 2}, {"epoch": 60}), strict=True):
+        place = path / "superblock.json"
+        place.write_text(json.dumps({**json.loads(place.read_text()), **changes}))
+    with StoreView.open(closed.dirs) as view:
+        assert {run.row.segment for run in view.runs()} == {2}
+    rebuild(closed.dirs)
+    assert served(closed, open_store) == [4, 5]
+
+
 def test_rebuild_needs_something_to_go_by(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir(mode=0o700)
     with pytest.raises(StoreError, match="neither a superblock nor a segment"):
