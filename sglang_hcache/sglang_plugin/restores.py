@@ -49,7 +49,7 @@ _LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait 
 _REST_FACTOR = 10.0  # and the rest is so many times what was lost
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _HOLD_S = 0.25  # and time in which nobody takes the room they leave, so that the head of the queue gets it
-_INVALIDATE_S = 30.0  # more than any deadline of a job
+_INVALIDATE_S = 30.0  # jobs that are stopped end far sooner
 _STOP_S = 1.0  # for a restore to end whose slots a running request needs
 _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
 
@@ -143,7 +143,7 @@ class RestoreCoordinator:
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.
 
-        Returns when no job reads weights any more (a job that hangs ends with its deadline).
+        Returns when no job reads weights any more.
         """
         for ticket in self._waiting:
             self._let_go(ticket)
