@@ -61,12 +61,12 @@ class Returns:
             if lost:
                 self._observer.count("store.runs_lost", len(segment.runs))
                 self._remover.retire(segment, only_unpinned=False)
-        known = {item.number: item for item in [*self._catalog.segments(), *self._remover.leftovers]}
+        known = [*self._catalog.segments(), *self._remover.leftovers]
+        expected = {item.number for item in known if volume.stripe in item.members}
         loose = self._loose()
-        for number in sizes:
-            if number in known and volume.stripe in known[number].members:
-                continue
-            if self._ledger.is_partial and number >= first and (number not in known or number in loose):
+        elsewhere = {item.number for item in known} - loose.keys()
+        for number in sorted(sizes.keys() - expected):
+            if self._ledger.is_partial and number >= first and number not in elsewhere:
                 self._keep(loose.get(number), volume, number, sizes[number])
             else:
                 self._remover.remove_stray(volume, number, sizes[number])

@@ -113,6 +113,37 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
     wait_until(lambda: store._space.reserved_bytes() == before)
 
 
+def test_a_file_that_cannot_be_deleted_does_not_cost_the_segment_of_its_number(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: set[str] = {"disk1"}
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    sick(names, monkeypatch)
+    store = open_store(config)
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    (segment,) = store._catalog.segments()
+    assert segment.members == (0,)
+    stray = config.dirs[1] / f"segment-{segment.number:08d}.seg"
+    stray.write_bytes(bytes(MIB))
+    unlink = StoreDirectory.unlink_segment
+
+    def immutable(self: StoreDirectory, segment: int) -> None:
+        if self.path == config.dirs[1]:
+            raise OSError(errno.EPERM, "not permitted")
+        unlink(self, segment)
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", immutable)
+    names.clear()
+    wait_until(lambda: store._volumes[1].health.writable)
+    assert stray.exists()
+    store._volumes[0].health.take_out("for a test")
+    wait_until(lambda: store._volumes[0].health.writable)
+    read_keys(store, keys)
+    assert counters["store.runs_lost"] == 0
+
+
 def test_letting_go_of_a_lease_does_not_wait_for_a_close_that_hangs(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
