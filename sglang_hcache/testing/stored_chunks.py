@@ -30,7 +30,7 @@ def small_config(
         segment_bytes=segment,
         io_threads=2,
         io_engine="posix",
-        io_timeout_s=2.0,
+        io_timeout_s=15.0,
         retry_s=0.05,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -71,12 +72,13 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, leave_bytes: int = 0) -> None:
-        """Others take all but ``leave_bytes``."""
+        """Others take all but ``leave_bytes`` of what is free now, or all: also what a store gives up meanwhile."""
+        wanted = self.free_bytes() - leave_bytes if leave_bytes else math.inf
         with open(self.others_file, "ab", buffering=0) as file:
             for size in (_PIECE, 4096):
-                while self.free_bytes() - size >= leave_bytes:
+                while wanted >= size and self.free_bytes() >= size:
                     try:
-                        file.write(bytes(size))
+                        wanted -= file.write(bytes(size))
                     except OSError as error:
                         if error.errno != errno.ENOSPC:
                             raise
