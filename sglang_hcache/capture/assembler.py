@@ -25,7 +25,7 @@ from sglang_hcache.capture.events import (
     RowsCaptured,
     TiersCleared,
 )
-from sglang_hcache.capture.staging import RowSpan, StagingRing
+from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.keys import chunk_keys, next_key, token_bytes
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
@@ -53,6 +53,21 @@ class _OpenRequest:
     @property
     def next_position(self) -> int:
         return self.index * CHUNK_TOKENS + len(self.chunk.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What a forward pass brings.
+
+    Args:
+        tokens: of its rows.
+        count: rows that were not dropped, the first ones.
+        groups: those rows, group by group of the layout: (layers, count, row bytes).
+    """
+
+    tokens: array[int]
+    count: int
+    groups: list[npt.NDArray[np.uint8]]
 
 
 class Assembler:
@@ -123,17 +138,21 @@ class Assembler:
             case RowsCaptured():
                 if event.ready is not None:
                     event.ready.wait()
-                tokens = array("q", event.tokens.tolist())
+                taken = self._taken(event)
                 for rows in event.requests:
                     request = self._open.get(rows.rid)
                     if request is not None:
-                        self._add_rows(request, rows, tokens, event.span)
+                        self._add_rows(request, rows, taken)
             case RequestEnds(rid=None):
                 self._end_all()
             case RequestEnds(rid=str() as rid):
                 self._end(rid)
             case TiersCleared():
                 self.beginnings.clear()
+
+    def _taken(self, event: RowsCaptured) -> _Pass:
+        tokens, span = array("q", event.tokens.tolist()), event.span
+        return _Pass(tokens, 0, []) if span is None else _Pass(tokens, span.count, self._ring.groups(span))
 
     def _begin(self, event: RequestBegins) -> None:
         self._end(event.rid)
@@ -164,9 +183,7 @@ class Assembler:
             for chunks in self._chunks:
                 chunks[chunk.slot, :, : len(tail)] = chunks[source, :, : len(tail)]
 
-    def _add_rows(
-        self, request: _OpenRequest, rows: RequestRows, tokens: array[int], span: RowSpan | None
-    ) -> None:
+    def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: _Pass) -> None:
         if rows.position != request.next_position:
             # Rows of another life of this request id, or a gap: nothing after it can be placed.
             self._observer.count("capture.requests_out_of_order")
@@ -177,9 +194,9 @@ class Assembler:
             filled = len(request.chunk.tokens)
             count = min(CHUNK_TOKENS - filled, rows.count - done)
             first = rows.row + done
-            request.chunk.tokens.extend(tokens[first : first + count])
+            request.chunk.tokens.extend(taken.tokens[first : first + count])
             if self._is_worth_copying(request):
-                self._copy(request, span, first, filled, count)
+                self._copy(request, taken, first, filled, count)
             if len(request.chunk.tokens) == CHUNK_TOKENS:
                 self._seal(request)
             done += count
@@ -191,17 +208,17 @@ class Assembler:
             return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers
         return request.complete
 
-    def _copy(self, request: _OpenRequest, span: RowSpan | None, first: int, filled: int, count: int) -> None:
+    def _copy(self, request: _OpenRequest, taken: _Pass, first: int, filled: int, count: int) -> None:
         """Rows [first, first + count) of the pass into rows [filled, filled + count) of the request's chunk."""
-        if span is None or first + count > span.count:
+        if first + count > taken.count:
             self._drop_chunk(request, "capture.chunks_dropped_staging_full")
             return
         slot = request.chunk.slot if filled else self._reserve()
         if slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
-        for chunks, rows in zip(self._chunks, self._ring.groups(span, first, count), strict=True):
-            chunks[slot, :, filled : filled + count] = rows
+        for chunks, rows in zip(self._chunks, taken.groups, strict=True):
+            chunks[slot, :, filled : filled + count] = rows[:, first : first + count]
         request.chunk.slot = slot
 
     def _reserve(self) -> int | None:

@@ -62,14 +62,14 @@ class StagingRing:
             rows for group in self._groups for rows in self.layers(span, group.first, group.count).unbind()
         ]
 
-    def groups(self, span: RowSpan, first: int, count: int) -> list[npt.NDArray[np.uint8]]:
-        """Rows [first, first + count) of the span, group by group of the layout: views (layers, count, row bytes)."""
+    def groups(self, span: RowSpan) -> list[npt.NDArray[np.uint8]]:
+        """The span's rows, group by group of the layout: views (layers, span.count, row bytes)."""
         found = []
         for group in self._groups:
             size = self._layout.row_bytes[group.first]
             begin = self._item_bytes * self._begin(span, group.first)
             rows = self._bytes[begin : begin + group.count * span.count * size]
-            found.append(rows.reshape(group.count, span.count, size)[:, first : first + count])
+            found.append(rows.reshape(group.count, span.count, size))
         return found
 
     def reserve(self, count: int) -> RowSpan | None:

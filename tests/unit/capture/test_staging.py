@@ -66,9 +66,9 @@ def test_a_span_has_rows_of_its_own_for_every_layer() -> None:
         rows = ring.rows(span)
         assert [tuple(of_layer.shape) for of_layer in rows] == [(span.count, width) for width in (8, 4, 4)]
         assert all((of_layer == 10 * number + layer).all() for layer, of_layer in enumerate(rows))
-        kv, hidden = (group.view(np.float32) for group in ring.groups(span, 1, span.count - 1))
-        assert kv.shape == (1, span.count - 1, 8)
-        assert hidden.shape == (2, span.count - 1, 4)
+        kv, hidden = (group.view(np.float32) for group in ring.groups(span))
+        assert kv.shape == (1, span.count, 8)
+        assert hidden.shape == (2, span.count, 4)
         assert (kv == 10 * number).all()
         assert (hidden == np.array([10 * number + 1, 10 * number + 2])[:, None, None]).all()
 
