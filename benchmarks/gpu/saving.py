@@ -97,7 +97,7 @@ class SavingCheck:
         """One pass over ``tokens``: recorded with ``size`` rows, or by itself."""
         count = len(tokens)
         if is_saved:
-            self._passes.begin(tokens)
+            self._passes.begin(tokens, self._slots[:count])
         self._streams.inline(partial(self._inputs[:count].copy_, tokens))
         self._streams.inline(partial(self._slots[:count].copy_, tokens % (self.pool.shape[2] - 1)))
         if size is None:
@@ -105,7 +105,7 @@ class SavingCheck:
         else:
             self._graphs[size]()
         if is_saved:
-            self._passes.end([], self._slots[:count], is_replayed=size is not None)
+            self._passes.end([], is_replayed=size is not None)
         self._streams.inline(partial(self._hidden.fill_, -1))  # it is somebody else's now
 
     def forget(self) -> None:

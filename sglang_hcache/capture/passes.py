@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -13,11 +14,16 @@ from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_gather import KVGather
 
+_FEW_ROWS = 64
+
 
 class PassCapture:
     """Brings one forward pass at a time to ``tap``. All calls come from the serving thread.
 
     ``begin`` -> :meth:`on_layer`, as hooks call it -> ``end`` or ``abandon``.
+
+    K and V of a layer are taken when a later layer begins: a large pass goes on while they are on their way. Of a small
+    one all are taken at its end, in the fewest pieces.
 
     Args:
         methods: what each layer stores.
@@ -31,38 +37,50 @@ class PassCapture:
         self._tap = tap
         self._gather = gather
         self._replayed = replayed
-        self.hidden_layers = [layer for layer, method in enumerate(methods) if method is Method.HIDDEN]
-        self._hidden_runs = _runs(self.hidden_layers)
-        self._kv_runs = _runs([layer for layer, method in enumerate(methods) if method is Method.KV])
-        self._is_on = False
+        hidden_layers = [layer for layer, method in enumerate(methods) if method is Method.HIDDEN]
+        self._hidden_runs = _runs(hidden_layers)
+        self._num_hidden = len(hidden_layers)
+        self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
+        self._methods = tuple(methods)
+        self._kv_taken = 0
+        self._slots: torch.Tensor | None = None
 
-    def begin(self, tokens: torch.Tensor) -> None:
-        """A pass over ``tokens``, (rows,) int64, begins."""
-        self._is_on = True
+    def begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """A pass begins.
+
+        Args:
+            tokens: (rows,) int64.
+            slots: where it writes K and V, (rows,) int64.
+        """
+        self._slots, self._kv_taken = slots, 0
         self._tap.begin_pass(tokens)
 
     def on_layer(self, layer: int, hidden: torch.Tensor) -> None:
         """The input of a layer's attention, (rows, width). Outside of a pass nothing happens."""
-        if self._is_on:
+        if self._slots is None:
+            return
+        if _FEW_ROWS < len(self._slots) <= len(hidden):
+            self._take_kv(self._slots, layer)
+        if self._methods[layer] is Method.HIDDEN:
             self._tap.layer(layer, hidden)
 
-    def end(self, requests: Sequence[RequestRows], slots: torch.Tensor, *, is_replayed: bool) -> None:
+    def end(self, requests: Sequence[RequestRows], *, is_replayed: bool) -> None:
         """The pass succeeded.
 
         Args:
-            slots: where it has written K and V, (rows,) int64.
             is_replayed: it was recorded before: no hook of Python's ran.
         """
-        self._is_on = False
+        assert self._slots is not None
+        slots, self._slots = self._slots, None
         if is_replayed:
             self._take_replayed(len(slots))
-        if self._tap.layers_seen == len(self.hidden_layers):  # else it is dropped anyway
-            self._take_kv(slots[: self._tap.rows_wanted])
+        if self._tap.layers_seen == self._num_hidden + self._kv_taken:  # else it is dropped anyway
+            self._take_kv(slots, len(self._methods))
         self._tap.end_pass(requests)
 
     def abandon(self) -> None:
         """The pass failed."""
-        self._is_on = False
+        self._slots = None
         self._tap.abandon_pass()
 
     def _take_replayed(self, num_rows: int) -> None:
@@ -71,10 +89,13 @@ class PassCapture:
         for first, count in self._hidden_runs:
             self._tap.layers(first, count, HiddenSource(self._replayed.layers(first, count)))
 
-    def _take_kv(self, slots: torch.Tensor) -> None:
-        # At once, for the scheduler may free or move slots before the assembler comes to them.
-        for first, count in self._kv_runs if len(slots) else ():
-            self._tap.layers(first, count, KVSource(self._gather, first, slots))
+    def _take_kv(self, slots: torch.Tensor, before: int) -> None:
+        """K and V of the layers before ``before``, but for those that were taken: soon somebody else has the slots."""
+        wanted = slots[: self._tap.rows_wanted]
+        taken, self._kv_taken = self._kv_taken, bisect_left(self._kv_layers, before)
+        if len(wanted):
+            for first, count in _runs(self._kv_layers[taken : self._kv_taken]):
+                self._tap.layers(first, count, KVSource(self._gather, first, wanted))
 
 
 def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:

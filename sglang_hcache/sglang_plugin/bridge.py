@@ -82,7 +82,7 @@ class Bridge:
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
         if self._captures:
-            model.watch(self._passes.hidden_layers, self._passes.on_layer)
+            model.watch(range(len(model.attention)), self._passes.on_layer)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -128,27 +128,25 @@ class Bridge:
 
     # -- forward passes --------------------------------------------------------------------------
 
-    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor) -> bool:
+    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
         """A forward pass starts; False if nothing of it is captured (then do not end it either).
 
         Args:
             tokens: (rows,) int64.
+            slots: where it writes K and V, (rows,) int64.
         """
         is_wanted = any(rid in self._capturing for rid in rids)
         if is_wanted:
-            self._passes.begin(tokens)
+            self._passes.begin(tokens, slots)
         return is_wanted
 
-    def end_pass(
-        self, requests: Sequence[RequestRows], slots: torch.Tensor, seconds: float, *, is_replayed: bool
-    ) -> None:
+    def end_pass(self, requests: Sequence[RequestRows], seconds: float, *, is_replayed: bool) -> None:
         """The pass succeeded, in ``seconds``.
 
         Args:
-            slots: (rows,) int64.
             is_replayed: by a CUDA graph: no hook of Python's ran.
         """
-        self._passes.end(requests, slots, is_replayed=is_replayed)
+        self._passes.end(requests, is_replayed=is_replayed)
         if not self._is_cpu:
             return  # a GPU has only been asked; how long it takes nobody knows here
         if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:

@@ -108,17 +108,19 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     requests = batches.rows_of(forward_batch) if bridge is not None else None
     num_rows = sum(rows.count for rows in requests or ())
     rids = [rows.rid for rows in requests or ()]
-    if bridge is None or not requests or not bridge.begin_pass(rids, forward_batch.input_ids[:num_rows]):
+    if bridge is None or not requests:
+        return original(runner, forward_batch, *args, **kwargs)
+    rows = slice(0, num_rows)
+    if not bridge.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
         return original(runner, forward_batch, *args, **kwargs)
     try:
-        slots = forward_batch.out_cache_loc[:num_rows]
         began = time.monotonic()
         output = original(runner, forward_batch, *args, **kwargs)
         seconds = time.monotonic() - began
     except BaseException:
         bridge.abandon_pass()
         raise
-    bridge.end_pass(requests, slots, seconds, is_replayed=bool(output.can_run_graph))
+    bridge.end_pass(requests, seconds, is_replayed=bool(output.can_run_graph))
     return output
 
 

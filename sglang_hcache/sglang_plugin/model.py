@@ -115,11 +115,14 @@ class ServedModel:
         return Namespace(model=weights, layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on."""
+        """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known."""
         return [
-            module.register_forward_pre_hook(_pre_hook(module, layer, on_layer), with_kwargs=True)
+            module.register_forward_pre_hook(
+                _pre_hook(names.index(HIDDEN_STATES), layer, on_layer), with_kwargs=True
+            )
             for layer in layers
             for module in (self.attention[layer].module,)
+            if HIDDEN_STATES in (names := list(inspect.signature(module.forward).parameters))
         ]
 
 
@@ -180,10 +183,8 @@ def shape_of(model_config: Any) -> ModelShape:
 
 
 def _pre_hook(
-    module: nn.Module, index: int, on_layer: OnLayer
+    place: int, index: int, on_layer: OnLayer
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    place = list(inspect.signature(module.forward).parameters).index(HIDDEN_STATES)
-
     def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         on_layer(index, named[HIDDEN_STATES] if HIDDEN_STATES in named else inputs[place])
 

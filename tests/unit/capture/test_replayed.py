@@ -69,12 +69,12 @@ class DecodingServer(SaveParts):
         self.used += count
         given = torch.full((8,), -7)
         self.streams.put(MODEL, lambda: given[:count].copy_(tokens))
-        self.passes.begin(given[:count])
+        self.passes.begin(given[:count], slots)
         self.streams.put(MODEL, lambda: self.inputs[:count].copy_(given[:count]))
         self.streams.put(MODEL, lambda: self.slots[:count].copy_(slots))
         self.recorded[size]()
         rows = [RequestRows(rid, position, row, 1) for row, (rid, position, _) in enumerate(requests)]
-        self.passes.end(rows, slots, is_replayed=True)
+        self.passes.end(rows, is_replayed=True)
         self.streams.put(MODEL, lambda: given.fill_(-7))
 
     def _model(self, size: int, layers: int) -> None:

@@ -140,14 +140,14 @@ class _Passes:
     def __init__(self) -> None:
         self.begun: list[int] = []
 
-    def begin(self, tokens: torch.Tensor) -> None:
+    def begin(self, tokens: torch.Tensor, _slots: torch.Tensor) -> None:
         self.begun.append(len(tokens))
 
 
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     bridge, passes = object.__new__(Bridge), _Passes()
     bridge._capturing, bridge._passes = {"a"}, passes  # type: ignore[assignment]
-    assert bridge.begin_pass(["a"], torch.zeros(1))
-    assert bridge.begin_pass(["a", "b"], torch.zeros(70))
-    assert not bridge.begin_pass(["b"], torch.zeros(9))
+    assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
+    assert bridge.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
+    assert not bridge.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
     assert passes.begun == [1, 70]

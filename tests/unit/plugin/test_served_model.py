@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from sglang_hcache.device.attention import Attention
 from sglang_hcache.sglang_plugin.model import ServedModel
 
 
@@ -49,3 +50,26 @@ def test_weights_are_what_a_checkpoint_holds(name: str, counts: bool) -> None:
     with changed(tensors[name]):
         assert (model(module).weights() != before) == counts
     assert model(module).weights() == before == model(Layer()).weights()
+
+
+class Attends(nn.Module):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+class AttendsToX(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_layers_are_watched_where_their_input_is_known() -> None:
+    modules = [Attends(), AttendsToX(), Attends()]
+    attention = tuple(Attention(module, "attn", heads=1, kv_heads=1, head_dim=8) for module in modules)
+    seen: list[tuple[int, float]] = []
+    replace(model(Layer()), attention=attention).watch(
+        range(3), lambda layer, hidden: seen.append((layer, float(hidden)))
+    )
+    modules[0](torch.tensor(0), torch.tensor(1.0))
+    modules[1](torch.tensor(2.0))
+    modules[2](torch.tensor(0), hidden_states=torch.tensor(3.0))
+    assert seen == [(0, 1.0), (2, 3.0)]
