@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.precision import precision
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import ConfigError
 
@@ -88,7 +89,7 @@ def prepare_model(
         ConfigError: it cannot be read, or written.
     """
     if model_path is not None:
-        path = model_path.expanduser().absolute()
+        path = given_path("--model-path", model_path)
         return BenchModel.open(path, name=path.name)
     path = folder / "model"
     write_tiny_model(path, tiny, texts)

@@ -17,6 +17,7 @@ from sglang_hcache.cli.chat_client import ChatClient, Message
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -220,7 +221,7 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
             yield Path(folder)
         return
-    folder_kept = keep.expanduser().absolute()
+    folder_kept = given_path("--keep", keep)
     try:
         folder_kept.mkdir(parents=True, exist_ok=True)
     except OSError as error:

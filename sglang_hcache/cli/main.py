@@ -14,6 +14,7 @@ from rich.table import Table
 import sglang_hcache
 from sglang_hcache.cli import flags, metrics, plan, profile, store, top
 from sglang_hcache.cli.chat import command as chat
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import HCacheError
 
@@ -170,7 +171,7 @@ def _demo(
     from sglang_hcache.cli.demo import DemoSettings, run_demo
     from sglang_hcache.cli.demo_view import choose_view
 
-    folders = tuple(Path(part).expanduser().absolute() for part in dirs.split(",") if part.strip())
+    folders = tuple(given_path("--dirs", part.strip()) for part in dirs.split(",") if part.strip())
     if with_page:
         from sglang_hcache.cli.demo_chat import run_chat_demo
 

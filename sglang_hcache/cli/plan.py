@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -191,12 +192,12 @@ def _shape(model: str, dtype: str) -> ModelShape:
     if model in NAMED_SHAPES:
         shape = NAMED_SHAPES[model]
         return shape.with_dtype(dtype) if dtype else shape
-    path = Path(model).expanduser()
+    path = given_path("MODEL", model)
     if not path.exists():
         raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {_names()}")
     file = path / "config.json" if path.is_dir() else path
     try:
-        return ModelShape.from_config(_read_object(file), path.absolute().name, dtype or None)
+        return ModelShape.from_config(_read_object(file), path.name, dtype or None)
     except OSError as error:
         raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
     except ValueError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of, profile_dir
 from sglang_hcache.core.errors import ConfigError
 
@@ -96,7 +97,7 @@ def profile(
         raise ConfigError(f"--model-path: {model_path} does not exist")
     settings, rest = server_settings(arguments or [], seconds)
     config = HCacheConfig.from_settings(settings)
-    target = profile_dir() if out is None else out.expanduser().absolute()
+    target = profile_dir() if out is None else given_path("--out", out)
     _check_target(target, is_folder=out is None)
     command = ["--model-path", model_path, "--max-total-tokens", str(_POOL_TOKENS), *rest]
     measured = measure(command, settings, shows_progress=not as_json)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_size
 
@@ -221,7 +222,7 @@ def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...
         raise ConfigError("name the store: either its directories (DIR) or its file with --config FILE")
     if config is None:
         parts = [part.strip() for text in dirs or [] for part in text.split(",") if part.strip()]
-        places = tuple(Path(part).expanduser().absolute() for part in parts)
+        places = tuple(given_path("DIR", part) for part in parts)
         if len(set(places)) < len(places):
             raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")
         return places

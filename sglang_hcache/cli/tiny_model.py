@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.core_model_loading import revert_weight_conversion
 
+from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError
 
 
@@ -135,7 +136,7 @@ def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | 
     Raises:
         ConfigError: ``path`` holds something already, or cannot be written.
     """
-    path = Path(path).expanduser().absolute()
+    path = given_path("FOLDER", path)
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} exists already; name a new or an empty folder")

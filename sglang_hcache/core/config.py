@@ -25,6 +25,7 @@ from pydantic import (
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.core.paths import whole_path
 from sglang_hcache.core.units import format_bytes, parse_size
 
 
@@ -123,12 +124,12 @@ class HCacheConfig(BaseModel):
             value = [part.strip() for part in value.split(",")]
         if not isinstance(value, list | tuple) or not all(isinstance(part, str | Path) for part in value):
             raise ValueError("write directories separated by commas, or a list of them")
-        return tuple(_whole_path(part) for part in value if part)
+        return tuple(whole_path(part) for part in value if part)
 
     @field_validator("profile", "save_profile")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else _whole_path(value)
+        return None if value is None else whole_path(value)
 
     @field_validator("dirs")
     @classmethod
@@ -216,13 +217,6 @@ def flag_help(field: str) -> str:
             f"{text} E.g. 8GB or 512MiB; default: {'no limit' if default is None else format_bytes(default)}."
         )
     return text
-
-
-def _whole_path(path: str | Path) -> Path:
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError:
-        raise ValueError("nobody knows this home directory; write the path from / on") from None
 
 
 def _explain(error: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.paths import whole_path
 
 
 def read_settings(path: Path, flag: str) -> dict[str, Any]:
@@ -20,9 +21,9 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        settings = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
-        # ValueError: no UTF-8, or a date such as 2026-02-30; RuntimeError: nobody's home directory.
+        settings = yaml.safe_load(whole_path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, a date such as 2026-02-30, or nobody's home directory.
         raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error}") from None
     if settings is None:
         return {}
