@@ -68,7 +68,15 @@ def install_cpu_fixes(device: str) -> None:
 
 def _apply(targets: Mapping[str, tuple[Callable[..., Any], HookType]]) -> None:
     for target, (hook, kind) in targets.items():
+        registered = HookRegistry._hooks[target]
+        if any(other is hook for _, other, _ in registered):
+            continue
         HookRegistry.register(target, hook, kind)
+        if target in HookRegistry._patched:
+            # Another plugin hooked it when it was loaded, and SGLang would silently skip it now.
+            if kind is HookType.REPLACE:
+                logger.warning("hcache: hooks of other plugins on %s are without effect", target)
+            HookRegistry._apply_target(target, registered[-1:])
     HookRegistry.apply_hooks()
     absent = sorted(target for target in targets if target not in HookRegistry._patched)
     if absent:

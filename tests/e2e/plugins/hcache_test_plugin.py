@@ -17,6 +17,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
   ends before the switch is off; then it is really done, however late.
 
 Restores get at least ``_PATIENCE_S`` before they are abandoned, for the machine may be busy with something else.
+It also hooks ``ModelRunner.forward`` and a method of weight updates when it is loaded, as plugins for timings do.
 At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
 """
@@ -32,6 +33,7 @@ _SLOW_S = 0.15
 _PATIENCE_S = 30.0
 _RETRY_S = 1.0
 _LET_GO_S = 0.05
+_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register():
@@ -45,6 +47,11 @@ def register():
     HookRegistry.register(
         "sglang.srt.managers.scheduler.publish", lambda *_, **__: _look_and_patch(switches), HookType.AFTER
     )
+
+    for name in ("model_executor.model_runner.ModelRunner.forward", f"{_UPDATER}.update_weights_from_disk"):
+        HookRegistry.register(
+            f"sglang.srt.{name}", lambda original, *a, **k: original(*a, **k), HookType.AROUND
+        )
 
 
 def _look_and_patch(switches):
