@@ -28,10 +28,8 @@ class TorchGather:
 
     def __call__(self, into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
         for layer, rows in enumerate(into, start=first):
-            key, value = self._pool.read(layer, slots)
-            half = rows.shape[1] // 2
-            rows[:, :half].copy_(key.flatten(1))
-            rows[:, half:].copy_(value.flatten(1))
+            for buffer, part in zip(self._pool.buffers(layer), rows.chunk(2, dim=1), strict=True):
+                torch.index_select(buffer.flatten(1), 0, slots, out=part)
 
 
 def load_gather(pool: KVPool, num_layers: int, *, is_cpu: bool) -> KVGather:

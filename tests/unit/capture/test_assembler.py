@@ -233,9 +233,9 @@ def test_k_and_v_are_stored_side_by_side() -> None:
     half = WIDTHS[0] // 2
 
     class Pool:
-        def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             assert layer == 0
-            return written[slots, None, :half], written[slots, None, half:]
+            return written[:, None, :half], written[:, None, half:]
 
     path.tap.begin_pass(torch.tensor(tokens))
     assert path.tap.rows_wanted == CHUNK_TOKENS

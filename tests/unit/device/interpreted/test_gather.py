@@ -21,10 +21,6 @@ class Pool:
     def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.memory[0, layer], self.memory[1, layer]
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self.buffers(layer)
-        return key[slots], value[slots]
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (1, 80), (40, 128)])
