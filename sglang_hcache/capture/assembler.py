@@ -163,14 +163,16 @@ class Assembler:
         self._open[event.rid] = request
         tail = event.prefix[len(keys) * CHUNK_TOKENS :]
         if tail:
-            self._copy_beginning(request, tail)
+            chunk.tokens = tail
+            chunk.slot = self.beginnings.adopt(chunk.parent, tail)
+            if chunk.slot is None:
+                self._copy_beginning(request, tail)
         if request.complete:
             self.beginnings.add(chunk)
 
     def _copy_beginning(self, request: _OpenRequest, tail: array[int]) -> None:
         """The rows of ``tail``, on the device already, into the request's first chunk."""
         chunk = request.chunk
-        chunk.tokens = tail
         with self.beginnings.rows_of(chunk.parent, tail) as source:
             if source is None:
                 self._drop_chunk(request, "capture.chunks_dropped_beginning_gone")

@@ -79,6 +79,16 @@ class Beginnings:
             if slot is not None:
                 self._host.unpin(chunk.key, slot)
 
+    def adopt(self, parent: ChunkKey, tokens: array[int]) -> int | None:
+        """The slot of an unfinished chunk that has the rows of ``tokens`` and no others: the caller's from now on."""
+        with self._lock:
+            chunk = self._find(parent, tokens)
+            if chunk is None or chunk not in self._unfinished or len(chunk.tokens) > len(tokens):
+                return None
+            slot, chunk.slot = chunk.slot, None
+            self._forget(chunk)
+            return slot
+
     def _find(self, parent: ChunkKey, tokens: array[int]) -> ChunkInMaking | None:
         for chunk in reversed(self._by_parent.get(parent, ())):
             is_here = chunk.slot is not None if chunk.key is None else chunk.key in self._host

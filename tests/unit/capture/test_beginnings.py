@@ -52,6 +52,31 @@ def test_behind_what_an_ended_request_left_unfinished(path: SavePath) -> None:
     assert path.counters[GONE] == 0
 
 
+def test_a_request_that_goes_on_where_another_ended_takes_its_chunk_over(path: SavePath) -> None:
+    tokens = list(range(120))
+
+    def open_slots() -> int:
+        return path.tiers.host.num_slots - sum(path.tiers.host.counts())
+
+    run(path, "first turn", tokens[:100])
+    assert open_slots() == 1
+    path.begin("second turn", tokens[:100])
+    path.settle()
+    assert open_slots() == 1
+    assert covers(path, tokens[:100]), "for others too"
+    path.begin("again", tokens[:90])
+    path.settle()
+    assert open_slots() == 2, "the second turn goes on with the rest"
+    path.forward([("second turn", 100, tokens[100:])])
+    path.forward([("again", 90, [7] * 38)])
+    path.end(None)
+    path.settle()
+    assert path.sealed([*tokens[:90], *[7] * 38]) == [True, True]
+    run(path, "third turn", [*tokens, *[8] * 8], prefix=120)
+    assert path.sealed([*tokens, *[8] * 8]) == [True, True]
+    assert path.counters[GONE] == 0
+
+
 def test_inside_of_a_filled_chunk(path: SavePath) -> None:
     system, one, two = [1] * 100, [2] * 100, [3] * 100
     run(path, "a", [*system, *one])
@@ -143,7 +168,7 @@ def test_the_only_unfinished_chunk_may_become_its_own_copy() -> None:
     for name in range(2, 9):
         path.begin(str(name), [])
     path.forward([(str(name), 0, [name] * 10) for name in range(2, 9)])
-    run(path, "b", [1] * 64, prefix=10)
+    run(path, "b", [1] * 64, prefix=9)
     assert path.sealed([1] * 64) == [True]
     path.finish()
 
