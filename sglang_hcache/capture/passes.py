@@ -37,9 +37,7 @@ class PassCapture:
         self._tap = tap
         self._gather = gather
         self._replayed = replayed
-        hidden_layers = [layer for layer, method in enumerate(methods) if method is Method.HIDDEN]
-        self._hidden_runs = _runs(hidden_layers)
-        self._num_hidden = len(hidden_layers)
+        self._hidden_runs = _runs([layer for layer, method in enumerate(methods) if method is Method.HIDDEN])
         self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
         self._methods = tuple(methods)
         self._kv_taken = 0
@@ -74,7 +72,8 @@ class PassCapture:
         slots, self._slots = self._slots, None
         if is_replayed:
             self._take_replayed(len(slots))
-        if self._tap.layers_seen == self._num_hidden + self._kv_taken:  # else it is dropped anyway
+        kv_left = len(self._kv_layers) - self._kv_taken
+        if self._tap.layers_seen + kv_left == len(self._methods):  # else it is dropped anyway
             self._take_kv(slots, len(self._methods))
         self._tap.end_pass(requests)
 

@@ -114,11 +114,10 @@ def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
     requests = batches.rows_of(forward_batch) if bridge is not None else None
-    num_rows = sum(rows.count for rows in requests or ())
-    rids = [rows.rid for rows in requests or ()]
     if bridge is None or not requests:
         return original(runner, forward_batch, *args, **kwargs)
-    rows = slice(0, num_rows)
+    rids = [request.rid for request in requests]
+    rows = slice(0, sum(request.count for request in requests))
     if not bridge.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
         return original(runner, forward_batch, *args, **kwargs)
     try:

@@ -116,14 +116,14 @@ class ServedModel:
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
         """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known."""
-        return [
-            module.register_forward_pre_hook(
-                _pre_hook(names.index(HIDDEN_STATES), layer, on_layer), with_kwargs=True
-            )
-            for layer in layers
-            for module in (self.attention[layer].module,)
-            if HIDDEN_STATES in (names := list(inspect.signature(module.forward).parameters))
-        ]
+        handles = []
+        for layer in layers:
+            module = self.attention[layer].module
+            names = list(inspect.signature(module.forward).parameters)
+            if HIDDEN_STATES in names:
+                hook = _pre_hook(names.index(HIDDEN_STATES), layer, on_layer)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return handles
 
 
 def attention_cores(module: nn.Module) -> dict[str, Any]:
