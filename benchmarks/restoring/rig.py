@@ -345,7 +345,7 @@ def filled_tiers(
         layer[: count * CHUNK_TOKENS].contiguous().cpu().view(torch.uint8).reshape(count, -1).numpy()
         for layer in rows
     ]
-    slots = 1 if disk is not None else count
+    slots = 0 if disk is not None else count  # without slots nothing is promoted
     host = HostTier(host_buffer(slots * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
     tiers = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=RUN_CHUNKS)
     for first in range(0, count, RUN_CHUNKS):

@@ -82,6 +82,7 @@ COUNTERS = (
         {
             "host.chunks_sealed": "sealed", "host.duplicate_chunks": "duplicate",
             "host.chunks_evicted": "evicted_host", "demote.chunks_written": "demoted",
+            "host.chunks_promoted": "promoted",
             "store.chunks_read": "read", "store.chunks_evicted": "evicted_disk",
             "store.chunks_quarantined": "quarantined",
         },

@@ -109,7 +109,8 @@ class Launcher:
             layers, deadline_s = decision.layers, min(deadline_s, decision.deadline_s(backlog_s))
         beside = self._device.beside
         fence = None if beside is None else beside.stage.fence()
-        job = RestoreJob(self._lease(keys), len(match), slots, deadline_s, layers, fence)
+        is_whole = len(layers) == self._tiers.layout.num_layers
+        job = RestoreJob(self._lease(keys, promote=is_whole), len(match), slots, deadline_s, layers, fence)
         recomputation = None
         if decision is not None and decision.num_recompute:
             self._observer.count("restore.layers_recomputed", decision.num_recompute)
@@ -122,12 +123,12 @@ class Launcher:
             )
         return Restore(job, match.slots, match.node, ticket, decision, recomputation)
 
-    def _lease(self, keys: Sequence[ChunkKey]) -> tuple[ChunkLease, ...]:
+    def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
         step = self._block_chunks
         with ExitStack() as holds:
             leases = [
-                holds.enter_context(self._tiers.lease(keys[first : first + step]))
+                holds.enter_context(self._tiers.lease(keys[first : first + step], promote=promote))
                 for first in range(0, len(keys), step)
             ]
             holds.pop_all()

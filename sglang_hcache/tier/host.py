@@ -3,7 +3,8 @@
 Life of a slot::
 
     free -- reserve() --> open -- seal() --> dirty -- mark_clean() --> clean -- (evicted by reserve()) --> open
-                            \\-- release() --> free
+                            |\\-- publish() --------------------------^
+                            \\--- release() --> free
 
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
 there is no disk tier.
@@ -38,7 +39,6 @@ _SHARE_EVICTED_AT_ONCE = 64
 
 @dataclass(slots=True)
 class _Entry:
-    info: ChunkInfo
     slot: int
     pins: int = 0
     is_reused: bool = False
@@ -74,7 +74,9 @@ class HostTier:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._dirty: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()
+        self.generation = 0
+        """How often everything was forgotten."""
 
     # -- filling ---------------------------------------------------------------------------------
 
@@ -100,15 +102,39 @@ class HostTier:
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
         with self._lock:
-            if info.key in self._entries:
-                heapq.heappush(self._free, slot)
-                self._touch(info.key)
-                self._entries[info.key].is_reused = True
+            if not self._enter(slot, info.key):
                 return False
-            self._entries[info.key] = _Entry(info, slot)
-            is_dirty = self._keep_dirty and not on_disk
-            (self._dirty if is_dirty else self._clean)[info.key] = None
+            if self._keep_dirty and not on_disk:
+                self._dirty[info.key] = info
+            else:
+                self._clean[info.key] = None
             return True
+
+    def publish(self, slot: int, key: ChunkKey, generation: int) -> bool:
+        """Publish an open slot as the chunk ``key``, which is on disk; False (and the slot is freed) if it may not.
+
+        Args:
+            generation: that its bytes belong to: what came before everything was forgotten stays forgotten.
+        """
+        with self._lock:
+            if generation != self.generation:
+                heapq.heappush(self._free, slot)
+                return False
+            if not self._enter(slot, key):
+                return False
+            self._clean[key] = None
+            return True
+
+    def _enter(self, slot: int, key: ChunkKey) -> bool:
+        """Name an open slot, or free it if the chunk is here already."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = _Entry(slot)
+            return True
+        heapq.heappush(self._free, slot)
+        entry.is_reused = True
+        self._touch(key)
+        return False
 
     # -- finding and reading ---------------------------------------------------------------------
 
@@ -171,12 +197,12 @@ class HostTier:
     def dirty_info(self, key: ChunkKey) -> ChunkInfo | None:
         """Identity of a chunk that still has to be written, else None."""
         with self._lock:
-            return self._entries[key].info if key in self._dirty else None
+            return self._dirty.get(key)
 
     def oldest_dirty(self, count: int) -> list[ChunkInfo]:
         """Up to ``count`` chunks that still have to be written, least recently used first."""
         with self._lock:
-            return [self._entries[key].info for key, _ in zip(self._dirty, range(count), strict=False)]
+            return list(itertools.islice(self._dirty.values(), count))
 
     def mark_clean(self, key: ChunkKey, slot: int) -> None:
         """The chunk in ``slot``, still pinned, is on disk now, or never will be: it may be evicted.
@@ -199,6 +225,7 @@ class HostTier:
             self._entries.clear()
             self._clean.clear()
             self._dirty.clear()
+            self.generation += 1
 
     # -- numbers ---------------------------------------------------------------------------------
 

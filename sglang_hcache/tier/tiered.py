@@ -25,6 +25,7 @@ from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.demoter import ChunkSource, Demoter
 from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.promotion import Promoter, Promotion
 
 HOST, DISK = "host", "disk"
 
@@ -40,6 +41,8 @@ class _Part:
     count: int
     held: tuple[int, ...] | ReadLease
     """Host slots, or a lease of the disk tier."""
+    promotion: Promotion | None = None
+    """Of those of the disk."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class TieredStore:
         self.disk = disk
         self.layout: StateLayout = host.layout
         self._observer = observer
+        self._promoter = Promoter(host, observer)
         self._demoter: Demoter | None = None
         if disk is not None:
             write_through = write_policy is WritePolicy.WRITE_THROUGH
@@ -159,8 +163,12 @@ class TieredStore:
         if self.disk is not None:
             self.disk.touch(keys)
 
-    def lease(self, keys: Sequence[ChunkKey]) -> ChunkLease:
+    def lease(self, keys: Sequence[ChunkKey], *, promote: bool = False) -> ChunkLease:
         """Hold ``keys`` where they are.
+
+        Args:
+            promote: every layer of them will be read, once, for a request: what comes from the disk again and again
+                may come to host memory on the way.
 
         Raises:
             TierMissError: one of them is gone; nothing is held then.
@@ -169,12 +177,20 @@ class TieredStore:
             slots = [self._pin(key, holds) for key in keys]
             parts = []
             for first, stop in _groups([slot is None for slot in slots]):
-                held: tuple[int, ...] | ReadLease = tuple(s for s in slots[first:stop] if s is not None)
-                if not held:
-                    held = holds.enter_context(self._visible_disk(keys[first]).lease(tuple(keys[first:stop])))
-                parts.append(_Part(first, stop - first, held))
+                on_host = tuple(slot for slot in slots[first:stop] if slot is not None)
+                if on_host:
+                    parts.append(_Part(first, stop - first, on_host))
+                else:
+                    parts.append(self._disk_part(first, tuple(keys[first:stop]), holds, promote))
             sources = tuple(DISK if slot is None else HOST for slot in slots)
             return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all(), _pieces(slots))
+
+    def _disk_part(self, first: int, keys: tuple[ChunkKey, ...], holds: ExitStack, promote: bool) -> _Part:
+        held = holds.enter_context(self._visible_disk(keys[0]).lease(keys))
+        promotion = self._promoter.begin(keys) if promote else None
+        if promotion is not None:
+            holds.callback(promotion.close)
+        return _Part(first, len(keys), held, promotion)
 
     def _pin(self, key: ChunkKey, holds: ExitStack) -> int | None:
         slot = self.host.pin(key)
@@ -208,6 +224,8 @@ class TieredStore:
             else:
                 assert self.disk is not None
                 self.disk.read_layers(part.held, targets)
+                if part.promotion is not None:
+                    part.promotion.take(targets, part.count)
 
     def _part_of(self, out: npt.NDArray[np.uint8], part: _Part, layer: int) -> npt.NDArray[np.uint8]:
         size = self.layout.chunk_layer_bytes[layer]

@@ -56,6 +56,13 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
         assert chat(server) > 256
+        server.flush_device()
+        check_restored(server, stopped, first)
+        server.flush_device()
+        promoted = server.ask(stopped)  # what is restored from the disk twice is in host memory then
+        assert (promoted.disk, promoted.host, promoted.device) == (0, 896, 0)
+        assert largest_difference(promoted, first) <= TOLERANCE
+        assert server.counter("host.chunks_promoted") == 14
         server.ask(evicted)
         server.to_tiers()
         server.settle()
