@@ -111,9 +111,14 @@ class RestoreGate:
             num_blocks=-(-count // self._block_tokens),
             max_recompute=self._max_recompute,
         )
-        recomputed = (Method.RECOMPUTE,) * times.num_recompute
-        order = spread_order(recomputed + self._stored[times.num_recompute :], costs)
         unknown = self._unknown & parts.keys()
+        projected = self._stored[times.num_recompute :]
+        order = spread_order((Method.RECOMPUTE,) * times.num_recompute + projected, costs)
+        work_s = {
+            _PREFILL: times.num_recompute * costs.compute_recompute_s,
+            _COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
+            + projected.count(Method.KV) * costs.compute_kv_s,
+        }
         slowest = max(
             unknown or parts,
             key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
@@ -123,7 +128,9 @@ class RestoreGate:
             restore_s=times.total_s + _OVERHEAD_S,
             recompute_s=len(self._stored) * costs.compute_recompute_s,
             io_s=times.io_s,
-            bottleneck=slowest if unknown or times.io_s >= times.compute_s else _COMPUTE,
+            bottleneck=slowest
+            if unknown or times.io_s >= times.compute_s
+            else max(work_s, key=work_s.__getitem__),
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
         )
 
@@ -140,12 +147,19 @@ class RestoreGate:
         )  # fmt: skip
         return pays
 
-    def restored(self, decision: Decision, seconds: float) -> None:
-        """A restore of which ``decision`` was made took ``seconds``."""
+    def restored(self, decision: Decision, seconds: float, recomputing_s: float | None = None) -> None:
+        """A restore of which ``decision`` was made took ``seconds``.
+
+        Args:
+            recomputing_s: what recomputing its first layers took; None: there were none, or it was stopped before.
+        """
+        if recomputing_s is not None:
+            predicted_s = decision.num_recompute / len(self._stored) * decision.recompute_s
+            self._learn(_PREFILL, recomputing_s / predicted_s)
         if decision.bottleneck in self._unknown:
             self._unknown.remove(decision.bottleneck)
             self._drift[decision.bottleneck] *= max(1.0, seconds / decision.io_s)
-        else:
+        elif decision.bottleneck != _PREFILL or recomputing_s is None:
             self._learn(decision.bottleneck, seconds / decision.restore_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:

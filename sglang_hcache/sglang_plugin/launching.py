@@ -88,7 +88,13 @@ class Launcher:
             # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
             is_late = isinstance(restore.job.error, RestoreTimeoutError)
             if restore.is_complete or (is_late and restore.seconds > restore.decision.restore_s):
-                self._gate.restored(restore.decision, restore.seconds)
+                recomputation = restore.recomputation
+                timed = recomputation is not None and recomputation.is_complete
+                self._gate.restored(
+                    restore.decision,
+                    restore.seconds,
+                    recomputation.seconds if recomputation and timed else None,
+                )
 
     def prepare(
         self,

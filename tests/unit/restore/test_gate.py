@@ -173,3 +173,27 @@ def test_a_deadline_leaves_time_for_those_before() -> None:
     decision = decide(gate(), 102_400, 0)
     assert decision.deadline_s(0.5) == pytest.approx(0.5 + 1.5 * decision.recompute_s)
     assert decide(gate(), 64, 0).deadline_s(0.0) == 0.25
+
+
+def test_layers_that_take_longer_to_recompute_are_fewer() -> None:
+    """Blamed on projecting, more would be recomputed, and then more again."""
+    some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(8e-6))
+    layer_s, read_s = 1.6 * 1024 * 8e-6, 1024 * 8e-6
+
+    def takes(recomputed: int) -> float:
+        return 0.002 + max(recomputed * layer_s, (LAYERS - recomputed) * read_s)
+
+    assert takes(decide(some, 0, 1024).num_recompute) > 1.15 * min(map(takes, range(LAYERS)))
+    for _ in range(60):
+        found = decide(some, 0, 1024)
+        some.restored(found, takes(found.num_recompute), found.num_recompute * layer_s)
+    assert takes(found.num_recompute) <= 1.15 * min(map(takes, range(LAYERS)))
+    assert found.recompute_s == pytest.approx(LAYERS * layer_s, rel=0.05)
+
+
+def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
+    some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(6e-6, 5e-4))
+    before = decide(some, 0, 1024)
+    assert before.bottleneck == "recomputing"
+    some.restored(before, 2 * before.restore_s)
+    assert decide(some, 0, 1024).recompute_s > 1.1 * before.recompute_s
