@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import httpx
 import typer
 
 from sglang_hcache.core.config import API_KEY_VARIABLE
 
-ServerUrl = Annotated[str, typer.Option(help="The SGLang server.")]
+
+def _address(given: str) -> str:
+    """Base address of a server; ``http://`` may be left out.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    address = given if "://" in given else f"http://{given}"
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        raise typer.BadParameter(f"{given!r} is no address: {error}") from None
+    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
+        raise typer.BadParameter(f"{given!r} is no address; one looks like http://127.0.0.1:30000")
+    return address
+
+
+ServerUrl = Annotated[str, typer.Option(help="The SGLang server.", callback=_address)]
 ApiKey = Annotated[
     str | None,
     typer.Option(

@@ -112,15 +112,12 @@ def collected(change: Change) -> Report:
     evicted = counts.get("store.segments_evicted", 0)
     data = {
         **_sizes(change),
-        "torn_bytes": counts.get("store.torn_bytes_reclaimed", 0),
         "removed_files": max(0, before.segment_files - after.segment_files),
         "runs_forgotten": counts.get("store.runs_lost", 0),
         "segments_evicted": evicted,
         "chunks_evicted": counts.get("store.chunks_evicted", 0),
     }
     details = []
-    if data["torn_bytes"]:
-        details.append(f"a torn write of {format_bytes(data['torn_bytes'])}")
     if data["removed_files"]:
         details.append(f"{counted(data['removed_files'], 'segment file')} removed")
     if data["runs_forgotten"]:

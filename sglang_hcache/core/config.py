@@ -261,7 +261,8 @@ def environment_with(
     """
     environment = {**defaults, **os.environ}
     for name, value in changes.items():
-        old = environment.get(name)
-        prepend = name.endswith("_PATH") and old and value not in old.split(os.pathsep)
-        environment[name] = f"{value}{os.pathsep}{old}" if prepend else value
+        if name.endswith("_PATH"):
+            others = environment.get(name, "").split(os.pathsep)
+            value = os.pathsep.join([value, *(other for other in others if other not in ("", value))])
+        environment[name] = value
     return environment

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from sglang_hcache.core.errors import (
-    CorruptExtentError,
     StoreError,
     StoreFormatError,
     StoreFullError,
@@ -21,8 +19,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.geometry import BLOCK, ShapeTable
-from sglang_hcache.store.format.record import parse_header
+from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, Recency, RunRow
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
@@ -82,8 +79,6 @@ def recover(
     orphans = contents.quarantined.keys() - {row.number for row in contents.runs}
     _try_delete(ledger, [*unusable, *orphans])
     observer.count("store.runs_recovered", len(contents.runs) + len(contents.bad_rows) - len(unusable))
-    if not found.is_partial:
-        _count_torn(volumes, files, census.segments, observer)
     kept, leftovers = census.strays(is_partial=found.is_partial)
     mentioned = [row.segment for row in contents.runs]
     highest = max([*files.numbers(), *mentioned, *contents.recency, identity.first_segment - 1])
@@ -256,29 +251,3 @@ def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
             ledger.delete_runs(batch)
     except StoreError as error:
         _log.warning("hcache: could not tidy the index: %s", error)
-
-
-def _count_torn(
-    volumes: Sequence[Volume], files: Files, segments: Mapping[int, Segment], observer: Observer
-) -> None:
-    """Report what a crash left behind the last run of the newest segment: written, but in no index."""
-    newest = max(files.numbers(), default=None)
-    if newest is None:
-        return
-    torn = 0
-    for volume, sizes in zip(volumes, files.sizes, strict=True):
-        if sizes is None or newest not in sizes:
-            continue
-        used = segments[newest].used[volume.stripe] if newest in segments else 0
-        try:
-            fd = os.open(volume.directory.segment_path(newest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            torn += parse_header(os.pread(fd, BLOCK, used)).part_bytes
-        except (CorruptExtentError, OSError):
-            continue
-        finally:
-            os.close(fd)
-    if torn:
-        observer.count("store.torn_bytes_reclaimed", torn)

@@ -58,9 +58,8 @@ def chat(
     Conversations live in this process: they outlast a reload of the page, not this command. Nothing is written to disk.
     Needs the extra `chat`: `pip install "sglang-hcache[chat]"`. Ctrl-C ends it.
     """
-    address = url if "://" in url else f"http://{url}"
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
-    serve_page(address, api_key=api_key, host=host, port=port, options=options, opens_browser=opens_browser)
+    serve_page(url, api_key=api_key, host=host, port=port, options=options, opens_browser=opens_browser)
 
 
 def serve_page(

@@ -203,8 +203,6 @@ class ChatServer:
             return UnreachableError(f"{self.url} cannot be reached.")
         if isinstance(error, httpx.TimeoutException):
             return SilentError(f"{self.url} did not answer in time.")
-        if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
-            return ChatError(f"{self.url} is not an address: {error}")
         return ChatError(f"The connection to {self.url} broke.")
 
 

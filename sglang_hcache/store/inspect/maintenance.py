@@ -82,6 +82,7 @@ def config_of(identity: StoreIdentity, dirs: Sequence[Path]) -> StoreConfig:
         size_bytes=identity.size_bytes,
         free_floor_bytes=identity.free_floor_bytes,
         segment_bytes=identity.segment_bytes,
+        io_engine="posix",  # not worth comparing engines
     )
 
 

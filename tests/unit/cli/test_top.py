@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from sglang_hcache.cli.main import app
 from sglang_hcache.cli.top import Sample, render
 
 
@@ -67,3 +70,12 @@ def test_without_a_disk_tier() -> None:
     found = shown(Sample(0.0, state() | {"disk": None}), None)
     assert "no disk tier" in " ".join(found["host"])
     assert "disk" not in found
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("chat",)])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:99999", "ftp://here", "", "http://"])
+def test_what_is_no_address_is_refused(command: tuple[str, ...], url: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--url", url], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'--url'" in result.output
+    assert "no address" in result.output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.config import HCacheConfig, environment_with
 from sglang_hcache.core.errors import ConfigError
 
 
@@ -91,3 +91,14 @@ def test_all_wrong_settings_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         HCacheConfig.from_settings({"host_size": "x", "disk_size": "y"})
     assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", "/stub"), ("/lib", "/stub:/lib"), ("/stub:/lib", "/stub:/lib"), ("/lib:/stub", "/stub:/lib")],
+)
+def test_a_path_comes_first_and_others_stay(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", before)
+    assert environment_with({"LD_LIBRARY_PATH": "/stub"})["LD_LIBRARY_PATH"] == after
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert environment_with({"LD_LIBRARY_PATH": "/stub"})["LD_LIBRARY_PATH"] == "/stub"

@@ -33,7 +33,7 @@ NOT_EXPORTED = {
     "capture.requests_out_of_order", "capture.chunks_dropped_beginning_gone",
     "demote.requests_dropped", "demote.runs_failed",
     "store.chunks_written",  # demoted
-    "store.runs_recovered", "store.torn_bytes_reclaimed",
+    "store.runs_recovered",
 }  # fmt: skip
 """Events for people who look into ``/server_info`` only."""
 

@@ -85,7 +85,6 @@ def test_when_the_directory_is_back_everything_is_served_again(
     kill(store)
     assert served(open_store(config), [*old, *new, *newer]) == 12
     assert counters["store.runs_lost"] == 0
-    assert counters["store.torn_bytes_reclaimed"] == 0
 
 
 @pytest.mark.parametrize("end", [DiskStore.close, kill])
