@@ -129,7 +129,7 @@ class TokenWise:
             both,
             rig.restorer,
             Counters(),
-            lambda _job: self._over.set(),
+            self._over.set,
             BLOCK_CHUNKS,  # type: ignore[arg-type]
         )
         self._pipeline = _TokenPipeline(both, rig.restorer, self._engine._readers, BLOCK_CHUNKS)  # type: ignore[arg-type]

@@ -96,9 +96,7 @@ class Restores:
                 host.layer_of(slot, layer)[:] = of_layer[tokens].cpu().view(torch.uint8).reshape(-1).numpy()
             self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self._over = threading.Event()
-        self._engine = RestoreEngine(
-            self._tiers, restorer, Counters(), lambda _job: self._over.set(), BLOCK_CHUNKS, memory
-        )
+        self._engine = RestoreEngine(self._tiers, restorer, Counters(), self._over.set, BLOCK_CHUNKS, memory)
 
     def run(self, slots: torch.Tensor) -> float:
         """Seconds of bringing all chunks into ``slots``."""

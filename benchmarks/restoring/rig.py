@@ -259,9 +259,7 @@ class Variant:
         self.error = 0.0
         """Of the last restore that was checked."""
         self.tiers = self._filled(disk)
-        self.engine = RestoreEngine(
-            self.tiers, rig.restorer, Counters(), lambda _job: self._over.set(), BLOCK_CHUNKS
-        )
+        self.engine = RestoreEngine(self.tiers, rig.restorer, Counters(), self._over.set, BLOCK_CHUNKS)
         self.launcher = Launcher(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
 
     def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:

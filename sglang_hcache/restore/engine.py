@@ -18,7 +18,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.device.memory import HostMemory, host_buffer
-from sglang_hcache.restore.job import OnOver, RestoreJob, RestoreState
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import NUM_READERS, LayerPipeline
 from sglang_hcache.tier.tiered import TieredStore
@@ -42,7 +42,7 @@ class RestoreEngine:
         tiers: TieredStore,
         restorer: LayerRestorer,
         observer: Observer,
-        on_over: OnOver,
+        on_over: Callable[[], None],
         block_chunks: int,
         memory: HostMemory = host_buffer,
     ) -> None:
@@ -74,7 +74,7 @@ class RestoreEngine:
                 if self._stopping.is_set():
                     job.cancel()
                 self._run_job(job)
-                self._on_over(job)
+                self._on_over()
 
     def _run_job(self, job: RestoreJob) -> None:
         job.started = time.monotonic()

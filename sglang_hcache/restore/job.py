@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from enum import Enum
@@ -112,7 +111,3 @@ class RestoreJob:
         wait((read, self._cancelled), self.remaining_s(), FIRST_COMPLETED)
         self.remaining_s()  # or an error
         read.result()
-
-
-OnOver = Callable[[RestoreJob], None]
-"""Called on the engine's thread when a job is over."""

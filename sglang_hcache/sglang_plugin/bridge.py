@@ -30,6 +30,7 @@ from sglang_hcache.sglang_plugin.metrics import TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
+from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,13 @@ class Bridge:
         replayed = None if beside is None else beside.replayed
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
         self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
-        self.restores = RestoreCoordinator(device, tiers, config, counters, budget.block_chunks, gate)
+        running = Running()
         self._engine = RestoreEngine(
-            tiers, restorer, counters, self.restores.running.on_over, budget.block_chunks, device.host_memory
+            tiers, restorer, counters, running.one_is_over, budget.block_chunks, device.host_memory
         )
-        self.restores.attach_engine(self._engine)
+        self.restores = RestoreCoordinator(
+            device, tiers, config, counters, budget.block_chunks, self._engine, running, gate
+        )
         self._gauges = gauges
         self._closed = threading.Event()
         self._stored = (

@@ -59,6 +59,7 @@ class RestoreCoordinator:
 
     Args:
         block_chunks: most chunks that a restore reads at a time.
+        engine: runs the jobs, and tells ``running`` when one is over.
         gate: says which restores are worth starting, and how; None: all, as they are stored.
     """
 
@@ -69,6 +70,8 @@ class RestoreCoordinator:
         config: HCacheConfig,
         observer: Observer,
         block_chunks: int,
+        engine: RestoreEngine,
+        running: Running,
         gate: RestoreGate | None = None,
     ) -> None:
         self._tree = device.tree
@@ -77,18 +80,14 @@ class RestoreCoordinator:
         self.scheduler = device.scheduler
         self._config = config
         self._observer = observer
-        self._engine: RestoreEngine | None = None
+        self._engine = engine
         self._waiting = Waiting(device.tree, device.scheduler, observer)
-        self.running = Running()
+        self.running = running
         self._stalled = 0
         self._resting_until = 0.0
         self._holding_until = 0.0
         self._first_in_line: Ticket | None = None
         self._look_again = 0.0
-
-    def attach_engine(self, engine: RestoreEngine) -> None:
-        """Set the engine whose jobs report to :attr:`running`."""
-        self._engine = engine
 
     # -- called by the scheduler -----------------------------------------------------------------
 
@@ -270,7 +269,6 @@ class RestoreCoordinator:
         ticket.attempts += 1
         ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision or "as stored")
         ticket.enter(Phase.RUNNING)
-        assert self._engine is not None
         self._engine.submit(restore.job)
         return True
 

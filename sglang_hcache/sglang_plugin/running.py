@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from sglang_hcache.core.keys import ChunkKey
-from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.tickets import Restore
 
 _WAIT_S = 0.005
@@ -15,7 +15,7 @@ _WAIT_S = 0.005
 class Running:
     """Restores whose slots are neither free nor in the tree, oldest first.
 
-    Everything runs on the scheduler's thread, except :meth:`on_over`.
+    Everything runs on the scheduler's thread, except :meth:`one_is_over`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Running:
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def on_over(self, _job: RestoreJob) -> None:
+    def one_is_over(self) -> None:
         """A job is over (engine's thread)."""
         self._over.set()
 

@@ -154,7 +154,7 @@ def test_restoring_that_does_not_pay(plan, plan_json):
 
 def test_few_buffers_are_never_faster(plan_json):
     times = [
-        plan_json("opt-30b", "--io-gbps", 16.5, "--tflops", 530, *buffers)["predicted_ms"]["hcache"]
+        plan_json("llama2-7b", *RATES, *buffers)["predicted_ms"]["hcache"]
         for buffers in (("--buffers", 1), ("--buffers", 3), ("--buffers", 4), ())
     ]
     assert times == sorted(times, reverse=True)

@@ -23,6 +23,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin import restores, waiting
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
+from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -180,9 +181,15 @@ class World:
             beside=None,
         )
         self.coordinator = RestoreCoordinator(
-            device, self.tiers, HCacheConfig(), self.counters, block_chunks=2, gate=gate
+            device,
+            self.tiers,
+            HCacheConfig(),
+            self.counters,
+            block_chunks=2,
+            engine=self.engine,  # type: ignore[arg-type]
+            running=Running(),
+            gate=gate,
         )
-        self.coordinator.attach_engine(self.engine)  # type: ignore[arg-type]
 
     def store(self, tokens: list[int]) -> None:
         parent = ROOT

@@ -103,7 +103,7 @@ class Bench:
                 streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
             ),
             self.counters,
-            lambda _job: self.over.set(),
+            self.over.set,
             buffer_chunks,
         )
 
