@@ -1,8 +1,7 @@
 """Hidden states to K and V, with the model's own modules.
 
 A layer's K and V are ``qkv_proj``'s last two blocks of rows applied to the hidden state, then what the model itself
-does to K before attention [HCache §3.1]. Only the query's share of the work is left out; no weight and no arithmetic
-is copied.
+does to K before attention [HCache §3.1]. Only the query's share of the work is left out; no weight is copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel of ``triton_rows.py``: norm, rotation and scatter in one pass over memory.
+"""The kernels of ``triton_rows.py``, norm, rotation and scatter in one pass over memory, and of ``triton_gather.py``.
 
 Names in capitals are constants of a compiled kernel. Offsets have 64 bits: pools hold more than 2**31 values.
 """

@@ -14,9 +14,8 @@ RESOLVED becomes PENDING again if the device evicts what the request was to find
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
 * PINNED: restored and inserted; locked until the request is admitted.
 
-Ownership of slots: [0, job.start) belongs to the tree and is locked; [job.start, job.end) belongs to the job
-until :meth:`RestoreCoordinator.reap` inserts it into the tree or frees it. Everything runs on the scheduler's
-thread.
+Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
+it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ class Index:
         self._connection = connection
         self._log_path = path.with_name(path.name + "-wal")
         self._lock = threading.Lock()
-        self.complete = False
         """Whether every run known to the store has its row."""
 
     @classmethod
@@ -117,7 +116,6 @@ class Index:
             index._verify(store_id)
             index._connection.execute("BEGIN IMMEDIATE")  # nobody else writes?
             index._connection.execute("COMMIT")
-            index.complete = True
         except (*_SQLITE_ERRORS, StoreFormatError) as error:
             index.close()
             if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
@@ -154,7 +152,6 @@ class Index:
     def mark_complete(self) -> None:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
         self.save_meta({"complete": "1"})
-        self.complete = True
 
     def load(self, num_stripes: int) -> IndexContents:
         """Everything.

@@ -15,7 +15,7 @@ from sglang_hcache.core.keys import (
     next_key,
     token_bytes,
 )
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 
 NAMESPACE = Namespace(model=b"m" * 32, layout="float32")
 TOKENS = st.lists(st.integers(0, 2**31), max_size=5 * CHUNK_TOKENS)
@@ -95,3 +95,11 @@ def test_keys_are_frozen() -> None:
 FROZEN_KEYS = ["b033cd3a98619eb3", "8d2edb080ae66857"]
 FROZEN_NAMESPACE = "465f0851cafc8638"
 FROZEN_NAMESPACE_OF_TENANT = "21ff1dafdfd7b3ad"
+
+
+def test_the_text_of_a_layout_is_part_of_every_name() -> None:
+    """Another one, after a renaming, say, and nothing that is stored would be found."""
+    layout = StateLayout((Method.HIDDEN, Method.KV), (64, 128))
+    assert str(layout) == (
+        "StateLayout(methods=(<Method.HIDDEN: 'hidden'>, <Method.KV: 'kv'>), row_bytes=(64, 128))"
+    )
