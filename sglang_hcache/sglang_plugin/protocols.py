@@ -101,8 +101,10 @@ class ForwardModel(Protocol):
     def forward(self, tokens: list[int]) -> torch.Tensor:
         """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         """Run the tokens from position ``start`` on until the first ``num_layers`` layers have written K and V.
+
+        Returns the seconds that took, without those for which it waited for passes that the device had begun.
 
         Args:
             tokens: the sequence from its beginning.

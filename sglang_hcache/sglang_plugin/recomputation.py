@@ -48,9 +48,9 @@ class Recomputation:
 
     def advance(self, most_tokens: int) -> None:
         """Compute the next piece, of at most ``most_tokens`` tokens."""
-        began = time.monotonic()
         end = min(self._done + most_tokens, len(self._slots))
-        self._forward.extend(self._tokens[:end], self._slots[:end], self._done, self._num_layers)
+        self.seconds += self._forward.extend(
+            self._tokens[:end], self._slots[:end], self._done, self._num_layers
+        )
         self._done = end
         self.ended = time.monotonic()
-        self.seconds += self.ended - began

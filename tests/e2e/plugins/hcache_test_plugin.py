@@ -115,7 +115,7 @@ def _patch_recomputation(switches):
     extend = ForwardOf.extend
 
     def damaged(self, tokens, *rest):
-        extend(self, tokens[::-1] if (switches / "corrupt_recomputed").exists() else tokens, *rest)
+        return extend(self, tokens[::-1] if (switches / "corrupt_recomputed").exists() else tokens, *rest)
 
     ForwardOf.extend = damaged
 

@@ -157,12 +157,13 @@ class Forward:
     slots: list[int] = field(default_factory=list)
     error: Exception | None = None
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         if self.error is not None:
             raise self.error
         assert len(tokens) == len(slots)
         self.passes.append((start, len(tokens), num_layers))
         self.slots = slots.tolist()
+        return 0.001
 
 
 class World:

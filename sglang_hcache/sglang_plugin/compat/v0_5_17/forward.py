@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import Any
 
@@ -35,20 +36,24 @@ class ForwardOf:
         self._run(tokens, slots, 0, self._last_layer)
         return slots
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         is_whole = num_layers == len(self._cores)
         last = self._last_layer if is_whole else self._cores[num_layers - 1]
-        self._run(tokens[start:].tolist(), slots, start, last)
+        return self._run(tokens[start:].tolist(), slots, start, last)
 
     @torch.inference_mode()
     def _run(
         self, new_tokens: list[int], slots: torch.Tensor, start: int, last: torch.nn.Module | None
-    ) -> None:
-        """Run the model until ``last`` of its modules has run: all models have layers, few have a way to stop."""
+    ) -> float:
+        """Run the model until ``last`` of its modules has run: all models have layers, few have a way to stop.
+
+        Returns the seconds on the device.
+        """
         # Passes of the scheduler's that a GPU still works on use the same memory of the attention backend; and who
         # asked for this one takes the time. Nothing to wait for on a CPU.
         device = torch.get_device_module(self._runner.device)
         device.synchronize()
+        began = time.monotonic()
         table = self._cache.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
         batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
@@ -63,6 +68,7 @@ class ForwardOf:
             if stop is not None:
                 stop.remove()
             device.synchronize()
+        return time.monotonic() - began
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))
