@@ -14,6 +14,7 @@ from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help,
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin import support
 from sglang_hcache.sglang_plugin.settings_file import read_settings
+from sglang_hcache.store import holders_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
         _map_onto_sglang(args, config)
         server_args = original(cls, args, *rest)
         support.check_server_args(server_args, config)
+        _warn_about_holders(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)
@@ -118,3 +120,14 @@ def _warn_about_ignored(args: argparse.Namespace) -> None:
     if given:
         names = ", ".join(flag_of(field) for field in given)
         logger.warning("%s: ignored, because --hierarchical-cache is off", names)
+
+
+def _warn_about_holders(config: HCacheConfig) -> None:
+    """No error yet: while this server loads its model, the one that it takes over from may still end."""
+    for path, holder in holders_of(config.dirs, config.io_timeout_s).items():
+        logger.warning(
+            "hcache: %s is in use by process %s: if it still is when the model is loaded, this server does not "
+            "start; stop that process or use other directories (--hcache-dirs)",
+            path,
+            holder,
+        )

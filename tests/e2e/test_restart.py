@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,8 @@ def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path
         server = server_on(tmp_path, tiny_model())
         with pytest.raises(ServerProcessError, match="died while starting"), server:
             pass
-        assert "--hcache-dirs" in server.process.log_text()
+        log = server.process.log_text()
+        assert log.index("if it still is when the model is loaded") < log.index("Load weight begin")
+        assert f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)" in log
     finally:
         holder.close()

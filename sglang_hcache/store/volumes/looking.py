@@ -128,6 +128,19 @@ def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
     return [_look(path) for path in dirs]
 
 
+def holders_of(dirs: Sequence[Path], patience_s: float) -> dict[Path, str]:
+    """Process ids of those who have directories locked, by directory; one that does not answer in time is left out."""
+    holders = {}
+    for path in dirs:
+        directory = SeenDirectory(path)
+        volume = Volume(directory, 0, SilentHealth(path), patience_s)
+        with contextlib.suppress(OSError):
+            if (holder := volume.probe(directory.lock_holder)) is not None:
+                holders[path] = holder
+        volume.close(patience_s)
+    return holders
+
+
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
     volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
