@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sglang_hcache.cli.chat.server import ChatServer, SilentError, UnreachableError
+from sglang_hcache.cli.chat.server import ChatServer, SilentError
 from sglang_hcache.cli.chat_client import ChatError
 from sglang_hcache.core.layout import Method
 
@@ -99,7 +99,5 @@ class Watch:
             self.look = look_of(info, await self._server.phase_seconds())
         except SilentError as error:
             self.look = replace(self.look, reach=Reach.BUSY, problem=str(error))
-        except UnreachableError as error:
-            self.look = replace(self.look, reach=Reach.AWAY, problem=str(error))
-        except ChatError as error:  # it answers, but not as a server that is ready
+        except ChatError as error:  # nobody is there, or it answers, but not as a server that is ready
             self.look = replace(self.look, reach=Reach.AWAY, problem=str(error))

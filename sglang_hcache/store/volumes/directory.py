@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import re
@@ -346,14 +346,11 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    for attempt in itertools.count(1):
-        try:
+    for _ in range(_LOCK_ATTEMPTS - 1):
+        with contextlib.suppress(StoreLockedError):  # perhaps by `hcache store`, asking who holds it
             return _lock_once(path)
-        except StoreLockedError:  # perhaps by `hcache store`, asking who holds it
-            if attempt == _LOCK_ATTEMPTS:
-                raise
-            time.sleep(_LOCK_PAUSE_S)
-    raise AssertionError
+        time.sleep(_LOCK_PAUSE_S)
+    return _lock_once(path)
 
 
 def _lock_once(path: Path) -> int:
