@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import yaml
 from rich.progress import Progress
 
 from common.terminal import while_doing
 from serving.servers import arguments_without_tier, device_arguments
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 
 OFF, TIER = "off", "tier"
 Pair = Mapping[str, ServerProcess]
@@ -24,21 +23,19 @@ _STARTUP_TIMEOUT_S = 400.0
 
 def make_pair(folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_bytes: int) -> Pair:
     """Two servers that are not started yet; configuration, logs and the disk tier are in ``folder``."""
-    config = folder / "hcache.yaml"
     settings = {
         "dirs": [str(folder / "disk")],
         "disk_size": "16GB",
         "disk_free_floor": "256MiB",
         "host_size": host_bytes,
     }
-    config.write_text(yaml.safe_dump(settings))
     common = [
         *("--model-path", str(model), "--dtype", dtype, "--incremental-streaming-output"),
         *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle", *device_arguments()),
     ]
     own = {
         OFF: arguments_without_tier(),
-        TIER: ["--hcache-config", str(config)],
+        TIER: settings_arguments(folder / "hcache.yaml", settings),
     }
     return {
         name: ServerProcess(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.progress import Progress
 
 from common.precision import precision
 from common.terminal import while_doing
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
+from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
@@ -110,8 +110,7 @@ def sizes_for(
         pool_tokens=max(int(device_contexts * mean_context), longest_context * 5 // 4 + 2 * CHUNK_TOKENS),
         context_tokens=longest_context,
         staging_bytes=staging,
-        # Staging may take half of it at most; an eighth are buffers for restores.
-        host_bytes=max((staging + chunks) * 8 // 7, 2 * staging),
+        host_bytes=host_size_for(staging, chunks),
         disk_bytes=max(disk_bytes, 2**28),
         measure_s=measure_s,
     )
@@ -135,7 +134,6 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
             args += ["--hicache-storage-backend", "file"]
             environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / method)
     else:
-        config = folder / f"{method}.yaml"
         settings = {
             "dirs": [str(folder / method)],
             "disk_size": sizes.disk_bytes,
@@ -146,8 +144,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
             "method": method,
             "measure_s": sizes.measure_s,
         }
-        config.write_text(yaml.safe_dump(settings, sort_keys=False))
-        args += ["--hcache-config", str(config)]
+        args += settings_arguments(folder / f"{method}.yaml", settings)
     return ServerProcess(
         args,
         log=folder / f"{method}.log",

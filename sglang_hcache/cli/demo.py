@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from tokenizers import Tokenizer
 
 from sglang_hcache.cli.chat_client import ChatClient, Message
@@ -19,9 +18,10 @@ from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, ServerPair, launch_together
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
@@ -94,7 +94,7 @@ class _Sizes:
         staging = 2 * (longest + CHUNK_TOKENS) * _TOKEN_BYTES
         chunks = max(int(_HOST_SHARE * states), _FEWEST_CHUNKS * 2 * CHUNK_TOKENS * _TOKEN_BYTES)
         pool = int(longest * _POOL_PER_PROMPT)
-        return cls(pool, staging, (staging + chunks) * 8 // 7, max(8 * states, 2**29))
+        return cls(pool, staging, host_size_for(staging, chunks), max(8 * states, 2**29))
 
 
 def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
@@ -162,7 +162,6 @@ def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[T
 def _servers(
     folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path]
 ) -> tuple[ServerProcess, ServerProcess]:
-    config = folder / "hcache.yaml"
     settings = {
         "dirs": [str(directory) for directory in dirs],
         "disk_size": sizes.disk_bytes,
@@ -171,7 +170,6 @@ def _servers(
         "host_size": sizes.host_bytes,
         "staging_size": sizes.staging_bytes,
     }
-    config.write_text(yaml.safe_dump(settings, sort_keys=False))
     common = [
         *("--model-path", str(model), "--dtype", "float32"),
         *("--max-total-tokens", str(sizes.pool_tokens)),
@@ -179,7 +177,7 @@ def _servers(
     ]
     return (
         ServerProcess(
-            [*common, "--hcache-config", str(config)],
+            [*common, *settings_arguments(folder / "hcache.yaml", settings)],
             log=folder / "server-with-tier.log",
             extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,

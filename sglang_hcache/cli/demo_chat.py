@@ -6,15 +6,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from sglang_hcache.cli.chat.command import require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
 from sglang_hcache.cli.demo import MODEL, demo_folder
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import write_tiny_model
+from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 NOTE = (
@@ -27,7 +27,7 @@ _HOST_CHUNKS = 20
 """About one such conversation, where layers store K and V: what was said before goes to disk."""
 _ROW_BYTES = 2 * MODEL.layers * MODEL.hidden * 4  # of a token's K and V, the most that layers store
 _STAGING_BYTES = 2 * _PASS_TOKENS * _ROW_BYTES
-_HOST_BYTES = (_STAGING_BYTES + _HOST_CHUNKS * CHUNK_TOKENS * _ROW_BYTES) * 8 // 7
+_HOST_BYTES = host_size_for(_STAGING_BYTES, _HOST_CHUNKS * CHUNK_TOKENS * _ROW_BYTES)
 _ANSWER_TOKENS = 120
 _STARTUP_TIMEOUT_S = 300.0
 
@@ -78,7 +78,6 @@ def run_chat_demo(
 
 
 def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> ServerProcess:
-    config = folder / "hcache-chat.yaml"
     settings = {
         "dirs": [str(directory) for directory in dirs],
         "disk_size": "1GiB",
@@ -87,11 +86,11 @@ def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> Se
         "host_size": _HOST_BYTES,
         "staging_size": _STAGING_BYTES,
     }
-    config.write_text(yaml.safe_dump(settings, sort_keys=False))
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--served-model-name", "random-model"),
         *("--max-total-tokens", str(_POOL_TOKENS), "--chunked-prefill-size", str(_PASS_TOKENS)),
-        *("--hcache-config", str(config), "--enable-metrics", "--sleep-on-idle"),
+        *settings_arguments(folder / "hcache-chat.yaml", settings),
+        *("--enable-metrics", "--sleep-on-idle"),
     ]
     return ServerProcess(
         arguments,

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.status import Status
 
-from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError
+from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.profile import Profile
@@ -52,10 +51,10 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
     """
     began = time.monotonic()
     with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="hcache-profile-") as folder:
-        file, config = Path(folder) / "profile.json", Path(folder) / "hcache.yaml"
-        config.write_text(yaml.safe_dump({**settings, "save_profile": str(file)}), encoding="utf-8")
+        file = Path(folder) / "profile.json"
+        own = settings_arguments(Path(folder) / "hcache.yaml", {**settings, "save_profile": str(file)})
         server = ServerProcess(
-            [*arguments, "--hcache-config", str(config)],
+            [*arguments, *own],
             log=Path(folder) / "server.log",
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )

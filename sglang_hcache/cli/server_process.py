@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+import yaml
 
 from sglang_hcache.cli.serve import prepare_launch, values_of
 from sglang_hcache.core.errors import HCacheError
@@ -35,6 +37,12 @@ Progress = Callable[[float], None]
 
 class ServerProcessError(HCacheError):
     """The server did not start. The message ends with the last lines of its log."""
+
+
+def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Write the tier's ``settings`` to ``file``; the server's arguments that name it."""
+    file.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+    return ["--hcache-config", str(file)]
 
 
 class ServerProcess:

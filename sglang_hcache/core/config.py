@@ -231,6 +231,15 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
 
 
+HOST_PARTS = 8
+"""Buffers of restores take one of so many parts of ``host_size`` at most."""
+
+
+def host_size_for(staging_bytes: int, chunk_bytes: int) -> int:
+    """The ``host_size`` that has room for ``chunk_bytes`` of chunks beside a staging area of ``staging_bytes``."""
+    return max((staging_bytes + chunk_bytes) * HOST_PARTS // (HOST_PARTS - 1), 2 * staging_bytes)
+
+
 API_KEY_VARIABLE = "HCACHE_API_KEY"
 """Where commands that talk to a server find its API key, if no option gives it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.config import HOST_PARTS, HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.units import format_bytes
@@ -24,7 +24,7 @@ class HostBudget:
     ring_rows: int
     num_slots: int
     block_chunks: int
-    """Most chunks that a restore reads at a time: its buffers take at most an eighth of the whole."""
+    """Most chunks that a restore reads at a time: its buffers take at most ``1 / HOST_PARTS`` of the whole."""
 
     @classmethod
     def least(cls) -> HostBudget:
@@ -48,7 +48,7 @@ class HostBudget:
                 f"{format_bytes(available)} available"
             )
         one_chunk = NUM_BUFFERS * buffer_bytes(layout, 1)
-        block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // 8 // one_chunk))
+        block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // HOST_PARTS // one_chunk))
         row_bytes = sum(layout.row_bytes)
         staging = config.staging_size
         if staging is None:
