@@ -43,9 +43,9 @@ from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Method
 from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.replay import zipf_order
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.testing.zipf import zipf_order
 from workloads.documents import Document, choose, generate, load_leval, tokenise
 
 QUICK_S = 105.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.replay import LOGPROB_TOLERANCE
+from sglang_hcache.cli.paired import LOGPROB_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

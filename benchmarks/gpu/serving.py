@@ -24,10 +24,10 @@ from gpu.results import Report
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
-from sglang_hcache.cli.replay import zipf_order
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.testing.zipf import zipf_order
 
 _STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from common.terminal import while_doing
 from serving.servers import arguments_without_tier, device_arguments
-from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, launch_together
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 
 OFF, TIER = "off", "tier"

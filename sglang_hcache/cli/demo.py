@@ -16,8 +16,8 @@ from sglang_hcache.cli.chat_client import ChatClient, Message
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
+from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.cli.replay import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model

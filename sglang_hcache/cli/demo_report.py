@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hcache.cli.replay import LOGPROB_TOLERANCE, PairedAnswer, Summary, Timings
+from sglang_hcache.cli.paired import LOGPROB_TOLERANCE, PairedAnswer, Summary, Timings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
-from sglang_hcache.cli.replay import LOGPROB_TOLERANCE, Timings
+from sglang_hcache.cli.paired import LOGPROB_TOLERANCE, Timings
 from sglang_hcache.core.units import format_bytes
 
 _COLUMNS = (

@@ -1,1 +1,1 @@
-"""Fault and latency wrappers, chunks with known bytes: imported by tests only."""
+"""Fault and latency wrappers, chunks with known bytes, a Zipf order: for tests and benchmarks."""

@@ -14,7 +14,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from sglang_hcache.cli.chat_client import ChatClient, Message
-from sglang_hcache.cli.replay import (
+from sglang_hcache.cli.paired import (
     FAIR_ENVIRONMENT,
     LOGPROB_TOLERANCE,
     PairedAnswer,
@@ -22,11 +22,10 @@ from sglang_hcache.cli.replay import (
     Summary,
     Timings,
     launch_together,
-    replay,
-    zipf_order,
 )
 from sglang_hcache.cli.server_process import ServerProcess
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+from sglang_hcache.testing.zipf import zipf_order
 from tests.e2e.harness import PLUGINS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -145,7 +144,7 @@ def test_every_answer_equals_the_recomputed_one(
     dice = random.Random(SEED)
     order = zipf_order(len(documents), REQUESTS, alpha=ZIPF_ALPHA, seed=SEED)
     pair = ServerPair(servers.tier_client, servers.reference_client)
-    answers = replay((documents[item].ask(dice) for item in order), pair, max_tokens=ANSWER_TOKENS)
+    answers = [pair.ask(documents[item].ask(dice), max_tokens=ANSWER_TOKENS) for item in order]
     with capsys.disabled():
         _print_results(documents, order, answers)
 

@@ -15,7 +15,7 @@ from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import write_scripts
 from sglang_hcache.cli.demo_view import DemoView, JsonView, LiveView, PlainView
 from sglang_hcache.cli.main import app
-from sglang_hcache.cli.replay import PairedAnswer
+from sglang_hcache.cli.paired import PairedAnswer
 from sglang_hcache.core.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 
 from sglang_hcache.cli.chat_client import AnswerToken, ChatAnswer, ChatClient, Message, TokenSources
-from sglang_hcache.cli.replay import PairedAnswer, ServerPair, Summary, Timings, replay, zipf_order
+from sglang_hcache.cli.paired import PairedAnswer, ServerPair, Summary, Timings
+from sglang_hcache.testing.zipf import zipf_order
 
 
 def answer(*, ttft_s: float = 1.0, logprob: float = -1.0, host: int = 0, disk: int = 0) -> ChatAnswer:
@@ -38,11 +39,9 @@ def test_servers_take_turns_in_being_first_and_saving_is_over_in_between() -> No
     events: list[str] = []
     tier, reference = FakeClient("tier", events, answer()), FakeClient("plain", events, answer(ttft_s=2.0))
     pair = ServerPair(cast(ChatClient, tier), cast(ChatClient, reference))
-    seen: list[PairedAnswer] = []
     requests = [[Message(role="user", content=text)] for text in ("one", "two")]
-    answers = replay(requests, pair, max_tokens=8, on_answer=seen.append)
+    answers = [pair.ask(request, max_tokens=8) for request in requests]
     assert events == ["tier 8", "saved", "plain 8", "plain 8", "tier 8", "saved"]
-    assert answers == seen
     assert [found.speedup for found in answers] == [2.0, 2.0]
 
 

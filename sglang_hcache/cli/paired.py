@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-
-import numpy as np
 
 from sglang_hcache.cli.chat_client import (
     AnswerDifference,
@@ -155,36 +153,6 @@ class Timings:
             median_speedup=statistics.median(answer.speedup for answer in answers),
             total_speedup=sum(reference) / sum(tier),
         )
-
-
-def zipf_order(items: int, requests: int, *, alpha: float, seed: int) -> list[int]:
-    """``requests`` draws from ``range(items)`` where rank k has weight ``k ** -alpha``; ranks are shuffled."""
-    random = np.random.default_rng(seed)
-    weights = np.arange(1, items + 1, dtype=np.float64) ** -alpha
-    ranks = random.permutation(items)
-    drawn = random.choice(items, size=requests, p=weights / weights.sum())
-    return [int(ranks[rank]) for rank in drawn]
-
-
-def replay(
-    requests: Iterable[Sequence[Message]],
-    pair: ServerPair,
-    *,
-    max_tokens: int,
-    on_answer: Callable[[PairedAnswer], None] | None = None,
-) -> list[PairedAnswer]:
-    """Send ``requests`` to both servers in order; all answers.
-
-    Raises:
-        ChatError: a server refused or failed.
-    """
-    answers = []
-    for messages in requests:
-        answer = pair.ask(messages, max_tokens=max_tokens)
-        answers.append(answer)
-        if on_answer is not None:
-            on_answer(answer)
-    return answers
 
 
 def launch_together(
