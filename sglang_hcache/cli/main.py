@@ -16,7 +16,7 @@ from sglang_hcache.cli import flags, metrics, plan, profile, store, top
 from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
-from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.errors import ConfigError, HCacheError
 
 app = typer.Typer(
     name="hcache",
@@ -94,7 +94,14 @@ def _serve(
 ) -> None:
     from sglang_hcache.cli.serve import serve  # here, as below, to keep `hcache --help` quick
 
-    serve(arguments or [])
+    given = arguments or []
+    if not any(
+        one.startswith(("--mo", "--config", "-h", "--he")) for one in given
+    ):  # SGLang says so on 300 lines
+        raise ConfigError(
+            "--model-path is missing: name the model; `hcache serve --help` lists the tier's flags"
+        )
+    serve(given)
 
 
 @app.command("tiny-model")

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from sglang_hcache.core.metrics import describe
 
@@ -29,10 +30,15 @@ def metrics(
     elif as_markdown:
         print(markdown())
     else:
-        table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 2, 1, 0))
+        console = Console()
         for metric in found:
-            table.add_row(metric.name, metric.kind, metric.unit, metric.labels, metric.help)
-        Console().print(table)
+            console.print(Text(metric.name, "bold", no_wrap=True, overflow="ignore"), crop=False)
+            kind = (
+                f"{metric.kind}, {metric.unit}; {metric.labels}"
+                if metric.labels
+                else f"{metric.kind}, {metric.unit}"
+            )
+            console.print(Padding(Text(f"{kind}\n{metric.help}"), (0, 0, 1, 4)))
 
 
 def markdown() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ _STAGES = (
     ("", "Starting SGLang"),
 )
 """What SGLang 0.5.17 logs first -> what goes on then; the latest first. Only shown: nothing depends on it."""
-_ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
-"""One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
 _WARNING = "hcache: reads from the disk tier could not be measured"
 
 
@@ -63,11 +60,10 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
             try:
                 server.start(status.waited)
             except ServerProcessError as error:
-                reasons = _reasons(server, error)
                 if not file.exists():
-                    raise ServerProcessError("\n".join(reasons)) from None
+                    raise
                 # Measuring comes before the rest of a start, which may fail for reasons of its own.
-                troubles = [f"after measuring, the server did not start: {reason}" for reason in reasons]
+                troubles = [f"after measuring, {error}"]
             else:
                 status.show("Stopping the server")
                 troubles = [
@@ -115,13 +111,6 @@ def _progress(server: ServerProcess, file: Path, *, is_shown: bool) -> Iterator[
         return
     with console.status("Starting SGLang") as status:
         yield _Stages(server, file, status)
-
-
-def _reasons(server: ServerProcess, error: ServerProcessError) -> list[str]:
-    """Why it did not start: the lines that are meant for people where there are any, else the end of the log."""
-    told = _ERROR.findall(server.log_text())
-    # The file is gone when this is read.
-    return list(dict.fromkeys(told)) or [str(error).replace(f"the end of {server.log}", "its log ends with")]
 
 
 def _read(file: Path) -> Profile:

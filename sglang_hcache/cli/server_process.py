@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -27,6 +28,8 @@ _POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 25.0  # SGLang gives up on its own health check after 20 s
 _KILL_TIMEOUT_S = 30.0
 _LOG_LINES = 25
+_ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
+"""One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
 # Below Linux's range of ephemeral ports, so that no outgoing connection takes the port before the server does.
 _PORTS = range(20_000, 32_000)
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +39,7 @@ Progress = Callable[[float], None]
 
 
 class ServerProcessError(HCacheError):
-    """The server did not start. The message ends with the last lines of its log."""
+    """The server did not start. The message ends with what it says the error is, else with the end of its log."""
 
 
 def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -175,9 +178,11 @@ class ServerProcess:
         status = self._process.poll()
         self.kill()
         exit_status = "" if status is None else f" (exit status {status})"
-        lines = self.log_text().splitlines()[-_LOG_LINES:]
-        log = "\n".join(f"  | {line}" for line in lines)
-        raise ServerProcessError(f"the server {what}{exit_status}; the end of {self._log}:\n{log}")
+        log = self.log_text()
+        if told := dict.fromkeys(_ERROR.findall(log)):
+            raise ServerProcessError("\n".join([f"the server {what}{exit_status}:", *told]))
+        lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
+        raise ServerProcessError("\n".join([f"the server {what}{exit_status}; its log ends with:", *lines]))
 
     # -- end -------------------------------------------------------------------------------------
 

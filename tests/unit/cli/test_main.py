@@ -38,7 +38,8 @@ def test_serve_help_names_every_flag(monkeypatch, capsys):
     [
         ["--model-path", "m", "--port", "1", "-tp", "2"],
         ["--model-path=m", "--no-such-flag", "-x", "word", "--version"],
-        [],
+        ["--config", "server.yaml"],
+        ["-h"],
     ],
 )
 def test_serve_passes_everything_on_in_order(monkeypatch, arguments):
@@ -53,8 +54,10 @@ def test_our_errors_are_lines_and_status_2(monkeypatch, capsys):
         raise ConfigError("first\nsecond")
 
     monkeypatch.setattr(serve, "serve", refuse)
-    assert run(monkeypatch, "serve") == 2
+    assert run(monkeypatch, "serve", "--model", "m") == 2
     assert capsys.readouterr().err == "hcache: error: first\nhcache: error: second\n"
+    assert run(monkeypatch, "serve", "--port", "1") == 2
+    assert capsys.readouterr().err.startswith("hcache: error: --model-path is missing")
 
 
 def test_tiny_model_refuses_before_writing(monkeypatch, capsys, tmp_path):

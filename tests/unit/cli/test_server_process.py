@@ -109,6 +109,23 @@ def test_a_server_that_dies_shows_its_last_lines(run: Callable[[str], None], tmp
         server.start()
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[2026-11-23] hcache: error: --hcache-dirs: no room", "--hcache-dirs: no room"),
+        ("sglang serve: error: unrecognized --x", "unrecognized --x"),
+    ],
+)
+def test_a_server_that_says_why_it_dies(
+    run: Callable[[str], None], tmp_path: Path, line: str, reason: str
+) -> None:
+    run(f"import sys; print('usage:\\n many'); print({line!r}); print({line!r}); sys.exit(2)")
+    server = ServerProcess([], log=tmp_path / "server.log")
+    with pytest.raises(ServerProcessError) as error:
+        server.start()
+    assert str(error.value) == f"the server died while starting (exit status 2):\n{reason}"
+
+
 def test_a_late_server_is_ended(run: Callable[[str], None], tmp_path: Path) -> None:
     run("import time; time.sleep(60)")
     server = ServerProcess([], log=tmp_path / "server.log", startup_timeout_s=0.5)
