@@ -87,6 +87,8 @@ class Bench:
         if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
             hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         with ExitStack() as scratch:
+            if self.disk is not None:
+                scratch.enter_context(self.disk.measuring())
             tiers = self._tiers(scratch)
         profile = Profile(
             source=ProfileSource.MEASURED,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError, StoreFullError
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
-from sglang_hcache.store.format.geometry import RunShape, ShapeTable
+from sglang_hcache.store.format.geometry import RunShape, ShapeTable, members_of
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.returning import Returns
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _EVICTIONS_IN_VAIN = 3
 """Segments in a row whose files could not be deleted before a write is refused instead."""
+_FLOOR_WARNING_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Space:
         self._next_number = 0
         self._rotation = 0
         self._closed = False
+        self._time_to_warn = Throttle(_FLOOR_WARNING_S)
 
     def adopt(self, segments: Iterable[Segment], leftovers: Iterable[Segment], next_number: int) -> None:
         """Take over what was found at start: segments in use, and files nobody needs."""
@@ -130,7 +133,10 @@ class Space:
                 return
             self._remover.retry()
             # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
-            self._keep_floor(0, range(len(self._volumes)))
+            everywhere = range(len(self._volumes))
+            if (short := self._room.short(0, everywhere)) and self._time_to_warn():
+                self._warn_about_floor(short)
+            self._keep_floor(0, everywhere)
             members = self._room.usable(self._config.file_bytes)
             if members:
                 self._make_room(self._config.file_bytes, members)
@@ -240,6 +246,14 @@ class Space:
             if not self._evict_to_gain(short):
                 return False
         return True
+
+    def _warn_about_floor(self, short: int) -> None:
+        _log.warning(
+            "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
+            "is given up, and nothing new is stored there until more is free",
+            format_bytes(self._config.free_floor_bytes),
+            ", ".join(str(self._volumes[stripe].path) for stripe in members_of(short)),
+        )
 
     def _evict_to_gain(self, within: int = -1) -> bool:
         """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""

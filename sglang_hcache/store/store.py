@@ -83,6 +83,7 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
+        self.measuring = tally.measuring
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
             volumes, self._ledger, self._space, tally, self._meta, self._write_down, min(_ROUND_S, config.retry_s)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sglang_hcache.core.observer import Counters, Observer
 
 _KEPT = "store."
+_TRAFFIC = frozenset({"store.chunks_read", "store.bytes_read", "store.chunks_written", "store.bytes_written"})
 
 
 class Tally:
@@ -15,14 +18,24 @@ class Tally:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._counters = Counters()
+        self._is_measuring = False
 
     def count(self, event: str, amount: int = 1) -> None:
-        if event.startswith(_KEPT):
+        if event.startswith(_KEPT) and not (self._is_measuring and event in _TRAFFIC):
             self._counters.count(event, amount)
         self._observer.count(event, amount)
 
     def observe(self, measure: str, value: float) -> None:
         self._observer.observe(measure, value)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Reads and writes meanwhile are of chunks that nobody asked for: they are passed on, and not added up."""
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = False
 
     def resume(self, text: str | None) -> None:
         """Add what an earlier :meth:`to_json` said; what makes no sense counts as nothing."""

@@ -279,3 +279,18 @@ def test_the_plan_of_a_slice() -> None:
 def test_pieces_cover_a_range_once() -> None:
     assert list(pieces(4, 11, 3)) == [(4, 7), (7, 10), (10, 11)]
     assert list(pieces(4, 4, 3)) == []
+
+
+def test_what_is_read_and_written_to_measure_is_not_added_up(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    store = open_store(small_config(tmp_path))
+    write_keys(store, make_keys(0, 2), (4096,))
+    with store.measuring():
+        write_keys(store, make_keys(10, 3), (4096,))
+        read_keys(store, make_keys(10, 3))
+    assert "bytes_read" not in store.stats().totals
+    read_keys(store, make_keys(0, 2))
+    totals = store.stats().totals
+    assert (totals["chunks_written"], totals["chunks_read"]) == (2, 2)
+    assert (counters["store.chunks_written"], counters["store.chunks_read"]) == (5, 5)

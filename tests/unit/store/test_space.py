@@ -199,7 +199,7 @@ def test_the_free_floor_forbids_growth_and_a_write_evicts_nothing_in_vain(
 
 @pytest.mark.usefixtures("no_keeper")
 def test_below_the_floor_everything_goes_that_can_even_if_it_is_not_enough(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small_config(tmp_path, size=16 * MIB, segment=MIB, floor=100 * MIB)
     store = open_store(config)
@@ -212,6 +212,8 @@ def test_below_the_floor_everything_goes_that_can_even_if_it_is_not_enough(
     store._space.tend()
     there = [keys for keys in written if store.match(keys)]
     assert 3 <= len(there) <= 6, "no more goes than is needed"
+    assert "less than 104.9 MB (--hcache-disk-free-floor) is free" in caplog.text
+    assert str(config.dirs[0]) in caplog.text
     lease = store.lease(there[0])
     others = 60 * MIB
     store._space.tend()
