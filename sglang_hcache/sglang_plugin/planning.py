@@ -66,8 +66,10 @@ def load_profile(path: Path) -> Profile:
     """
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hcache-profile: cannot use {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--hcache-profile: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # JSON and UTF-8 errors are some, too
+        raise ConfigError(f"--hcache-profile: {path} is no profile that we can read: {error}") from None
 
 
 def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:

@@ -11,6 +11,17 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.paths import whole_path
 
 
+class _Loader(yaml.SafeLoader):
+    """A safe loader to which the same name twice is an error: YAML forbids it, and the library takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is named twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_settings(path: Path, flag: str) -> dict[str, Any]:
     """Settings by name, not checked yet; an empty file has none.
 
@@ -21,8 +32,10 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        settings = yaml.safe_load(whole_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        settings = yaml.load(whole_path(path).read_text(encoding="utf-8"), _Loader)  # a safe one
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
         # ValueError: no UTF-8, a date such as 2026-02-30, or nobody's home directory.
         raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error}") from None
     if settings is None:

@@ -175,7 +175,7 @@ def test_a_named_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     for text in ("{", "[]"):
         file.write_text(text)
-        with pytest.raises(ConfigError, match="--hcache-profile: cannot use"):
+        with pytest.raises(ConfigError, match=r"--hcache-profile: .* is no profile"):
             find(StandIn(), profile=str(file))
     with pytest.raises(ConfigError, match="No such file"):
         find(StandIn(), profile=str(tmp_path / "none"))
