@@ -124,7 +124,9 @@ class HCacheConfig(BaseModel):
             value = [part.strip() for part in value.split(",")]
         if not isinstance(value, list | tuple) or not all(isinstance(part, str | Path) for part in value):
             raise ValueError("write directories separated by commas, or a list of them")
-        return tuple(whole_path(part) for part in value if part)
+        if value and not all(str(part) for part in value):
+            raise ValueError("one of the names is empty; leave the flag out for a server without a disk tier")
+        return tuple(whole_path(part) for part in value)
 
     @field_validator("profile", "save_profile")
     @classmethod
@@ -134,8 +136,11 @@ class HCacheConfig(BaseModel):
     @field_validator("dirs")
     @classmethod
     def _distinct_dirs(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        if len(set(value)) != len(value):
+        places = [path.resolve() for path in value]
+        if len(set(places)) != len(places):
             raise ValueError("the same directory is named twice")
+        if any(one in other.parents for one in places for other in places):
+            raise ValueError("one directory is inside of another")
         return value
 
     @field_validator("staging_size", "segment_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,8 @@ class HostBudget:
         if config.host_size > available:
             raise ConfigError(
                 f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
-                f"{format_bytes(available)} available"
+                f"{format_bytes(available)} available; lower it, or on a CPU give SGLang's KV pool less "
+                "(--max-total-tokens)"
             )
         one_chunk = NUM_BUFFERS * buffer_bytes(layout, 1)
         block_chunks = max(1, min(_MOST_BLOCK_CHUNKS, config.host_size // HOST_PARTS // one_chunk))
@@ -62,6 +64,24 @@ class HostBudget:
                 f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"
             )
         return budget
+
+
+def pool_share(config: HCacheConfig, sglangs: float) -> float:
+    """What SGLang may take of this machine's memory (``--mem-fraction-static``) where ``host_size`` is of the same.
+
+    Args:
+        sglangs: what it would take.
+
+    Raises:
+        ConfigError: nothing would be left for its KV pool.
+    """
+    share = round(sglangs - config.host_size / available_host_bytes(), 3)
+    if share <= 0:
+        raise ConfigError(
+            f"--hcache-host-size: {format_bytes(config.host_size)} leaves no memory for SGLang's KV pool; lower it, "
+            "or say how much the pool takes (--max-total-tokens)"
+        )
+    return share
 
 
 def largest_pass_of(server_args: Any) -> int:
@@ -81,6 +101,7 @@ def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreC
     """
     if not config.dirs:
         return None
+    server = multiprocessing.parent_process()  # of this scheduler; what a user stops
     return StoreConfig(
         dirs=config.dirs,
         size_bytes=config.disk_size,
@@ -90,5 +111,6 @@ def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreC
         io_timeout_s=config.io_timeout_s,
         write_budget_bytes=config.disk_write_budget,
         read_limit_bytes_per_s=config.disk_read_limit,
+        user_pid=None if server is None else server.pid,
         **({} if hidden_size is None else {"cost_doubling_tokens": 6 * hidden_size}),
     )

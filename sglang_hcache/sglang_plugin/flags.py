@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.sglang_plugin import support
+from sglang_hcache.sglang_plugin.budget import pool_share
 from sglang_hcache.sglang_plugin.settings_file import read_settings
-from sglang_hcache.store import holders_of
+from sglang_hcache.store import look_ahead
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
 _FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
+_DISK_FIELDS = ("disk_size", "disk_free_floor", "disk_write_budget", "write_policy", "io_engine")
 
 
 def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:
@@ -51,11 +53,13 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             _ask_for_cpu_fixes(args)
             return original(cls, args, *rest)
         config = config_from(args)
+        _warn_about_no_directory(args, config)
         support.check_arguments(args)
         _map_onto_sglang(args, config)
         server_args = original(cls, args, *rest)
         support.check_server_args(server_args, config)
-        _warn_about_holders(config)
+        _look_ahead(config)
+        _leave_host_memory(args, server_args, config)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)
@@ -122,9 +126,33 @@ def _warn_about_ignored(args: argparse.Namespace) -> None:
         logger.warning("%s: ignored, because --hierarchical-cache is off", names)
 
 
-def _warn_about_holders(config: HCacheConfig) -> None:
-    """No error yet: while this server loads its model, the one that it takes over from may still end."""
-    for path, holder in holders_of(config.dirs, config.io_timeout_s).items():
+def _warn_about_no_directory(args: argparse.Namespace, config: HCacheConfig) -> None:
+    given = [field for field in _DISK_FIELDS if getattr(args, f"hcache_{field}", None) is not None]
+    if given and not config.dirs:
+        names = ", ".join(flag_of(field) for field in given)
+        logger.warning("%s: ignored, because --hcache-dirs names no directory for a disk tier", names)
+
+
+def _leave_host_memory(args: argparse.Namespace, server_args: Any, config: HCacheConfig) -> None:
+    """On a CPU SGLang's KV pool takes nearly all of the same memory, if nobody says how much."""
+    given = args.mem_fraction_static is not None or args.max_total_tokens is not None
+    if server_args.device == "cpu" and not given:
+        share = pool_share(config, server_args.mem_fraction_static)
+        server_args.override("sglang-hcache", mem_fraction_static=share)
+        logger.info("hcache: --mem-fraction-static %s leaves room for --hcache-host-size", share)
+
+
+def _look_ahead(config: HCacheConfig) -> None:
+    """Say before a model is loaded what the disk tier will say then.
+
+    Raises:
+        ConfigError: a directory or the floor will be refused.
+    """
+    try:
+        holders = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
+    except StoreFormatError as error:
+        raise ConfigError(str(error)) from None
+    for path, holder in holders.items():  # no error yet: until then the server that has it may end
         logger.warning(
             "hcache: %s is in use by process %s: if it still is when the model is loaded, this server does not "
             "start; stop that process or use other directories (--hcache-dirs)",

@@ -13,7 +13,7 @@ from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreSt
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.store import DiskStore
-from sglang_hcache.store.volumes.looking import holders_of
+from sglang_hcache.store.volumes.looking import look_ahead
 
 __all__ = [
     "DirectoryStats",
@@ -23,5 +23,5 @@ __all__ = [
     "StoreConfig",
     "StoreStats",
     "aligned_empty",
-    "holders_of",
+    "look_ahead",
 ]

@@ -53,6 +53,8 @@ class StoreConfig:
     cost_doubling_tokens: int = 24_576
     """Context length at which a token costs twice as much to recompute as at the start: 6 times the hidden size
     (linear layers 24 h^2, attention 4 h a token of context; [HCache §3.2])."""
+    user_pid: int | None = None
+    """The process that others are told to stop before they use these directories; None: this one."""
 
     def __post_init__(self) -> None:
         if not self.dirs:

@@ -28,7 +28,8 @@ def parse(arguments: list[str]) -> dict[str, object]:
         "hicache_storage_backend",
         "hicache_storage_backend_extra_config",
     )
-    return {"exit": None, "fields": {name: getattr(parsed, name) for name in names}}
+    fields = {name: getattr(parsed, name) for name in names}
+    return {"exit": None, "fields": fields, "pool_share": parsed.mem_fraction_static}
 
 
 print("RESULTS " + json.dumps([parse(arguments) for arguments in json.load(sys.stdin)]))

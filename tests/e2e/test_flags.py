@@ -41,6 +41,11 @@ REFUSALS = {
     "too little disk": Refusal(
         ["--hcache-dirs", "/a", "--hcache-disk-size", "1MB"], ("--hcache-disk-size", "1.0 MB", "at least")
     ),
+    "floor": Refusal(
+        ["--hcache-dirs", "/a", "--hcache-disk-free-floor", "9999TB"],
+        ("--hcache-disk-free-floor", "9999.0 TB", "the file system of /a has"),
+    ),
+    "not ours": Refusal(["--hcache-dirs", "{folder}"], ("holds other files ('typo.yaml')", "--hcache-dirs")),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
     "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
@@ -132,6 +137,8 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     """All command lines through one process: importing SGLang takes long."""
     folder = tmp_path_factory.mktemp("flags")
     model = tiny_model()
+    (folder / "taken").mkdir()
+    (folder / "taken" / "typo.yaml").touch()
     settings = folder / "settings.yaml"
     settings.write_text("host_size: 2GB\ndisk_size: 7GB\nrun_chunks: 8\n", encoding="utf-8")
     (folder / "typo.yaml").write_text("hots_size: 2GB\n", encoding="utf-8")
@@ -147,10 +154,15 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "file": [*base, *ON, "--hcache-config", str(settings), "--hcache-disk-size", "9GB"],
         "typo": [*base, *ON, "--hcache-config", str(folder / "typo.yaml")],
         "overlap": [*base[:-1], *ON],
+        "small": [*base, *ON, "--hcache-host-size", "100MB"],
+        "large": [*base, *ON, "--hcache-host-size", "1GB"],
+        "large, and a share": [*base, *ON, "--hcache-host-size", "1GB", "--mem-fraction-static", "0.5"],
+        "large, and tokens": [*base, *ON, "--hcache-host-size", "1GB", "--max-total-tokens", "1000"],
     }
     for name, refusal in REFUSALS.items():
         path = model if refusal.model is None else config_only(folder / name, refusal.model)
-        cases[name] = ["--model-path", str(path), *CPU, *ON, *refusal.arguments]
+        given = [argument.replace("{folder}", str(folder / "taken")) for argument in refusal.arguments]
+        cases[name] = ["--model-path", str(path), *CPU, *ON, *given]
     _, environment = prepare_launch([])
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("parse_arguments.py"))],
@@ -195,15 +207,14 @@ def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["off", "explicitly off", "off with our flags"])
 def test_without_the_flag_nothing_of_sglang_changes(results: dict[str, Any], name: str) -> None:
-    assert results[name] == {
-        "exit": None,
-        "fields": {
-            "radix_cache_backend": None,
-            "enable_hierarchical_cache": False,
-            "hicache_storage_backend": None,
-            "hicache_storage_backend_extra_config": None,
-        },
+    assert results[name]["exit"] is None
+    assert results[name]["fields"] == {
+        "radix_cache_backend": None,
+        "enable_hierarchical_cache": False,
+        "hicache_storage_backend": None,
+        "hicache_storage_backend_extra_config": None,
     }
+    assert results[name]["pool_share"] == results["off"]["pool_share"]
 
 
 def test_the_cpu_fixes_alone_select_no_backend(results: dict[str, Any]) -> None:
@@ -227,3 +238,11 @@ def test_flags_reach_the_configuration_and_win_over_the_file(results: dict[str, 
     assert (flags["dirs"], flags["host_size"]) == (["/a", "/b"], 512 * 2**20)
     file = json.loads(results["file"]["fields"]["hicache_storage_backend_extra_config"])
     assert (file["host_size"], file["disk_size"], file["run_chunks"]) == (2 * 10**9, 9 * 10**9, 8)
+
+
+def test_on_a_cpu_the_kv_pool_leaves_room_for_the_host_tier(results: dict[str, Any]) -> None:
+    """The reason why SGLang's server did not start with its own settings and ours."""
+    share = {name: results[name]["pool_share"] for name in results if "pool_share" in results[name]}
+    assert share["large"] < share["small"] < share["off"]
+    assert share["large, and a share"] == 0.5
+    assert share["large, and tokens"] == share["off"]

@@ -32,13 +32,8 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
         StoreLockedError: a server runs.
         StoreError: a directory is missing, or is not of this store.
     """
-    for item in look_at_each(dirs):
-        if not item.exists:
-            raise StoreIOError(
-                f"{item.volume.path}: {item.volume.health.reason}; mount its disk, or make an empty directory "
-                "there if it was replaced"
-            )
     try:
+        _check_something_is_there(look_at_each(dirs))
         identity, seen, done = _prepare(dirs)
     except OSError as error:
         raise StoreIOError(f"cannot change the store: {error}") from error
@@ -52,13 +47,32 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
     return done
 
 
+def _check_something_is_there(seen: Sequence[Seen]) -> None:
+    """Before anything is changed, and be it the mode of a directory.
+
+    Raises:
+        StoreIOError: a directory is missing.
+        OSError: it does not answer.
+        StoreFormatError: in none is anything of a store.
+    """
+    for item in seen:
+        if not item.exists:
+            raise StoreIOError(
+                f"{item.volume.path}: {item.volume.health.reason}; mount its disk, or make an empty directory "
+                "there if it was replaced"
+            )
+    names = ", ".join(str(item.volume.path) for item in seen)
+    if not any(item.superblock is not None or item.directory.segment_sizes() for item in seen):
+        raise StoreFormatError(f"no store is in {names}: neither a readable superblock nor a segment")
+
+
 def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]]:
     """Under the locks: write superblocks, remove indexes. Raises OSError, StoreError."""
     with contextlib.ExitStack() as stack:
         locked: dict[Path, StoreDirectory] = {}
         for path in dirs:
             locked[path] = StoreDirectory.acquire(path)
-            stack.callback(locked[path].release)
+            stack.callback(locked[path].lock.release)
         seen = look_at_each(dirs)  # again: now nobody changes it
         identity, done = _take_in(seen)
         seen = in_place(seen, identity.num_stripes)
@@ -85,7 +99,6 @@ def _take_in(seen: Sequence[Seen]) -> tuple[StoreIdentity, list[str]]:
         if item.superblock is not None:
             continue
         path = item.volume.path
-        item.directory.check_no_strangers()
         others = {
             header.run_id for other in seen if other is not item for header in headers[other.volume.path]
         }
@@ -154,7 +167,9 @@ def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> S
     """
     counts = {header.num_stripes for found in headers.values() for header in found}
     if not counts:
-        raise StoreFormatError(f"{seen[0].volume.path} and its like hold neither a superblock nor a segment")
+        raise StoreFormatError(
+            f"no segment in {seen[0].volume.path} has a readable header; nothing can be rebuilt"
+        )
     if counts != {len(seen)}:
         raise StoreFormatError(
             f"the segments are of a store of {max(counts)} directories, and {len(seen)} are named; name all of them"

@@ -282,7 +282,7 @@ def _lock_holder(sight: Sight) -> str | None:
         if not item.exists:
             continue
         try:
-            holder = item.volume.probe(item.directory.lock_holder)
+            holder = item.volume.probe(item.directory.lock.holder)
         except OSError:
             continue
         if holder is not None:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
 import stat
-import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from sglang_hcache.core.errors import StoreFormatError, StoreLockedError
+from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.rate import PROBE_NAME
+from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
 
-LOCK_NAME = "lock"
 SUPERBLOCK_NAME = "superblock.json"
 INDEX_NAME = "index.sqlite"
 SUPERBLOCK_TMP_NAME = "superblock.tmp"
@@ -33,8 +29,6 @@ _OWN_NAMES = frozenset(
     | {INDEX_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal")}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
-_LOCK_ATTEMPTS = 3
-_LOCK_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -42,28 +36,30 @@ _log = logging.getLogger(__name__)
 class StoreDirectory:
     """One private directory of a store; plain file operations, which may fail and may hang.
 
-    Made by :meth:`acquire`, which takes the lock; ``looking.SeenDirectory`` does without.
+    Holds the lock from :meth:`acquire` or :meth:`reacquire` on; ``looking.SeenDirectory`` does without.
+
+    Args:
+        user_pid: the process that others are told to stop, if it is not this one.
     """
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, user_pid: int | None = None) -> None:
         self.path = path
         self.direct = False
         """Whether segment files are opened with O_DIRECT; set by :meth:`probe_direct`."""
-        self._lock_fd = lock_fd
-        # A forked child would hold the lock for as long as it lives, also when this process was killed.
-        os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
+        self.lock = DirectoryLock(path, user_pid)
 
     @classmethod
     def acquire(cls, path: Path) -> StoreDirectory:
-        """Create ``path`` if it is missing, check that it is private, and lock it.
+        """Create ``path`` if it is missing, check that it is ours, make it private, and lock it.
 
         Raises:
-            StoreFormatError: not a directory of our own.
+            StoreFormatError: not a directory of our own; nothing is changed.
             StoreLockedError: another process has it.
             OSError: the file system refuses.
         """
-        _make_private(path)
-        return cls(path, _lock(path))
+        directory = cls(path)
+        directory.reacquire()
+        return directory
 
     def reacquire(self) -> None:
         """Take the directory again after it was away; keeps the lock where it is still the same directory.
@@ -71,31 +67,11 @@ class StoreDirectory:
         Raises:
             StoreFormatError, StoreLockedError, OSError: as :meth:`acquire`.
         """
-        _make_private(self.path)
-        if not self._holds_lock():
-            fd = _lock(self.path)
-            self.release()
-            self._lock_fd = fd
-
-    def release(self) -> None:
-        """Give up the lock; further calls do nothing."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
-    def lock_holder(self) -> str | None:
-        """Process id of whoever holds the lock; None if it is free. Raises OSError."""
-        try:
-            fd = os.open(self.path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _holder(fd)
-        finally:
-            os.close(fd)
-        return None
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700, parents=True)
+        self.check_ours()
+        os.chmod(self.path, 0o700)
+        self.lock.take()
 
     def segment_path(self, segment: int) -> Path:
         """File of ``segment`` in this directory."""
@@ -139,7 +115,7 @@ class StoreDirectory:
 
     def is_present(self) -> bool:
         """Whether the directory is still the one that was locked. Raises OSError."""
-        return self._holds_lock() and (self.path / SUPERBLOCK_NAME).exists()
+        return self.lock.is_here() and (self.path / SUPERBLOCK_NAME).exists()
 
     def create_segment(self, segment: int, size: int) -> None:
         """Create and preallocate a file, durably; nothing is left behind if it fails.
@@ -235,15 +211,30 @@ class StoreDirectory:
         names = (entry.name for entry in self._entries())
         return sorted(name for name in names if name not in known and not _SEGMENT_NAME.fullmatch(name))
 
-    def check_no_strangers(self) -> None:
-        """
+    def check_ours(self) -> None:
+        """Whether a store may be here: changes nothing.
+
         Raises:
-            StoreFormatError: the directory holds files that no store made.
+            StoreFormatError: not a directory, open to other users, or with files that no store made.
+            OSError: it is missing, or cannot be asked.
         """
-        strangers = self.strangers()
-        if strangers:
+        path, found = self.path, self.path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs")
+        if found.st_uid != os.geteuid():
             raise StoreFormatError(
-                f"{self.path} holds other files ({strangers[0]!r}); give --hcache-dirs an empty or a new directory"
+                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give --hcache-dirs a directory "
+                "of your own: cached prompts are private"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StoreFormatError(
+                f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
+                f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs"
+            )
+        strangers = self.strangers()
+        if strangers and not (path / SUPERBLOCK_NAME).exists():
+            raise StoreFormatError(
+                f"{path} holds other files ({strangers[0]!r}); give --hcache-dirs an empty or a new directory"
             )
 
     def probe_direct(self) -> None:
@@ -299,8 +290,7 @@ class StoreDirectory:
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            has_lock = self._lock_fd >= 0  # `hcache store` does some things without
-            if has_lock and not os.path.samestat(os.stat(LOCK_NAME, dir_fd=fd), os.fstat(self._lock_fd)):
+            if self.lock.is_taken and not self.lock.is_here(fd):  # `hcache store` does some things without it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             yield fd
         finally:
@@ -312,74 +302,9 @@ class StoreDirectory:
     def _flags(self, flags: int) -> int:
         return flags | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.direct else 0)
 
-    def _holds_lock(self) -> bool:
-        if self._lock_fd < 0:
-            return False
-        try:
-            found = (self.path / LOCK_NAME).stat()
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(found, os.fstat(self._lock_fd))
-
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
-
-
-def _make_private(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except FileExistsError:
-        raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs") from None
-    found = path.stat()
-    if found.st_uid != os.geteuid():
-        raise StoreFormatError(
-            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give --hcache-dirs a directory "
-            "of your own: cached prompts are private"
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StoreFormatError(
-            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
-            f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs"
-        )
-    os.chmod(path, 0o700)
-
-
-def _lock(path: Path) -> int:
-    for _ in range(_LOCK_ATTEMPTS - 1):
-        with contextlib.suppress(StoreLockedError):  # perhaps by `hcache store`, asking who holds it
-            return _lock_once(path)
-        time.sleep(_LOCK_PAUSE_S)
-    return _lock_once(path)
-
-
-def _lock_once(path: Path) -> int:
-    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = _holder(fd)
-        os.close(fd)
-        raise StoreLockedError(
-            f"{path} is in use by process {holder}; stop it or use other directories (--hcache-dirs)"
-        ) from None
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _release(reference: weakref.ref[StoreDirectory]) -> None:
-    directory = reference()
-    if directory is not None:
-        directory.release()
-
-
-def _holder(lock_fd: int) -> str:
-    return os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
 def _preallocate(fd: int, size: int) -> None:

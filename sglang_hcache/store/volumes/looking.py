@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.io.engine import OpenFile
@@ -35,6 +36,14 @@ class SeenDirectory(StoreDirectory):
 
     def open_segment(self, segment: int) -> OpenFile:
         return OpenFile(self._open_to_read(segment, os.O_DIRECT if self.direct else 0), self.direct)
+
+    def total_bytes(self) -> int:
+        """Size of the file system where the directory is, or would be. Raises OSError."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        found = os.statvfs(place)
+        return found.f_blocks * found.f_frsize
 
     def try_direct(self) -> None:
         """Set ``direct`` by reading a block of a segment, if there is one."""
@@ -128,16 +137,33 @@ def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
     return [_look(path) for path in dirs]
 
 
-def holders_of(dirs: Sequence[Path], patience_s: float) -> dict[Path, str]:
-    """Process ids of those who have directories locked, by directory; one that does not answer in time is left out."""
+def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -> dict[Path, str]:
+    """Who has ``dirs`` locked, by directory: process ids. What else a start would be refused for is an error now.
+
+    What does not answer in time is left to the start.
+
+    Raises:
+        StoreFormatError: a directory is not ours to use.
+        ConfigError: its file system is smaller than the floor.
+    """
     holders = {}
     for path in dirs:
         directory = SeenDirectory(path)
         volume = Volume(directory, 0, SilentHealth(path), patience_s)
-        with contextlib.suppress(OSError):
-            if (holder := volume.probe(directory.lock_holder)) is not None:
+        try:
+            total = volume.probe(directory.total_bytes)
+            if free_floor_bytes >= total:
+                raise ConfigError(
+                    f"--hcache-disk-free-floor: {format_bytes(free_floor_bytes)} is not allowed; the file system of "
+                    f"{path} has {format_bytes(total)}"
+                )
+            volume.probe(directory.check_ours)
+            if (holder := volume.probe(directory.lock.holder)) is not None:
                 holders[path] = holder
-        volume.close(patience_s)
+        except OSError:
+            continue
+        finally:
+            volume.close(patience_s)
     return holders
 
 

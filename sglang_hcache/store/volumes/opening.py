@@ -41,7 +41,12 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         StoreFormatError, StoreLockedError, StoreIOError: no lock is kept.
     """
     volumes = [
-        Volume(StoreDirectory(path, -1), 0, Health(path, observer, config.retry_s), config.io_timeout_s)
+        Volume(
+            StoreDirectory(path, config.user_pid),
+            0,
+            Health(path, observer, config.retry_s),
+            config.io_timeout_s,
+        )
         for path in config.dirs
     ]
     try:
@@ -99,7 +104,6 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     directory.reacquire()
     found = directory.read_superblock()
     if found is None:
-        directory.check_no_strangers()
         directory.write_superblock(Superblock(identity, volume.stripe))
     elif (found.identity.store_id, found.stripe) != (identity.store_id, volume.stripe):
         raise StoreFormatError(f"{directory.path} belongs to another store now")
@@ -155,7 +159,6 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
     for volume in volumes:
         if not volume.health.readable:
             raise StoreIOError(f"cannot use {volume.path} (--hcache-dirs): {volume.health.reason}")
-        volume.probe(volume.directory.check_no_strangers)
         if volume.probe(volume.directory.segment_sizes):
             raise StoreFormatError(
                 f"{volume.path} holds segments but no superblock; delete its files to start an empty store"
@@ -179,7 +182,6 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
     def make_ready() -> None:
         if directory.read_superblock() is None:
             if not is_new:
-                directory.check_no_strangers()
                 _check_emptied(directory, identity.file_systems[volume.stripe])
             directory.write_superblock(Superblock(identity, volume.stripe))
         _probe(directory)

@@ -113,7 +113,7 @@ class Volume:
         """Release the lock; False, keeping it until the process ends, if a call hangs."""
         idle = self._lane.close(timeout_s)
         if idle:
-            self.directory.release()
+            self.directory.lock.release()
         return idle
 
     def _guarded(self, function: Callable[[], T]) -> T:

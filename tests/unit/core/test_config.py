@@ -82,9 +82,25 @@ def test_a_number_is_one_that_the_scheduler_can_wait_for(field: str, value: obje
         HCacheConfig.from_settings({field: value})
 
 
-def test_nothing_between_commas_names_no_directory() -> None:
-    for dirs, meant in (("/a,,", (Path("/a"),)), ("", ()), ([""], ())):
-        assert HCacheConfig.from_settings({"dirs": dirs}).dirs == meant
+@pytest.mark.parametrize("dirs", ["", ",", "/a,,", " ", [""]])
+def test_an_empty_name_is_a_variable_that_is_not_set(dirs: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--hcache-dirs: .* one of the names is empty; leave the flag out"
+    ):
+        HCacheConfig.from_settings({"dirs": dirs})
+    assert HCacheConfig.from_settings({"dirs": []}).dirs == ()
+
+
+def test_directories_are_distinct_wherever_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for dirs, problem in (
+        (["a", "a/../a"], "named twice"),
+        (["a", "link"], "named twice"),
+        (["a", "a/b"], "inside of"),
+        (["link/b", "a"], "inside of"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            HCacheConfig.from_settings({"dirs": [str(tmp_path / name) for name in dirs]})
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:

@@ -6,7 +6,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
-from sglang_hcache.sglang_plugin.budget import HostBudget
+from sglang_hcache.sglang_plugin.budget import HostBudget, pool_share
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
@@ -35,3 +35,12 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
         HostBudget.of(HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, 512)
+
+
+def test_a_pool_and_the_host_tier_share_a_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_hcache.sglang_plugin.budget.available_host_bytes", lambda: 20 * 10**9)
+    assert pool_share(HCacheConfig.from_settings({"host_size": "4GB"}), 0.75) == 0.55
+    with pytest.raises(
+        ConfigError, match=r"--hcache-host-size: 15\.0 GB leaves no memory .*--max-total-tokens"
+    ):
+        pool_share(HCacheConfig.from_settings({"host_size": "15GB"}), 0.75)

@@ -25,7 +25,7 @@ def kill(store: DiskStore) -> None:
     """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
     store._keeper.close(5)
     for volume in store._volumes:
-        volume.directory.release()
+        volume.directory.lock.release()
 
 
 def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from sglang_hcache.core.errors import (
     StoreLockedError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
+from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 
 OpenStore = Callable[..., DiskStore]
@@ -78,12 +80,42 @@ def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
     open_fails(config, StoreFormatError, "not a directory.*--hcache-dirs")
 
 
-def test_a_directory_with_files_of_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (lambda config: DiskStore.open(config, Counters()), "holds other files.*thesis"),
+        (lambda config: look_ahead(config.dirs, 0, patience_s=5), "holds other files.*thesis"),
+        (lambda config: rebuild(config.dirs), "no store is in"),
+    ],
+)
+def test_a_directory_with_files_of_something_else_is_left_alone(
+    tmp_path: Path, use: Callable[[StoreConfig], object], problem: str
+) -> None:
     config = small_config(tmp_path)
-    config.dirs[0].mkdir(mode=0o700)
-    (config.dirs[0] / "thesis.tex").write_text("")
-    open_fails(config, StoreFormatError, "holds other files.*thesis")
-    assert not (config.dirs[0] / "superblock.json").exists()
+    (folder,) = config.dirs
+    folder.mkdir(mode=0o755)
+    (folder / "thesis.tex").write_text("")
+    with pytest.raises(StoreFormatError, match=problem):
+        use(config)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_store: OpenStore) -> None:
+    mine, none = small_config(tmp_path / "mine").dirs[0], tmp_path / "none" / "yet"
+    open_store(small_config(tmp_path / "mine"))
+    assert look_ahead((none, mine), 0, patience_s=5) == {mine: str(os.getpid())}
+    assert not none.parent.exists()
+    with pytest.raises(
+        ConfigError, match=r"--hcache-disk-free-floor: 9000000\.0 TB is not allowed; .*yet has"
+    ):
+        look_ahead((none,), 9 * 10**18, patience_s=5)
+
+
+def test_others_are_told_the_process_that_they_can_stop(tmp_path: Path, open_store: OpenStore) -> None:
+    config = replace(small_config(tmp_path), user_pid=1)
+    open_store(config)
+    open_fails(config, StoreLockedError, "in use by process 1;")
 
 
 SECOND = """

@@ -399,6 +399,10 @@ def test_what_one_directory_cleared_stays_cleared_whatever_the_newest_superblock
 
 
 def test_rebuild_needs_something_to_go_by(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir(mode=0o700)
-    with pytest.raises(StoreError, match="neither a superblock nor a segment"):
+    (tmp_path / "empty").mkdir(mode=0o755)
+    with pytest.raises(StoreError, match="neither a readable superblock nor a segment"):
+        rebuild((tmp_path / "empty",))
+    assert not list((tmp_path / "empty").iterdir())
+    (tmp_path / "empty" / "segment-00000000.seg").write_bytes(bytes(8192))
+    with pytest.raises(StoreError, match=r"no segment in .* has a readable header"):
         rebuild((tmp_path / "empty",))

@@ -306,9 +306,9 @@ def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
         signal.pause()
         os._exit(0)
     try:
-        directory.release()  # as the end of this process would
-        wait_until(lambda: directory.lock_holder() is None)
-        StoreDirectory.acquire(tmp_path / "disk").release()
+        directory.lock.release()  # as the end of this process would
+        wait_until(lambda: directory.lock.holder() is None)
+        StoreDirectory.acquire(tmp_path / "disk").lock.release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -355,7 +355,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     assert store.match(on_first) == 0
     write_keys(store, make_keys(30, 2), LAYERS)
     store.close()
-    blocks = [StoreDirectory(path, -1).read_superblock() for path in config.dirs]
+    blocks = [StoreDirectory(path).read_superblock() for path in config.dirs]
     assert len({block.identity for block in blocks if block is not None}) == 1
     store = open_store(config)
     read_keys(store, make_keys(30, 2))

@@ -161,7 +161,7 @@ def test_without_an_index_the_headers_say_the_same(closed: StoreConfig, damage: 
 def test_what_was_cleared_is_not_shown(closed: StoreConfig) -> None:
     """As if the clearing could not delete: segments below ``first_segment`` count as gone."""
     for stripe, path in enumerate(closed.dirs):
-        directory = StoreDirectory(path, -1)
+        directory = StoreDirectory(path)
         block = directory.read_superblock()
         assert block is not None
         directory.write_superblock(Superblock(block.identity.next(first_segment=2), stripe))

@@ -1,0 +1,117 @@
+"""The lock of a store's directory: who has it may write there (docs/store-format.md, "Directories")."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreLockedError
+
+LOCK_NAME = "lock"
+_ATTEMPTS = 3
+_PAUSE_S = 0.05
+
+
+class DirectoryLock:
+    """``flock`` on a file in a directory. Ends with the process, however that ends.
+
+    Args:
+        user_pid: the process that others are told to stop, if it is not this one.
+    """
+
+    def __init__(self, directory: Path, user_pid: int | None = None) -> None:
+        self._directory = directory
+        self._user_pid = user_pid
+        self._fd = -1
+        # A forked child would hold the lock for as long as it lives, also when this process was killed.
+        os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process took it, wherever the file is now."""
+        return self._fd >= 0
+
+    def take(self) -> None:
+        """Take the lock, unless it is held where the directory is now.
+
+        Raises:
+            StoreLockedError: another process has it.
+            OSError: the file system refuses.
+        """
+        if not self.is_here():
+            fd = self._try_to_take()
+            self.release()
+            self._fd = fd
+
+    def release(self) -> None:
+        """Give it up; further calls do nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def is_here(self, directory_fd: int | None = None) -> bool:
+        """Whether it is taken, and its file is in the directory still, or in the open one. Raises OSError."""
+        path = self._directory / LOCK_NAME if directory_fd is None else LOCK_NAME
+        if self._fd < 0:
+            return False
+        try:
+            found = os.stat(path, dir_fd=directory_fd)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(self._fd))
+
+    def holder(self) -> str | None:
+        """Process id of whoever has it, to be stopped; None if it is free. Raises OSError."""
+        try:
+            fd = os.open(self._directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _written_in(fd)
+        finally:
+            os.close(fd)
+        return None
+
+    def _try_to_take(self) -> int:
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(StoreLockedError):  # perhaps by `hcache store`, asking who holds it
+                return self._try_once()
+            time.sleep(_PAUSE_S)
+        return self._try_once()
+
+    def _try_once(self) -> int:
+        fd = os.open(
+            self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{self._user_pid or os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
+            holder = _written_in(fd)
+            os.close(fd)
+            raise StoreLockedError(
+                f"{self._directory} is in use by process {holder}; stop it or use other directories (--hcache-dirs)"
+            ) from None
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _written_in(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _release(reference: weakref.ref[DirectoryLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.release()
