@@ -151,7 +151,11 @@ HISTOGRAMS = (
 )  # fmt: skip
 
 GAUGES = (
-    GaugeMetric("tier_bytes", "Bytes that a tier takes: on disk its files, room for the next chunks and the index included.", "bytes", "tier", ("host", "disk")),
+    GaugeMetric(
+        "tier_bytes",
+        "Bytes that a tier takes: on disk its files, room for the next chunks and the index included.",
+        "bytes", "tier", ("host", "disk"),
+    ),
     GaugeMetric("tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", "tier", ("host", "disk")),
     GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", "tier", ("host", "disk")),
     GaugeMetric(
