@@ -63,7 +63,7 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
                 if not file.exists():
                     raise
                 # Measuring comes before the rest of a start, which may fail for reasons of its own.
-                troubles = [f"after measuring, {error}"]
+                troubles = [f"after measuring, the server did not start: {error}"]
             else:
                 status.show("Stopping the server")
                 troubles = [

@@ -39,7 +39,7 @@ Progress = Callable[[float], None]
 
 
 class ServerProcessError(HCacheError):
-    """The server did not start. The message ends with what it says the error is, else with the end of its log."""
+    """The server did not start. The message is what it says the error is, or ends with the end of its log."""
 
 
 def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ class ServerProcess:
         exit_status = "" if status is None else f" (exit status {status})"
         log = self.log_text()
         if told := dict.fromkeys(_ERROR.findall(log)):
-            raise ServerProcessError("\n".join([f"the server {what}{exit_status}:", *told]))
+            raise ServerProcessError("\n".join(told))
         lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
         raise ServerProcessError("\n".join([f"the server {what}{exit_status}; its log ends with:", *lines]))
 

@@ -75,7 +75,7 @@ def test_the_self_check_refuses_a_wrong_projector(tiny_model: Callable[..., Path
     server = server_for(tmp_path, tiny_model())
     with (
         server.switched_on("projector_positions"),
-        pytest.raises(ServerProcessError, match="died while starting"),
+        pytest.raises(ServerProcessError, match="refuses to serve"),
         server,
     ):
         pass

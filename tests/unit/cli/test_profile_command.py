@@ -326,19 +326,19 @@ def nothing_is_left(tmp_path: Path) -> bool:
 
 
 def test_a_server_that_does_not_start(run, tmp_path):
-    server = StandIn(None, error=ServerProcessError("the server died:\n--hcache-dirs: no room"))
+    server = StandIn(None, error=ServerProcessError("--hcache-dirs: no room\n--x: no"))
     status, out, err = run(server, "--model-path", "m")
     assert (status, out) == (2, "")
-    assert err == "hcache: error: the server died:\nhcache: error: --hcache-dirs: no room\n"
+    assert err == "hcache: error: --hcache-dirs: no room\nhcache: error: --x: no\n"
     assert nothing_is_left(tmp_path)
 
 
 def test_a_server_that_fails_after_measuring_has_measured(run):
-    error = ServerProcessError("the server died:\n--hcache-host-size: too much")
+    error = ServerProcessError("--hcache-host-size: too much")
     server = StandIn(made_profile(), error=error)
     status, out, _ = run(server, "--model-path", "m")
     assert status == 0
-    assert "Warning: after measuring, the server died:\n--hcache-host-size: too much" in out
+    assert "Warning: after measuring, the server did not start: --hcache-host-size: too much" in out
     assert len(list(profile_dir().iterdir())) == 1
 
 
