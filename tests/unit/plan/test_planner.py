@@ -273,6 +273,20 @@ def test_restore_equals_brute_force_and_is_never_slower_than_recomputing(
         assert found.total_s <= len(stored) * costs.compute_recompute_s * (1 + 1e-8)
 
 
+@given(
+    stored=st.lists(st.sampled_from([H, KV]), min_size=1, max_size=12),
+    costs=layer_costs,
+    slack=st.floats(1.01, 2),
+)
+def test_slack_recomputes_the_fewest_layers_that_are_fast_enough(stored, costs, slack):
+    fastest, found = fastest_restore(stored, costs), fastest_restore(stored, costs, slack=slack)
+    assert found.total_s <= slack * fastest.total_s * (1 + 1e-8)
+    assert found.num_recompute <= fastest.num_recompute
+    for fewer in range(found.num_recompute):
+        plan = make_plan((RE,) * fewer + tuple(stored[fewer:]), costs)
+        assert plan.total_s >= slack * fastest.total_s * (1 - 1e-8)
+
+
 def test_slow_tier_is_left_alone():
     costs = analytic_costs(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=1e7), 1024)
     assert fastest_restore((H,) * 32, costs).num_recompute == 32
