@@ -184,7 +184,7 @@ def fastest_restore(
         num_blocks: parts that the tokens are read in, one after the other: the more, the less the first read and the
             last computation, which nothing hides, count.
         max_recompute: most layers to recompute; None: all.
-        slack: with more than 1, the fewest recomputed layers that take at most so many times as long as the fastest.
+        slack: the fewest layers are recomputed that take at most so many times as long as the fastest choice.
 
     Raises:
         ValueError: no layers, or ``num_blocks`` or ``slack`` below 1.
@@ -195,10 +195,7 @@ def fastest_restore(
     recompute, hidden, kv = _after_recomputing(stored, range(most + 1))
     of_block = costs.scaled(io=1 / num_blocks, compute=1 / num_blocks)
     total, io, compute = block_totals(num_blocks * recompute, num_blocks * hidden, num_blocks * kv, of_block)
-    if slack > 1:
-        best = int(np.flatnonzero(total <= slack * total.min())[0])
-    else:
-        best = _first_of_fastest(total, compute, io)
+    best = int(np.flatnonzero(total <= slack * (1 + _TIE) * total.min())[0])
     return RestoreTimes(best, float(total[best]), float(io[best]), float(compute[best]))
 
 
