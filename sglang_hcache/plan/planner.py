@@ -172,7 +172,7 @@ def fastest_restore(
     *,
     num_blocks: int = 1,
     max_recompute: int | None = None,
-    slack: float = 1.0,
+    least_gain: float = 1.0,
 ) -> RestoreTimes:
     """The fastest way to bring back what was stored: how many first layers to recompute instead, if any.
 
@@ -184,18 +184,20 @@ def fastest_restore(
         num_blocks: parts that the tokens are read in, one after the other: the more, the less the first read and the
             last computation, which nothing hides, count.
         max_recompute: most layers to recompute; None: all.
-        slack: the fewest layers are recomputed that take at most so many times as long as the fastest choice.
+        least_gain: no layer is recomputed unless that is more than so many times as fast.
 
     Raises:
-        ValueError: no layers, or ``num_blocks`` or ``slack`` below 1.
+        ValueError: no layers, or ``num_blocks`` or ``least_gain`` below 1.
     """
-    if not stored or num_blocks < 1 or not slack >= 1:
-        raise ValueError(f"got {len(stored)} layers in {num_blocks} blocks, slack {slack!r}")
+    if not stored or num_blocks < 1 or not least_gain >= 1:
+        raise ValueError(f"got {len(stored)} layers in {num_blocks} blocks, least gain {least_gain!r}")
     most = len(stored) if max_recompute is None else min(max_recompute, len(stored))
     recompute, hidden, kv = _after_recomputing(stored, range(most + 1))
     of_block = costs.scaled(io=1 / num_blocks, compute=1 / num_blocks)
     total, io, compute = block_totals(num_blocks * recompute, num_blocks * hidden, num_blocks * kv, of_block)
-    best = int(np.flatnonzero(total <= slack * (1 + _TIE) * total.min())[0])
+    best = _first_of_fastest(total, compute, io)
+    if total[0] <= least_gain * total[best]:
+        best = 0
     return RestoreTimes(best, float(total[best]), float(io[best]), float(compute[best]))
 
 

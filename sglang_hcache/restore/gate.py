@@ -33,7 +33,7 @@ _LOAD = 2.0
 """Our computations take so many times as long while requests run: the device does both in turns."""
 
 _RECOMPUTING_GAINS = 1.05
-"""A layer is recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
+"""Layers are recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
 as much, and on a CPU the projections of the other layers get the less of the cores."""
 
 _PATIENCE = 1.5
@@ -114,7 +114,7 @@ class RestoreGate:
             costs.scaled(compute=_LOAD if loaded else 1.0),
             num_blocks=-(-count // self._block_tokens),
             max_recompute=self._max_recompute,
-            slack=_RECOMPUTING_GAINS,
+            least_gain=_RECOMPUTING_GAINS,
         )
         unknown = self._unknown & parts.keys()
         projected = self._stored[times.num_recompute :]

@@ -103,7 +103,7 @@ def check_equality(server: TierServer, length: int, expected_layers: int, tier: 
     server.flush_device()
 
 
-@pytest.mark.parametrize(("length", "split"), [(150, (3, 3, 0)), (900, (1, 3, 2)), (2500, (0, 3, 3))])
+@pytest.mark.parametrize(("length", "split"), [(150, (3, 3, 0)), (700, (1, 3, 2)), (2500, (0, 3, 3))])
 def test_all_three_methods_in_one_restore(
     mixed: tuple[TierServer, Profile], length: int, split: tuple[int, int, int]
 ) -> None:
