@@ -32,7 +32,7 @@ _FORGET = 0.99
 _LOAD = 2.0
 """Our computations take so many times as long while requests run: the device does both in turns."""
 
-_RECOMPUTING_GAINS = 1.05
+_RECOMPUTING_GAINS = 1.1
 """Layers are recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
 as much, and on a CPU the projections of the other layers get the less of the cores."""
 
