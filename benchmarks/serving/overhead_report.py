@@ -66,7 +66,9 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _text(value: float, unit: str) -> str:
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "no token"
     if unit == "bytes":
         return format_bytes(int(value))
     if unit == "x":

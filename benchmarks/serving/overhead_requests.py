@@ -179,7 +179,10 @@ class PairedRequests:
                 {
                     "what": f"TBT {statistic} while {self._settings.long_history} tokens return, over TBT alone",
                     "unit": "x",
-                    **{name: value["beside"] / value["alone"] for name, value in found.items()},
+                    **{  # None: the history was back before anybody's next token
+                        name: value["beside"] / value["alone"] if len(value) == 2 else None
+                        for name, value in found.items()
+                    },
                     "seconds": found,
                 }
             )
