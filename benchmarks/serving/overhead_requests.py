@@ -180,7 +180,7 @@ class PairedRequests:
                     "what": f"TBT {statistic} while {self._settings.long_history} tokens return, over TBT alone",
                     "unit": "x",
                     **{  # None: the history was back before anybody's next token
-                        name: value["beside"] / value["alone"] if len(value) == 2 else None
+                        name: value["beside"] / value["alone"] if "beside" in value else None
                         for name, value in found.items()
                     },
                     "seconds": found,
