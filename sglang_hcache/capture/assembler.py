@@ -179,11 +179,13 @@ class Assembler:
                 return
             # While the rows are held: making room for the copy must not throw them away.
             chunk.slot = self._reserve()
-            if chunk.slot is None:
-                self._drop_chunk(request, "capture.chunks_dropped_host_full")
+            if chunk.slot is not None:
+                for chunks in self._chunks:
+                    chunks[chunk.slot, :, : len(tail)] = chunks[source, :, : len(tail)]
                 return
-            for chunks in self._chunks:
-                chunks[chunk.slot, :, : len(tail)] = chunks[source, :, : len(tail)]
+        chunk.slot = self.beginnings.adopt(chunk.parent, tail, if_longer=True)
+        if chunk.slot is None:
+            self._drop_chunk(request, "capture.chunks_dropped_host_full")
 
     def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: _Pass) -> None:
         if rows.position != request.next_position:

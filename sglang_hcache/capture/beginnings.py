@@ -56,6 +56,7 @@ class Beginnings:
         self._by_parent: dict[ChunkKey, list[ChunkInMaking]] = {}
         self._filled: OrderedDict[ChunkInMaking, None] = OrderedDict()
         self._unfinished: OrderedDict[ChunkInMaking, None] = OrderedDict()
+        self._held: ChunkInMaking | None = None
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -70,7 +71,11 @@ class Beginnings:
         with self._lock:
             chunk = self._find(parent, tokens)
         if chunk is None or chunk.key is None:
-            yield None if chunk is None else chunk.slot
+            self._held = chunk
+            try:
+                yield None if chunk is None else chunk.slot
+            finally:
+                self._held = None
             return
         slot = self._host.pin(chunk.key)
         try:
@@ -79,11 +84,17 @@ class Beginnings:
             if slot is not None:
                 self._host.unpin(chunk.key, slot)
 
-    def adopt(self, parent: ChunkKey, tokens: array[int]) -> int | None:
-        """The slot of an unfinished chunk that has the rows of ``tokens`` and no others: the caller's from now on."""
+    def adopt(self, parent: ChunkKey, tokens: array[int], *, if_longer: bool = False) -> int | None:
+        """The slot of an unfinished chunk that has the rows of ``tokens``: the caller's from now on.
+
+        Args:
+            if_longer: also one that has more rows, which are lost.
+        """
         with self._lock:
             chunk = self._find(parent, tokens)
-            if chunk is None or chunk not in self._unfinished or len(chunk.tokens) > len(tokens):
+            if chunk is None or chunk not in self._unfinished:
+                return None
+            if len(chunk.tokens) > len(tokens) and not if_longer:
                 return None
             slot, chunk.slot = chunk.slot, None
             self._forget(chunk)
@@ -127,11 +138,12 @@ class Beginnings:
             self._give_back(chunk)
 
     def give_one_back(self) -> bool:
-        """Free the slot of one unfinished chunk; False: there is none."""
+        """Free the slot of one unfinished chunk, but not of one whose rows are held; False: there is none."""
         with self._lock:
-            if not self._unfinished:
+            chunk = next((chunk for chunk in self._unfinished if chunk is not self._held), None)
+            if chunk is None:
                 return False
-            self._forget(next(iter(self._unfinished)))
+            self._forget(chunk)
             return True
 
     def clear(self) -> None:

@@ -78,9 +78,10 @@ class RestoreEngine:
 
     def _run_job(self, job: RestoreJob) -> None:
         job.started = time.monotonic()
-        job.state = RestoreState.RUNNING
         outcome = RestoreState.DONE
         try:
+            if not job.begin():
+                raise RestoreCancelledError
             self._pipeline.run(job)
         except RestoreCancelledError:
             outcome = RestoreState.CANCELLED

@@ -2,17 +2,18 @@
 
 ::
 
-    QUEUED -- engine starts it --> RUNNING --+--> DONE       every layer verified and written
-                                             +--> FAILED     an error, or its deadline passed
-                                             +--> CANCELLED  nobody wants it any more
+    QUEUED -- engine begins it --> RUNNING --+--> DONE       every layer verified and written
+       |                                     +--> FAILED     an error, or its deadline passed
+       '-------------------------------------+--> CANCELLED  nobody wants it any more
 
-The engine's thread moves the state; anyone may ask for cancellation. Slots may be used again only once
-:attr:`RestoreJob.is_over` is true.
+The engine's thread moves the state, but for one: a job that is cancelled before it began is over at once, however long
+those before it take. Slots may be used again only once :attr:`RestoreJob.is_over` is true.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ class RestoreJob:
     """Bring leased chunks into ``slots``.
 
     Args:
-        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the job is over.
+        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the engine is done
+            with the job.
         first_position: position of the first token, a multiple of 64.
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission after which the restore is abandoned.
@@ -64,6 +66,7 @@ class RestoreJob:
     written_s: float = 0.0
     """Of these, writing K and V."""
     _cancelled: Future[None] = field(default_factory=Future)
+    _leaves_queue: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def num_tokens(self) -> int:
@@ -83,10 +86,20 @@ class RestoreJob:
     def is_over(self) -> bool:
         return self.state in (RestoreState.DONE, RestoreState.FAILED, RestoreState.CANCELLED)
 
+    def begin(self) -> bool:
+        """The engine begins with it; False if it was cancelled before."""
+        with self._leaves_queue:
+            if self.state is RestoreState.QUEUED:
+                self.state = RestoreState.RUNNING
+        return self.state is RestoreState.RUNNING
+
     def cancel(self) -> None:
         """Stop before the next layer, also one that is being read. The job is over only when its state says so."""
         with contextlib.suppress(InvalidStateError):  # it was stopped before
             self._cancelled.set_result(None)
+        with self._leaves_queue:
+            if self.state is RestoreState.QUEUED:
+                self.state = RestoreState.CANCELLED
 
     def remaining_s(self) -> float:
         """Seconds left until the deadline.

@@ -239,7 +239,7 @@ class Demoter:
             if is_settled:
                 self._observer.count("demote.chunks_dropped_error", len(pinned))
         finally:
-            for info, slot in pinned:
+            for info, slot in reversed(pinned):  # the tail is evicted before the head
                 if is_settled:
                     self._host.mark_clean(info.key, slot)
                 self._host.unpin(info.key, slot)

@@ -158,13 +158,15 @@ class HostTier:
             return entry is not None and entry.is_reused
 
     def pin(self, key: ChunkKey) -> int | None:
-        """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here. Counts as a use."""
+        """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here.
+
+        No use: who reads a prefix pins its head first, and its head would be evicted first.
+        """
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 return None
             entry.pins += 1
-            self._touch(key)
             return entry.slot
 
     def unpin(self, key: ChunkKey, slot: int) -> None:

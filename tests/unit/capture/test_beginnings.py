@@ -173,6 +173,17 @@ def test_the_only_unfinished_chunk_may_become_its_own_copy() -> None:
     path.finish()
 
 
+def test_rows_that_are_held_are_nobody_elses_room() -> None:
+    path = SavePath(slots=8)
+    run(path, "a", [1] * 10)
+    beginnings = path.assembler.beginnings
+    with beginnings.rows_of(ROOT, array("q", [1] * 9)) as source:
+        assert source is not None
+        assert not beginnings.give_one_back()
+    assert beginnings.give_one_back()
+    path.finish()
+
+
 def test_cleared_tiers_keep_nothing(path: SavePath) -> None:
     run(path, "a", [1] * 100)
     path.tiers.clear()

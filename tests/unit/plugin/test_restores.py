@@ -139,6 +139,7 @@ class Engine:
     jobs: list[RestoreJob] = field(default_factory=list)
 
     def submit(self, job: RestoreJob) -> None:
+        job.begin()
         self.jobs.append(job)
 
     def end(self, state: RestoreState) -> None:

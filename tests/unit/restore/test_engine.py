@@ -14,7 +14,7 @@ from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError, StoreTi
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pipeline import layers_of_steps
-from tests.unit.restore.bench import BLOCK_CHUNKS, LAYERS, Bench, DoubleAndPosition
+from tests.unit.restore.bench import BLOCK_CHUNKS, LAYERS, SLOTS, Bench, DoubleAndPosition
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 
@@ -227,6 +227,32 @@ def test_a_job_is_over_when_it_is_cancelled_and_not_when_its_read_ends(bench: Be
         read.future.exception(10)
         assert read.frees_buffer(), "that its lease was closed meanwhile is no fault"
     assert bench.run().state is RestoreState.DONE
+
+
+def test_a_job_that_is_cancelled_before_it_begins_waits_for_no_other(bench: Bench) -> None:
+    reads, release = threading.Event(), threading.Event()
+
+    def hold(_layer: int) -> None:
+        reads.set()
+        release.wait(10)
+
+    bench.tiers.before_read = hold  # type: ignore[method-assign]
+    jobs = [
+        RestoreJob((bench.tiers.lease(bench.keys[1:]),), 0, slots, 10.0, tuple(range(LAYERS)))
+        for slots in torch.randperm(SLOTS)[: 4 * CHUNK_TOKENS].split(2 * CHUNK_TOKENS)
+    ]
+    for job in jobs:
+        bench.engine.submit(job)
+    assert reads.wait(10)
+    jobs[1].cancel()
+    assert [job.state for job in jobs] == [RestoreState.RUNNING, RestoreState.CANCELLED]
+    release.set()
+    bench.engine.close()
+    assert [job.state for job in jobs] == [RestoreState.DONE, RestoreState.CANCELLED]
+    assert bench.counters["restore.cancelled"] == 1
+    assert not bench.pool.v[:, jobs[1].slots].any()
+    assert not bench.pool.k[:, jobs[1].slots].any()
+    bench.assert_nothing_is_pinned()
 
 
 def test_a_cancelled_job_writes_nothing_more(bench: Bench) -> None:

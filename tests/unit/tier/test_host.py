@@ -33,11 +33,23 @@ def test_the_least_recently_used_clean_chunk_goes_first() -> None:
     tier = host(3)
     for name in (1, 2, 3):
         put(tier, name)
-    slot = tier.pin(info(1).key)
-    assert slot is not None
-    tier.unpin(info(1).key, slot)
+    tier.touch([info(1).key])
     put(tier, 4)
     assert [info(name).key in tier for name in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+def test_reading_a_prefix_from_its_head_on_does_not_evict_its_head_first() -> None:
+    tier = host(3)
+    keys = [info(name).key for name in (1, 2, 3)]
+    for name in (1, 2, 3):
+        put(tier, name)
+    tier.touch(keys)
+    for key in keys:
+        slot = tier.pin(key)
+        assert slot is not None
+        tier.unpin(key, slot)
+    put(tier, 4)
+    assert [key in tier for key in keys] == [True, True, False]
 
 
 def test_pinned_and_dirty_chunks_stay() -> None:
