@@ -21,12 +21,11 @@ class Room:
         self._volumes = volumes
         self._catalog = catalog
 
-    def usable(self, file_bytes: int) -> tuple[int, ...]:
-        """Directories that can take a file of ``file_bytes`` above the floor, at least after eviction."""
-        rooms = self._rooms()
-        freeable = self.freeable()
+    def usable(self, file_bytes: int, *, by_eviction: bool) -> tuple[int, ...]:
+        """Directories that can take a file of ``file_bytes`` above the floor, now or ``by_eviction``."""
+        freeable = self.freeable() if by_eviction else Counter[int]()
         usable: list[int] = []
-        for stripes, free in rooms:
+        for stripes, free in self._rooms():
             need = (file_bytes + FILE_SLACK_BYTES) * len(stripes) + self._config.free_floor_bytes
             if free + sum(freeable[stripe] for stripe in stripes) >= need:
                 usable += stripes

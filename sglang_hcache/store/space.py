@@ -14,7 +14,7 @@ from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
-from sglang_hcache.store.format.geometry import RunShape, ShapeTable, members_of
+from sglang_hcache.store.format.geometry import RunShape, ShapeTable, mask_of, members_of
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.returning import Returns
@@ -137,7 +137,7 @@ class Space:
             if (short := self._room.short(0, everywhere)) and self._time_to_warn():
                 self._warn_about_floor(short)
             self._keep_floor(0, everywhere)
-            members = self._room.usable(self._config.file_bytes)
+            members = self._next_members()
             if members:
                 self._make_room(self._config.file_bytes, members)
 
@@ -202,9 +202,8 @@ class Space:
     def _renew(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Segment:
         """Seal the active segment and begin another, in every directory that takes writes and has room."""
         self._seal_active()
-        usable = self._room.usable(self._config.file_bytes)
-        members = tuple(stripe for stripe in usable if self._volumes[stripe].health.writable)
-        if not members:
+        members = self._next_members()
+        if not any(self._volumes[stripe].health.writable for stripe in members):
             raise self._room.why_none()
         largest = max(self._shapes.get(num_chunks, chunk_layer_bytes, members, 0).part_bytes)
         file_bytes = max(self._config.file_bytes, largest)
@@ -223,6 +222,22 @@ class Space:
         self._catalog.add_segment(segment)
         self._active = segment
         return segment
+
+    def _next_members(self) -> tuple[int, ...]:
+        """Directories for the next segment: those with room, after evicting the coldest where none has any.
+
+        Not those where room could be made as well: else all would hold no more than the one with the least room.
+        Those that take no writes only if no other could: they may again when they have room.
+        """
+        file_bytes = self._config.file_bytes
+        usable = self._room.usable(file_bytes, by_eviction=True)
+        possible = [stripe for stripe in usable if self._volumes[stripe].health.writable] or usable
+        while possible:
+            roomy = self._room.usable(file_bytes, by_eviction=False)
+            members = tuple(stripe for stripe in roomy if stripe in possible)
+            if members or not self._evict_to_gain(mask_of(possible)):
+                return members
+        return ()
 
     def _make_room(self, file_bytes: int, members: Sequence[int]) -> str:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""

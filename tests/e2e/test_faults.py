@@ -257,15 +257,22 @@ def test_a_file_in_place_of_a_directory(site: Site) -> None:
 
 
 def test_a_full_device(site: Site, mounted: Device) -> None:
-    ballast = mounted.mounted / "ballast"
     with under_load(site, seed=6) as load:
-        with ballast.open("wb", buffering=0) as stream:
-            load.until(
-                lambda: is_filled(stream.fileno()) and is_left_out(site), "segments in the other one only"
-            )
+        with ballast_in(mounted.mounted) as descriptor:
+            load.until(lambda: is_filled(descriptor) and is_left_out(site), "segments in the other one only")
             load.until_disk_serves()
-        ballast.unlink()
         load.until(lambda: not is_left_out(site), "segments in both")
+
+
+@contextmanager
+def ballast_in(folder: Path) -> Iterator[int]:
+    """A file to fill the device with; gone at the end, for the tests that come next."""
+    ballast = folder / "ballast"
+    try:
+        with ballast.open("wb", buffering=0) as stream:
+            yield stream.fileno()
+    finally:
+        ballast.unlink()
 
 
 def is_filled(descriptor: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -247,6 +247,50 @@ def test_only_what_lies_on_a_disk_below_the_floor_goes(
     free[:] = little, plenty
     store._space.tend()
     assert [store.match(keys) for keys in (*on_both, *on_first, *on_second)] == [0] * 6 + [6] * 3
+
+
+class Disks:
+    """Two disks below the directories of a store, each with so much room for segments above the floor."""
+
+    def __init__(self, config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = [2**40, 2**40]
+        self._dirs = config.dirs
+        self._floor = config.free_floor_bytes
+        monkeypatch.setattr(StoreDirectory, "device", lambda directory: self._dirs.index(directory.path))
+        monkeypatch.setattr(StoreDirectory, "free_bytes", lambda directory: self._free_bytes(directory.path))
+
+    def _free_bytes(self, path: Path) -> int:
+        return self._floor + self.room[self._dirs.index(path)] - self.segment_bytes(path)
+
+    def segment_bytes(self, path: Path) -> int:
+        return sum(file.stat().st_blocks * 512 for file in path.glob("segment-*.seg"))
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("keeper", [False, True])
+@pytest.mark.parametrize("room_of_second", [0, 1, 2, 3, 5])
+def test_a_disk_with_little_room_does_not_make_the_tier_as_small(
+    tmp_path: Path,
+    open_store: OpenStore,
+    monkeypatch: pytest.MonkeyPatch,
+    room_of_second: int,
+    keeper: bool,
+) -> None:
+    config = small_config(tmp_path, 2, size=24 * MIB, segment=MIB, floor=100 * MIB)
+    disks = Disks(config, monkeypatch)
+    disks.room[1] = room_of_second * 600 * 2**10
+    store = open_store(config)
+    written = []
+    for number in range(60):
+        written += fill(store, 1000 * number, 1)
+        if keeper:
+            store._space.tend()
+        assert disks.segment_bytes(config.dirs[1]) <= disks.room[1]
+    kept = [keys for keys in written if store.match(keys) == 6]
+    assert kept == written[-len(kept) :], "the oldest go first"
+    assert 6 * sum(LAYERS) * len(kept) > config.segments_budget_bytes // 2
+    for keys in kept:
+        read_keys(store, keys)
 
 
 def test_near_the_floor_old_segments_make_room(
