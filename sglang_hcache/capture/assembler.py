@@ -26,7 +26,7 @@ from sglang_hcache.capture.events import (
     TiersCleared,
 )
 from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.core.keys import chunk_keys, next_key, token_bytes
+from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -41,18 +41,18 @@ class _OpenRequest:
     """One request's chunk in the making.
 
     Args:
-        index: of the chunk in the request.
+        keys: of the whole chunks before it.
         complete: every row so far has been copied.
     """
 
     namespace_id: bytes
-    index: int
+    keys: list[ChunkKey]
     chunk: ChunkInMaking
     complete: bool = True
 
     @property
     def next_position(self) -> int:
-        return self.index * CHUNK_TOKENS + len(self.chunk.tokens)
+        return len(self.keys) * CHUNK_TOKENS + len(self.chunk.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Assembler:
         root = event.namespace.root_key()
         keys = chunk_keys(root, event.prefix)
         chunk = ChunkInMaking(keys[-1] if keys else root)
-        request = _OpenRequest(event.namespace.namespace_id(), len(keys), chunk)
+        request = _OpenRequest(event.namespace.namespace_id(), keys, chunk)
         self._open[event.rid] = request
         tail = event.prefix[len(keys) * CHUNK_TOKENS :]
         if tail:
@@ -237,10 +237,11 @@ class Assembler:
         key = next_key(chunk.parent, token_bytes(chunk.tokens))
         slot, chunk.slot = chunk.slot, None  # first: after an error nobody may give back what the tier owns
         if slot is not None:
-            self._tiers.seal(slot, ChunkInfo(key, chunk.parent, request.index, request.namespace_id))
+            self._tiers.seal(slot, ChunkInfo(key, chunk.parent, len(request.keys), request.namespace_id))
         if request.complete:
             self.beginnings.mark_filled(chunk, key)
-        request.index, request.chunk, request.complete = request.index + 1, ChunkInMaking(key), True
+        request.keys.append(key)
+        request.chunk, request.complete = ChunkInMaking(key), True
         self.beginnings.add(request.chunk)
 
     def _drop_chunk(self, request: _OpenRequest, reason: str) -> None:
@@ -252,6 +253,7 @@ class Assembler:
         request = self._open.pop(rid, None)
         if request is not None:
             self.beginnings.take_over(request.chunk)
+            self._tiers.host.settle(request.keys)
 
     def _end_all(self) -> None:
         for rid in list(self._open):

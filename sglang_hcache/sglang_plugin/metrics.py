@@ -109,7 +109,7 @@ class TierGauges:
     def look(self) -> None:
         """Set every gauge."""
         host = self._tiers.host
-        free, _, _ = host.counts()
+        free = host.counts().free
         chunk_bytes = self._tiers.layout.chunk_bytes
         self._set_tier(
             HOST, host.num_slots - free, (host.num_slots - free) * chunk_bytes, host.num_slots * chunk_bytes

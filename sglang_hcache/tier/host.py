@@ -8,8 +8,9 @@ Life of a slot::
 
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
 there is no disk tier.
-Only clean, unpinned chunks are evicted, least recently used first. Every method is short, takes the one lock
-and never does I/O, so the serving thread may call any of them.
+Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its head, without
+which it is of no use. Every method is short, takes the one lock and never does I/O, so the serving thread may call any
+of them.
 
 Memory is layer-major: a layer's rows of neighbouring slots are neighbours, so a prefix in slots that follow each other
 is restored from where it is. Therefore the lowest free slot is taken first, and several are freed at a time.
@@ -23,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,14 @@ class _Entry:
     slot: int
     pins: int = 0
     is_reused: bool = False
+
+
+class SlotCounts(NamedTuple):
+    """Slots of the host tier; the rest is open."""
+
+    free: int
+    clean: int
+    dirty: int
 
 
 class HostTier:
@@ -151,6 +161,13 @@ class HostTier:
                     entry.is_reused = True
                     self._touch(key)
 
+    def settle(self, keys: Sequence[ChunkKey]) -> None:
+        """A request that had the chunks ``keys`` is over: their tail goes before their head. Not one more use."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._entries:
+                    self._touch(key)
+
     def is_reused(self, key: ChunkKey) -> bool:
         """Whether a request has used the chunk since the one that made it."""
         with self._lock:
@@ -229,12 +246,12 @@ class HostTier:
             self._dirty.clear()
             self.generation += 1
 
-    # -- numbers ---------------------------------------------------------------------------------
-
-    def counts(self) -> tuple[int, int, int]:
-        """(free slots, clean chunks, dirty chunks); the rest is open."""
-        with self._lock:
-            return len(self._free), len(self._clean), len(self._dirty)
-
     def _touch(self, key: ChunkKey) -> None:
         (self._dirty if key in self._dirty else self._clean).move_to_end(key)
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def counts(self) -> SlotCounts:
+        """How many slots are used for what."""
+        with self._lock:
+            return SlotCounts(len(self._free), len(self._clean), len(self._dirty))

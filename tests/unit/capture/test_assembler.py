@@ -176,6 +176,22 @@ def test_a_full_host_tier_drops_chunks_and_counts_them() -> None:
     assert path.sealed([2] * 64) == [False]
 
 
+def test_of_requests_that_ended_the_tail_goes_first() -> None:
+    path = SavePath(slots=6)
+    first, second, third = ([number] * 192 for number in (1, 2, 3))
+    path.begin("a", [])
+    path.begin("b", [])
+    for position in (0, 64, 128):
+        path.forward([("a", position, first[:64]), ("b", position, second[:64])])
+    path.end(None)
+    path.begin("c", [])
+    path.forward([("c", 0, third[:128])])
+    path.finish()
+    assert path.sealed(first) == [True, False, False]
+    assert path.sealed(second) == [True, True, True]
+    assert not any(path.tiers.host.is_reused(key) for key in path.tiers.host._entries)
+
+
 def test_a_pass_that_saw_too_few_layers_is_not_used(path: SavePath) -> None:
     path.begin("a", [])
     path.forward([("a", 0, [1] * 64)], layers=LAYERS - 1)

@@ -278,7 +278,7 @@ class HostTierView:
         self.logical_size = self._host.num_slots * CHUNK_TOKENS
 
     def available_size(self) -> int:
-        return self._host.counts()[0] * CHUNK_TOKENS
+        return self._host.counts().free * CHUNK_TOKENS
 
 
 class ControllerView:
