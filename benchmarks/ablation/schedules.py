@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
+from sglang_hcache.plan.costs import Hardware, LayerCosts
 from sglang_hcache.plan.planner import Split, closed_form, plan_stored, search, stored_bytes
-from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.profile import Profile, analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_costs
 
@@ -73,7 +73,7 @@ def paper_rows() -> list[ScheduleRow]:
         shape = NAMED_SHAPES[printed.model]
         flops = 2 * shape.hidden_size * printed.balanced_gb_s * 1e9
         hardware = Hardware(flops=flops, io_bytes_per_s=STORAGE_GB_S * 1e9)
-        costs = analytic_costs(shape, hardware, TOKENS)
+        costs = analytic_profile(shape, hardware).costs(TOKENS)
         stored = printed.split
         rows.append(
             ScheduleRow(

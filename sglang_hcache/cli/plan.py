@@ -160,19 +160,12 @@ def _profile(
 
 
 def _measured(path: Path, model: str, dtype: str) -> Profile:
-    from dataclasses import replace
-
     from sglang_hcache.plan.profile import Profile
 
-    try:
-        found = Profile.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # JSON and UTF-8 errors are some, too
-        raise ConfigError(f"--profile: {path} is no profile that we can read: {error}") from None
+    found = Profile.read(path, "--profile")
     if not model and dtype:
         raise ConfigError(f"--dtype: {dtype} needs a MODEL; a profile names its dtype itself")
-    if model and replace(_shape(model, dtype), name=found.model.name) != found.model:
+    if model and not found.is_of(_shape(model, dtype)):
         raise ConfigError(
             f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model}; leave MODEL out"
         )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sglang_hcache
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.costs import (
     Hardware,
     LayerCosts,
-    c_kv_write,
     check_contention,
     check_range,
     projection_flops,
@@ -84,7 +85,7 @@ class Profile:
     source: ProfileSource
     model: ModelShape
     machine: str
-    """For people: what the numbers belong to."""
+    """What the numbers belong to: one of another machine is not used unless it is named."""
     tiers: Mapping[str, TierCurves]
     """Name of a tier (``host``, ``disk``) -> reading from it."""
     compute: ComputeCurves
@@ -100,6 +101,10 @@ class Profile:
             raise ValueError("tiers must name at least one tier")
         if self.token_range is not None and not 1 <= self.token_range[0] <= self.token_range[1]:
             raise ValueError(f"token_range must be [shortest, longest], got {list(self.token_range)}")
+
+    def is_of(self, model: ModelShape) -> bool:
+        """Whether it is of a model with all the sizes of ``model``; names may differ."""
+        return replace(self.model, name=model.name) == model
 
     def costs(self, tokens: Mapping[str, int] | int, start: int = 0) -> LayerCosts:
         """What one layer costs when ``tokens`` come back.
@@ -144,6 +149,24 @@ class Profile:
         return json.dumps(data, indent=2) + "\n"
 
     @classmethod
+    def read(cls, path: Path, named_by: str = "") -> Profile:
+        """The profile in a file.
+
+        Args:
+            named_by: the flag that named the file, for messages; empty: none did.
+
+        Raises:
+            ConfigError: it cannot be read, or is none.
+        """
+        prefix = f"{named_by}: " if named_by else ""
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{prefix}cannot read {path}: {error.strerror}") from None
+        except ValueError as error:  # JSON and UTF-8 errors are some, too
+            raise ConfigError(f"{prefix}{path} is no profile that we can read: {error}") from None
+
+    @classmethod
     def from_json(cls, text: str) -> Profile:
         """The profile that :meth:`to_json` wrote.
 
@@ -172,11 +195,11 @@ class Profile:
 def analytic_profile(
     shape: ModelShape, hardware: Hardware, tier: str = "disk", machine: str = "analytic"
 ) -> Profile:
-    """A profile that is counted, not measured: the formulas of :mod:`sglang_hcache.plan.costs` as curves.
+    """A profile that is counted, not measured: the formulas of [HCache §3.2] as curves.
 
-    Its costs equal :func:`sglang_hcache.plan.costs.analytic_costs` for every length.
+    Every method also writes K and V into the pool, which the paper leaves out.
     """
-    write_s = c_kv_write(shape, hardware, 1)
+    write_s = shape.kv_row_bytes / hardware.kv_write_bytes_per_s
     linear_flops = recompute_flops(shape, 1, 0, factor=0.0)
     return Profile(
         source=ProfileSource.ANALYTIC,

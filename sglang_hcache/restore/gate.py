@@ -142,15 +142,17 @@ class RestoreGate:
     def pays(self, decision: Decision, backlog_s: float) -> bool:
         """Whether to start, if restores that take ``backlog_s`` more seconds come first."""
         pays = backlog_s + decision.restore_s < decision.recompute_s
-        if not pays:
-            for name, drift in self._drift.items():
-                self._drift[name] = 1 + (drift - 1) * _FORGET
         _log.debug(
             "hcache: restore %.1f ms, %d layers recomputed, behind %.1f ms; recompute %.1f ms: %s",
             1e3 * decision.restore_s, decision.num_recompute, 1e3 * backlog_s, 1e3 * decision.recompute_s,
             "restore" if pays else "recompute",
         )  # fmt: skip
         return pays
+
+    def declined(self) -> None:
+        """A restore that would not pay was not started."""
+        for name, drift in self._drift.items():
+            self._drift[name] = 1 + (drift - 1) * _FORGET
 
     def restored(self, decision: Decision, seconds: float, recomputing_s: float | None = None) -> None:
         """A restore of which ``decision`` was made took ``seconds``.

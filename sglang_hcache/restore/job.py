@@ -101,8 +101,8 @@ class RestoreJob:
             if self.state is RestoreState.QUEUED:
                 self.state = RestoreState.CANCELLED
 
-    def remaining_s(self) -> float:
-        """Seconds left until the deadline.
+    def check(self) -> float:
+        """Whether the job may go on: the seconds left until its deadline.
 
         Raises:
             RestoreCancelledError, RestoreTimeoutError: the job must not go on.
@@ -121,6 +121,6 @@ class RestoreJob:
             RestoreCancelledError, RestoreTimeoutError: the job must not go on; the read does.
             HCacheError: it failed.
         """
-        wait((read, self._cancelled), self.remaining_s(), FIRST_COMPLETED)
-        self.remaining_s()  # or an error
+        wait((read, self._cancelled), self.check(), FIRST_COMPLETED)
+        self.check()
         read.result()

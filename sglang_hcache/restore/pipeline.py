@@ -34,7 +34,7 @@ late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _FEWEST_STEPS = 6
-"""Of a block: reading goes on under restoring."""
+"""About, of a block: reading goes on under restoring. Whole layers, rounded up, may make one or two fewer."""
 STEP_BYTES = 4 * 2**20
 """Layers are read together up to so much: to begin and to end a step takes as long as about a quarter of it."""
 
@@ -246,7 +246,7 @@ class LayerPipeline:
         for piece in zip(*(self._rows(write.read, layer) for layer in step.layers), strict=True):
             end = first + len(piece[0].rows)
             positions = self._restorer.positions(job.first_position + first, job.first_position + end)
-            write.parts.extend(self._restorer.start(piece, positions, job.slots[first:end], job.remaining_s))
+            write.parts.extend(self._restorer.start(piece, positions, job.slots[first:end], job.check))
             first = end
         job.written_s += time.monotonic() - began
 
@@ -261,7 +261,7 @@ class LayerPipeline:
         return found
 
     def _finish(self, job: RestoreJob, write: _Write) -> None:
-        job.remaining_s()  # or an error
+        job.check()
         began = time.monotonic()
         for part in write.parts:
             part.result()

@@ -55,8 +55,11 @@ class Launcher:
         return self._gate.decide(tokens, start, loaded=self._device.scheduler.is_running())
 
     def pays(self, decision: Decision | None, backlog_s: float) -> bool:
-        """Whether to start behind ``backlog_s`` seconds of other restores."""
-        return decision is None or self._gate is None or self._gate.pays(decision, backlog_s)
+        """Whether to start behind ``backlog_s`` seconds of other restores; who asks does as it is told."""
+        if decision is None or self._gate is None or self._gate.pays(decision, backlog_s):
+            return True
+        self._gate.declined()
+        return False
 
     def advance(self, restores: Iterable[Restore]) -> None:
         """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""
@@ -64,7 +67,7 @@ class Launcher:
         if restore is None or restore.recomputation is None:
             return
         try:
-            restore.job.remaining_s()
+            restore.job.check()
             restore.recomputation.advance(self._device.largest_pass)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)

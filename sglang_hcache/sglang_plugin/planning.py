@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sglang_hcache.core.config import HCacheConfig, profile_dir
@@ -45,7 +44,7 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         return _named(config.profile, bench)
     for path in sorted(profile_dir().glob("*.json")):
         try:
-            profile = load_profile(path)
+            profile = Profile.read(path)
         except ConfigError as error:
             logger.warning("hcache: %s; it is not used", error)
             continue
@@ -58,24 +57,10 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
     return None
 
 
-def load_profile(path: Path) -> Profile:
-    """The profile in a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-    """
-    try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hcache-profile: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # JSON and UTF-8 errors are some, too
-        raise ConfigError(f"--hcache-profile: {path} is no profile that we can read: {error}") from None
-
-
 def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:
     """In what the circumstances of ``profile`` are not the present ones."""
     found = []
-    if replace(profile.model, name=shape.name) != shape:
+    if not profile.is_of(shape):
         found.append(f"it is of the model {profile.model.name}, with other sizes")
     if profile.machine != machine:
         found.append(f"it was made on {profile.machine!r}; this is {machine!r}")
@@ -129,8 +114,8 @@ def profile_of(path: Path, shape: ModelShape) -> Profile:
     Raises:
         ConfigError: it cannot be read, is none, or is of another model.
     """
-    profile = load_profile(path)
-    if replace(profile.model, name=shape.name) != shape:
+    profile = Profile.read(path, "--hcache-profile")
+    if not profile.is_of(shape):
         raise ConfigError(
             f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
             f"{shape.name}; make one with: hcache profile --model-path MODEL"

@@ -2,11 +2,17 @@
 
 A request's ticket::
 
-    RESOLVED <--> PENDING --> RUNNING --> PINNED --> (admitted: the ticket ends)
-        ^------------------------'          |
-        '-----------------------------------'
+    RESOLVED -- a tier continues what the device has --> PENDING
+    PENDING --- slots were found, the job is queued ---> RUNNING
+    PENDING --- its chunks are gone -------------------> RESOLVED
+    PENDING --- no slots, would not pay, tiers rest ---> RESOLVED for good
+    RUNNING --- done, put into the tree ---------------> PINNED
+    RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
+    RUNNING --- failed, late --------------------------> RESOLVED for good
+    PINNED ---- too old, or the queue stands still ----> RESOLVED
+    RESOLVED or PINNED: admitted, and the ticket ends
 
-RESOLVED becomes PENDING again if the device evicts what the request was to find there.
+When the tree has evicted something, a RESOLVED ticket is looked up again, unless it is so for good.
 
 * RESOLVED: nothing to wait for; the request may be admitted.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
@@ -217,7 +223,7 @@ class RestoreCoordinator:
             if now < self._resting_until:
                 ticket.give_up()
             elif not self._start(ticket):
-                if ticket.age_s < _PENDING_LIMIT_S:
+                if ticket.in_phase_s < _PENDING_LIMIT_S:
                     self._first_in_line = ticket
                     self._look_again = now + _LOOK_AGAIN_S
                     return  # first come, first served: later requests must not take the slots it waits for

@@ -106,7 +106,8 @@ class Ticket:
     phase: Phase = Phase.RESOLVED
     restore: Restore | None = None
     pinned_node: Node | None = None
-    since: float = field(default_factory=time.monotonic)
+    entered: float = field(default_factory=time.monotonic)
+    """When its phase began."""
     attempts: int = 0
     seen_evictions: int = 0
 
@@ -116,7 +117,7 @@ class Ticket:
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.since = time.monotonic()
+        self.entered = time.monotonic()
 
     def give_up(self) -> None:
         """The request is recomputed, whatever the tiers have."""
@@ -124,8 +125,9 @@ class Ticket:
         self.enter(Phase.RESOLVED)
 
     @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.since
+    def in_phase_s(self) -> float:
+        """Seconds since its phase began."""
+        return time.monotonic() - self.entered
 
 
 @dataclass(frozen=True, slots=True)

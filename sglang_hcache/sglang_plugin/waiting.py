@@ -79,7 +79,7 @@ class Waiting:
 
     def give_back_pins(self, older_than_s: float = 0.0) -> bool:
         """Let the device evict what was restored for requests that still wait; False if there was nothing."""
-        pinned = [ticket for ticket in self._pinned() if ticket.age_s >= older_than_s]
+        pinned = [ticket for ticket in self._pinned() if ticket.in_phase_s >= older_than_s]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")
             ticket.note("what was restored is given back")

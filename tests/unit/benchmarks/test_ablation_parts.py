@@ -11,10 +11,11 @@ import pytest
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
+from sglang_hcache.plan.costs import Hardware, LayerCosts
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
+from tests.unit.plan.formulas import analytic_costs
 
 SHAPE = NAMED_SHAPES["llama2-7b"]
 

@@ -13,17 +13,13 @@ from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.costs import (
     Hardware,
     LayerCosts,
-    analytic_costs,
     attention_flops,
-    c_hidden,
-    c_recompute,
     ffn_flops,
-    io_hidden,
-    io_kv,
     projection_flops,
     recompute_flops,
 )
 from sglang_hcache.plan.shapes import NAMED_SHAPES, FFNKind
+from tests.unit.plan.formulas import analytic_costs, c_hidden, c_recompute, io_hidden, io_kv
 
 MHA = NAMED_SHAPES["opt-30b"]
 GQA = NAMED_SHAPES["llama3-8b"]

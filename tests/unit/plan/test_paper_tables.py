@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
+from sglang_hcache.plan.costs import Hardware, LayerCosts
 from sglang_hcache.plan.planner import Split, closed_form, search, stored_bytes
 from sglang_hcache.plan.shapes import NAMED_SHAPES
+from tests.unit.plan.formulas import analytic_costs
 
 SEVEN, THIRTEEN, THIRTY = "llama2-7b", "llama2-13b", "opt-30b"
 BALANCED_GB_S = {SEVEN: 24, THIRTEEN: 21, THIRTY: 37}

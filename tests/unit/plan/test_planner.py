@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from sglang_hcache.plan.costs import Hardware, LayerCosts, analytic_costs
+from sglang_hcache.plan.costs import Hardware, LayerCosts
 from sglang_hcache.plan.planner import (
     PlanKind,
     Split,
@@ -24,6 +24,7 @@ from sglang_hcache.plan.planner import (
 )
 from sglang_hcache.plan.profile import analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
+from tests.unit.plan.formulas import analytic_costs
 
 H, KV, RE = Method.HIDDEN, Method.KV, Method.RECOMPUTE
 

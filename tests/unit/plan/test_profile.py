@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hcache.plan.costs import Hardware, analytic_costs
+from sglang_hcache.plan.costs import Hardware
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import Profile, ProfileSource, TierCurves, analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_costs
+from tests.unit.plan.formulas import analytic_costs
 
 HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9, kv_write_bytes_per_s=1e12, io_fixed_s=1e-4)
 shapes = st.sampled_from(list(NAMED_SHAPES.values()))
