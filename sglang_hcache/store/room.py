@@ -21,15 +21,21 @@ class Room:
         self._volumes = volumes
         self._catalog = catalog
 
-    def usable(self, file_bytes: int, *, by_eviction: bool) -> tuple[int, ...]:
-        """Directories that can take a file of ``file_bytes`` above the floor, now or ``by_eviction``."""
-        freeable = self.freeable() if by_eviction else Counter[int]()
-        usable: list[int] = []
+    def usable(self, file_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Directories that can take a file of ``file_bytes`` above the floor: now, and if all is evicted that may be.
+
+        Of one look, for a directory that fails between two would seem to lack room.
+        """
+        freeable = self.freeable()
+        now: list[int] = []
+        by_eviction: list[int] = []
         for stripes, free in self._rooms():
             need = (file_bytes + FILE_SLACK_BYTES) * len(stripes) + self._config.free_floor_bytes
+            if free >= need:
+                now += stripes
             if free + sum(freeable[stripe] for stripe in stripes) >= need:
-                usable += stripes
-        return tuple(sorted(usable))
+                by_eviction += stripes
+        return tuple(sorted(now)), tuple(sorted(by_eviction))
 
     def short(self, need: int, members: Iterable[int]) -> int:
         """Directories, as bits, on file systems that cannot give each of ``members`` ``need`` bytes above the floor."""

@@ -229,15 +229,12 @@ class Space:
         Not those where room could be made as well: else all would hold no more than the one with the least room.
         Those that take no writes only if no other could: they may again when they have room.
         """
-        file_bytes = self._config.file_bytes
-        usable = self._room.usable(file_bytes, by_eviction=True)
-        possible = [stripe for stripe in usable if self._volumes[stripe].health.writable] or usable
-        while possible:
-            roomy = self._room.usable(file_bytes, by_eviction=False)
+        while True:
+            roomy, usable = self._room.usable(self._config.file_bytes)
+            possible = [stripe for stripe in usable if self._volumes[stripe].health.writable] or usable
             members = tuple(stripe for stripe in roomy if stripe in possible)
-            if members or not self._evict_to_gain(mask_of(possible)):
+            if members or not possible or not self._evict_to_gain(mask_of(possible)):
                 return members
-        return ()
 
     def _make_room(self, file_bytes: int, members: Sequence[int]) -> str:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""

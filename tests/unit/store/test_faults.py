@@ -96,6 +96,32 @@ def test_a_failed_write_stores_nothing_and_costs_nothing(
     assert store.stats().segments == 2
 
 
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_directories_that_fail_while_room_is_looked_for_cost_nothing(
+    store: DiskStore, engine: FaultEngine, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """Their room cannot be seen any more, which is no lack of room."""
+    engine.decide = always(IOKind.SYNC)
+    with pytest.raises(StoreIOError):
+        write_keys(store, NEW, LAYERS)  # the segment of OLD is not written to any more, and may be evicted
+    asked: list[Path] = []
+    free_bytes = StoreDirectory.free_bytes
+
+    def and_fail(self: StoreDirectory) -> int:
+        asked.append(self.path)
+        free = free_bytes(self)
+        if len(asked) == looks * len(store._volumes):
+            for volume in store._volumes:
+                volume.health.failed(OSError(errno.EROFS, os.strerror(errno.EROFS)), writing=True)
+        return free
+
+    monkeypatch.setattr(StoreDirectory, "free_bytes", and_fail)
+    store._space.tend()
+    assert all(volume.health.condition == "read-only" for volume in store._volumes)
+    read_keys(store, OLD)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_device_is_full_not_broken(store: DiskStore, engine: FaultEngine, number: int) -> None:
     engine.decide = always(IOKind.WRITE, number)
