@@ -232,7 +232,7 @@ def _explain(error: dict[str, Any]) -> str:
         return f"unknown setting {field!r} in the file of --hcache-config; known settings: {known}"
     if error["type"] == "enum":
         return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
-    reason = str(error["msg"]).removeprefix("Value error, ")
+    reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
 
 

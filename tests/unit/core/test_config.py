@@ -49,7 +49,7 @@ def test_it_survives_the_way_through_json() -> None:
         ({"method": "token"}, ("--hcache-method", "'token'", "auto", "hidden", "kv")),
         ({"io_engine": "uring"}, ("--hcache-io-engine", "'uring'", "nixl", "posix")),
         ({"dirs": "/a,/a"}, ("--hcache-dirs", "twice")),
-        ({"run_chunks": 65}, ("run_chunks", "65", "64")),
+        ({"run_chunks": 65}, ("run_chunks", "65 is not allowed; it must be less than or equal to 64")),
         ({"run_chunks": True}, ("run_chunks", "True", "number")),
         ({"disk_size": True}, ("--hcache-disk-size", "True", "number")),
         ({"disk_size": "9" * 400}, ("--hcache-disk-size", "8 EiB")),
