@@ -82,7 +82,9 @@ class Catalog:
         return len(keys)
 
     def pin(self, keys: Sequence[bytes]) -> list[RunSlice]:
-        """Find ``keys``, pin their segments (once a slice) and count a use of them.
+        """Find ``keys`` and pin their segments, once a slice.
+
+        No use: :meth:`touch` says what of a whole prefix goes first, and who reads it pins its head first.
 
         Raises:
             TierMissError: a key is missing, or the runs differ in the bytes of their layers. Pins nothing.
@@ -107,7 +109,6 @@ class Catalog:
                 raise TierMissError("the chunks have layers of different sizes")
             for item in slices:
                 item.run.segment.pins += 1
-            self._use([item.run.segment for item in slices], depth=_depth(slices[-1]))
         return slices
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -299,8 +300,3 @@ class Catalog:
         key = run.place.keys[index]
         if self._chunks.get(key) is run:
             del self._chunks[key]
-
-
-def _depth(last: RunSlice) -> int:
-    """Chunks of the prefix that ends with ``last``."""
-    return last.run.place.first_chunk + last.stop

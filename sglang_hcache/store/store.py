@@ -194,7 +194,7 @@ class DiskStore:
     # -- reading ---------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin the chunks ``keys`` until the lease is closed, and count as a use of them.
+        """Pin the chunks ``keys`` until the lease is closed. No use of them: see :meth:`touch`.
 
         Raises:
             TierMissError: a key is missing, or layer sizes differ between the runs that hold them.

@@ -40,7 +40,7 @@ def keys_of(number: int) -> tuple[bytes, ...]:
 
 @pytest.fixture
 def closed(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
-    """A closed store of two directories with six runs in three segments; the first one was read last."""
+    """A closed store of two directories with six runs in three segments; the first one was read and used last."""
     return filled(tmp_path, open_store)
 
 
@@ -50,6 +50,7 @@ def filled(base: Path, open_store: OpenStore, first: int = 0) -> StoreConfig:
     for number in range(first, first + RUNS):
         write_keys(store, keys_of(number), LAYERS)
     read_keys(store, keys_of(first))
+    store.touch(keys_of(first))
     assert store.stats().segments == 3
     store.close()
     return config
@@ -262,7 +263,7 @@ def test_gc_shrinks_to_a_size_by_what_was_not_used(closed: StoreConfig, open_sto
     change = collect(closed.dirs, full - 1)
     assert change.counts["store.segments_evicted"] == 1
     assert change.after.physical_bytes == physical_bytes(closed.dirs) < full
-    assert served(closed, open_store) == [0, 1, 4, 5]  # the first segment was read last
+    assert served(closed, open_store) == [0, 1, 4, 5]  # the first segment was used last
     change = collect(closed.dirs, 0)
     assert (change.after.runs, change.after.segment_files) == (0, 0)
     with StoreView.open(closed.dirs) as view:

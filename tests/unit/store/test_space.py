@@ -83,8 +83,9 @@ def test_the_least_recently_used_segment_goes_first(
 ) -> None:
     store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
     a, b, c = fill(store, 0, 3)
-    read_keys(store, a)
-    store.lease(b[:1]).close()
+    read_keys(store, c)
+    store.touch(a)
+    store.touch(b[:1])
     written = 3
     while counters["store.segments_evicted"] == 0:
         fill(store, 1000 * written, 1)
@@ -96,11 +97,25 @@ def test_the_least_recently_used_segment_goes_first(
 
 
 @pytest.mark.usefixtures("no_keeper")
+def test_reading_a_prefix_piece_by_piece_leaves_its_tail_the_first_to_go(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
+    pieces = fill(store, 0, 3)
+    store.touch([key for keys in pieces for key in keys])
+    for keys in pieces:
+        read_keys(store, keys)
+    fill(store, 1000, 1)  # else the last one is still being filled
+    assert store.evict_one()
+    assert [store.match(keys) for keys in pieces] == [6, 6, 0]
+
+
+@pytest.mark.usefixtures("no_keeper")
 def test_recency_survives_a_restart(tmp_path: Path, open_store: OpenStore, counters: Counters) -> None:
     config = small_config(tmp_path, size=8 * MIB, segment=MIB)
     store = open_store(config)
     a, b = fill(store, 0, 2)
-    read_keys(store, a)
+    store.touch(a)
     store.close()
     store = open_store(config)
     number = 2
@@ -443,8 +458,8 @@ def test_of_equally_recent_prefixes_the_one_that_is_cheap_to_recompute_goes_firs
     for keys, first_chunk in ((head, 0), (tail, 6), (short, 0)):
         run = make_run(keys, LAYERS, first_chunk)
         store.write_run(run, payload_of(run))
-    store.lease((*head, *tail)).close()
-    store.lease(short).close()
+    store.touch((*head, *tail))
+    store.touch(short)
     number = 1
     while counters["store.segments_evicted"] < 2:
         fill(store, 1000 * number, 1)

@@ -51,6 +51,7 @@ def closed(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
         run = Run(bytes([number // 3]) * 16, keys_of(number), 4 * number, LAYERS)
         store.write_run(run, payload_of(run))
     read_keys(store, keys_of(0))
+    store.touch(keys_of(0))
     store.close()
     return config
 
@@ -96,7 +97,7 @@ def test_a_closed_store_is_shown_as_it_was_and_stays_as_it_is(closed: StoreConfi
     assert sum(item.physical_bytes for item in directories) == physical_bytes(closed.dirs)
     assert all(item.free_bytes > 0 and item.segments >= 2 for item in directories)
     assert [(spaces[name].runs, spaces[name].chunks) for name in (0, 1)] == [(3, 12), (3, 12)]
-    assert (spaces[0].use_rank, spaces[1].use_rank) == (1, 2)  # run 0 was read last
+    assert (spaces[0].use_rank, spaces[1].use_rank) == (1, 2)  # run 0 was used last
     assert abs((spaces[0].written_at or 0) - time.time()) < 60
 
 
