@@ -175,12 +175,15 @@ class Catalog:
             return self._next_run
 
     def add_run(self, run: StoredRun) -> bool:
-        """Make a run readable; False if its segment was retired meanwhile. Counts as a use."""
+        """Make a run readable; False if its segment was retired meanwhile. Counts as a use of the least cost.
+
+        How long the prefix becomes is known when it is looked up. By its own end a tail would outlast its head.
+        """
         with self._lock:
             if run.segment.retired:
                 return False
             self._admit(run)
-            self._use([run.segment], depth=run.place.first_chunk + len(run.place.keys))
+            self._use([run.segment], depth=0)
             return True
 
     def adopt_run(self, run: StoredRun) -> None:
