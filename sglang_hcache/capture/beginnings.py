@@ -18,7 +18,7 @@ from sglang_hcache.tier.host import HostTier
 
 _MOST_BEHIND_A_PARENT = 64
 _MOST_FILLED = 8192  # under 10 MB of tokens
-_SHARE_UNFINISHED = 8
+_SHARE_UNFINISHED = 1 / 8
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Beginnings:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._most_filled = min(_MOST_FILLED, host.num_slots)
-        self._most_unfinished = host.num_slots // _SHARE_UNFINISHED
+        self._most_unfinished = int(host.num_slots * _SHARE_UNFINISHED)
         self._lock = threading.Lock()
         self._by_parent: dict[ChunkKey, list[ChunkInMaking]] = {}
         self._filled: OrderedDict[ChunkInMaking, None] = OrderedDict()

@@ -26,6 +26,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.budget import HostBudget
+from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.metrics import TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
@@ -76,9 +77,8 @@ class Bridge:
         self._engine = RestoreEngine(
             tiers, restorer, counters, running.one_is_over, budget.block_chunks, device.host_memory
         )
-        self.restores = RestoreCoordinator(
-            device, tiers, config, counters, budget.block_chunks, self._engine, running, gate
-        )
+        launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
+        self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
         self._gauges = gauges
         self._closed = threading.Event()
         self._stored = (

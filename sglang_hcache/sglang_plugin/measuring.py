@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FEWEST_LENGTHS = 3
-_PREFIX_SHARE = 4
-"""The piece that is measured behind a prefix of the longest pass is one so-many-th of it."""
+_PIECE_SHARE = 1 / 4
+"""Of the longest pass: the piece that is measured behind a prefix as long as that pass."""
 _COMPANY_TOKENS = 1024
 """Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 
 _MOST_SCRATCH_BYTES = 64 * 2**20
-_SCRATCH_SHARE = 32
-"""One so-many-th of the disk tier may be filled for it, for as long as it takes."""
+_SCRATCH_SHARE = 1 / 32
+"""Of the disk tier: what may be filled for it, for as long as it takes."""
 _PACKAGES = ("sglang-hcache", "sglang", "torch")
 
 
@@ -110,7 +110,7 @@ class Bench:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
         lengths = self._lengths
         pieces = [(length, 0) for length in lengths]
-        behind = (max(lengths[0], lengths[-1] // _PREFIX_SHARE), lengths[-1])
+        behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
@@ -159,7 +159,7 @@ class Bench:
     def _scratch_in(self, disk: DiskStore | None, holds: ExitStack) -> dict[Method, ScratchReads]:
         most_bytes = _MOST_SCRATCH_BYTES
         if disk is not None:
-            most_bytes = min(most_bytes, disk.last_stats.cap_bytes // _SCRATCH_SHARE)
+            most_bytes = min(most_bytes, int(disk.last_stats.cap_bytes * _SCRATCH_SHARE))
         together = most_together(self.model.shape.num_layers)
         found = {}
         for method in (Method.HIDDEN, Method.KV):

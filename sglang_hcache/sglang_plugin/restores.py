@@ -38,7 +38,6 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
-from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.running import Running
@@ -63,9 +62,8 @@ class RestoreCoordinator:
     """The scheduler's side of restoring.
 
     Args:
-        block_chunks: most chunks that a restore reads at a time.
-        engine: runs the jobs, and tells ``running`` when one is over.
-        gate: says which restores are worth starting, and how; None: all, as they are stored.
+        launcher: makes the restores.
+        engine: runs their jobs, and tells ``running`` when one is over.
     """
 
     def __init__(
@@ -74,13 +72,12 @@ class RestoreCoordinator:
         tiers: TieredStore,
         config: HCacheConfig,
         observer: Observer,
-        block_chunks: int,
+        launcher: Launcher,
         engine: RestoreEngine,
         running: Running,
-        gate: RestoreGate | None = None,
     ) -> None:
         self._tree = device.tree
-        self._launcher = Launcher(device, tiers, config, observer, block_chunks, gate)
+        self._launcher = launcher
         self._tiers = tiers
         self.scheduler = device.scheduler
         self._config = config

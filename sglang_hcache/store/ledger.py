@@ -135,7 +135,7 @@ class Ledger:
                 self._identity = replace(self._identity, epoch=other.epoch).next(first_segment=first_segment)
                 self._is_published = False
 
-    def whole(self) -> None:
+    def mark_whole(self) -> None:
         """The catalog has all runs now: :meth:`move_if_needed` writes the index anew with them."""
         with self._lock:
             self.is_partial = False

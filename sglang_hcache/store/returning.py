@@ -91,7 +91,7 @@ class Returns:
         census = Census(files, self._volumes, self._catalog, self._shapes, self._config.file_bytes)
         for row in rows:
             census.admit(replace(row, number=self._catalog.take_run_number()), Recency(0, 0.0), {})
-        self._ledger.whole()
+        self._ledger.mark_whole()
         self._observer.count("store.runs_recovered", len(rows))
         _log.info("hcache: all directories are there; %d runs are whole again", len(rows))
         _, useless = census.strays(is_partial=False)

@@ -21,6 +21,7 @@ from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin import restores, waiting
+from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.running import Running
@@ -182,15 +183,15 @@ class World:
             largest_pass=PIECE,
             beside=None,
         )
+        config = HCacheConfig()
         self.coordinator = RestoreCoordinator(
             device,
             self.tiers,
-            HCacheConfig(),
+            config,
             self.counters,
-            block_chunks=2,
+            Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate),
             engine=self.engine,  # type: ignore[arg-type]
             running=Running(),
-            gate=gate,
         )
 
     def store(self, tokens: list[int]) -> None:
