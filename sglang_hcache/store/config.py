@@ -17,7 +17,7 @@ FILE_SLACK_BYTES = 16 * 2**10
 """Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
 
 _INDEX_RESERVE_MIN = 4 * 2**20
-_INDEX_RESERVE_SHARE = 50
+_INDEX_RESERVE_PERCENT = 2
 _WAL_BYTES = 2**21
 """For the index's log (``index.LOG_BYTES`` and a transaction more) and its shared memory file."""
 _DIRECTORY_BYTES = 64 * 2**10
@@ -84,7 +84,7 @@ class StoreConfig:
     @property
     def index_reserve_bytes(self) -> int:
         """Part of the cap kept for the index, its log, the directories and their small files."""
-        return max(_INDEX_RESERVE_MIN, self.size_bytes // _INDEX_RESERVE_SHARE)
+        return max(_INDEX_RESERVE_MIN, self.size_bytes * _INDEX_RESERVE_PERCENT // 100)
 
     @property
     def index_file_bytes(self) -> int:

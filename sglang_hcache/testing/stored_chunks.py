@@ -60,9 +60,11 @@ def payload_of(run: Run) -> Callable[[int], list[ByteArray]]:
     return lambda layer: [chunk_payload(key, layer, run.chunk_layer_bytes[layer]) for key in run.keys]
 
 
-def write_keys(store: DiskStore, keys: Sequence[bytes], chunk_layer_bytes: Sequence[int]) -> None:
+def write_keys(
+    store: DiskStore, keys: Sequence[bytes], chunk_layer_bytes: Sequence[int], first_chunk: int = 0
+) -> None:
     """Write ``keys`` as one run."""
-    run = make_run(keys, chunk_layer_bytes)
+    run = make_run(keys, chunk_layer_bytes, first_chunk)
     store.write_run(run, payload_of(run))
 
 

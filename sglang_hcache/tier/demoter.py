@@ -19,7 +19,7 @@ from sglang_hcache.tier.host import HostTier
 
 logger = logging.getLogger(__name__)
 
-_SPARE_SHARE = 8  # one in so many host slots is kept free or clean
+_SPARE_SHARE = 1 / 8  # of the host slots: they are kept free or clean
 _TICK_S = 0.5
 _REST_S = 5.0  # after an error, before what should be on disk at once is tried again
 _WAIT_FOR_SLOT_S = 0.5
@@ -51,7 +51,7 @@ class Demoter:
         self._write_through = write_through
         self._resting_until = 0.0
         self._may_warn = Throttle()
-        self._spare_slots = max(1, host.num_slots // _SPARE_SHARE)
+        self._spare_slots = max(1, int(host.num_slots * _SPARE_SHARE))
         lock = threading.Lock()
         self._wake = threading.Condition(lock)  # there is work
         self._freed = threading.Condition(lock)  # slots were made clean

@@ -35,8 +35,8 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
 
 _MOST_EVICTED_AT_ONCE = 16
-_SHARE_EVICTED_AT_ONCE = 64
-"""No more than one so-many-th of all slots."""
+_SHARE_EVICTED_AT_ONCE = 1 / 64
+"""Of all slots, at most."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,9 @@ class HostTier:
         self._layers: list[npt.NDArray[np.uint8]] = [
             self.layers(layer, 1)[0] for layer in range(layout.num_layers)
         ]
-        self._evicted_at_once = max(1, min(_MOST_EVICTED_AT_ONCE, self.num_slots // _SHARE_EVICTED_AT_ONCE))
+        self._evicted_at_once = max(
+            1, min(_MOST_EVICTED_AT_ONCE, int(self.num_slots * _SHARE_EVICTED_AT_ONCE))
+        )
         self._lock = threading.Lock()
         self._free = list(range(self.num_slots))  # a heap
         self._entries: dict[ChunkKey, _Entry] = {}

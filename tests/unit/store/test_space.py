@@ -20,7 +20,6 @@ from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
     make_run,
-    payload_of,
     physical_bytes,
     read_keys,
     small_config,
@@ -40,6 +39,20 @@ def fill(store: DiskStore, first: int, runs: int) -> list[tuple[bytes, ...]]:
     for keys in written:
         write_keys(store, keys, LAYERS)
     return written
+
+
+def fill_while(store: DiskStore, condition: Callable[[], object], first: int = 1) -> int:
+    """Write runs that nobody asks for, from the ``first`` on, while ``condition`` holds; number of the next."""
+    for number in range(first, first + 1000):
+        if not condition():
+            return number
+        fill(store, 1000 * number, 1)
+    raise AssertionError("1,000 runs changed nothing")
+
+
+def steep_config(base: Path) -> StoreConfig:
+    """A token costs twice as much already behind 64 others."""
+    return replace(small_config(base, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
 
 
 @pytest.mark.parametrize("num_dirs", [1, 3])
@@ -86,10 +99,7 @@ def test_the_least_recently_used_segment_goes_first(
     read_keys(store, c)
     store.touch(a)
     store.touch(b[:1])
-    written = 3
-    while counters["store.segments_evicted"] == 0:
-        fill(store, 1000 * written, 1)
-        written += 1
+    fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=3)
     assert (store.match(a), store.match(b), store.match(c)) == (6, 6, 0)
     assert counters["store.chunks_evicted"] == 6
     fill(store, 100_000, 1)
@@ -118,10 +128,7 @@ def test_recency_survives_a_restart(tmp_path: Path, open_store: OpenStore, count
     store.touch(a)
     store.close()
     store = open_store(config)
-    number = 2
-    while counters["store.segments_evicted"] == 0:
-        fill(store, 1000 * number, 1)
-        number += 1
+    fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=2)
     assert (store.match(a), store.match(b)) == (6, 0)
 
 
@@ -166,10 +173,7 @@ def test_evicting_an_old_run_leaves_the_newer_one_of_the_same_keys(
     store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
     fill(store, 0, 1)
     (keys,) = fill(store, 0, 1)
-    number = 1
-    while counters["store.segments_evicted"] == 0:
-        fill(store, 1000 * number, 1)
-        number += 1
+    fill_while(store, lambda: counters["store.segments_evicted"] == 0)
     assert counters["store.chunks_evicted"] == 0
     read_keys(store, keys)
 
@@ -452,22 +456,15 @@ def test_of_equally_recent_prefixes_the_one_that_is_cheap_to_recompute_goes_firs
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     """The long prefix was used before the short one, yet it stays; and its head stays as long as its tail."""
-    config = replace(small_config(tmp_path, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
-    store = open_store(config)
+    store = open_store(steep_config(tmp_path))
     head, tail, short = make_keys(0, 6), make_keys(6, 6), make_keys(50, 6)
     for keys, first_chunk in ((head, 0), (tail, 6), (short, 0)):
-        run = make_run(keys, LAYERS, first_chunk)
-        store.write_run(run, payload_of(run))
+        write_keys(store, keys, LAYERS, first_chunk)
     store.touch((*head, *tail))
     store.touch(short)
-    number = 1
-    while store.match(short):
-        fill(store, 1000 * number, 1)
-        number += 1
+    number = fill_while(store, lambda: store.match(short))
     assert store.match((*head, *tail)) == 12
-    while store.match((*head, *tail)) == 12:
-        fill(store, 1000 * number, 1)
-        number += 1
+    number = fill_while(store, lambda: store.match((*head, *tail)) == 12, number)
     assert store.match(head) == 6, "of a prefix the tail goes first"
     assert number < 40, "what is not used any more ages, however dear it was"
 
@@ -477,29 +474,23 @@ def test_of_a_prefix_that_was_never_looked_up_the_tail_goes_first(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     """As the tier writes it, tail first."""
-    config = replace(small_config(tmp_path, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
-    store = open_store(config)
+    store = open_store(steep_config(tmp_path))
     head, tail = make_keys(0, 6), make_keys(6, 6)
     for keys, first_chunk in ((tail, 6), (head, 0)):
-        run = make_run(keys, LAYERS, first_chunk)
-        store.write_run(run, payload_of(run))
-    number = 1
-    while store.match((*head, *tail)) == 12:
-        fill(store, 1000 * number, 1)
-        number += 1
+        write_keys(store, keys, LAYERS, first_chunk)
+    fill_while(store, lambda: store.match((*head, *tail)) == 12)
     assert store.match(head) == 6
 
 
 @pytest.mark.usefixtures("no_keeper")
 def test_what_was_dear_ages(tmp_path: Path, open_store: OpenStore) -> None:
-    config = replace(small_config(tmp_path, size=9 * MIB, segment=MIB), cost_doubling_tokens=64)
-    store = open_store(config)
-    run = make_run(make_keys(10, 6), LAYERS, 10)
-    store.write_run(run, payload_of(run))
+    store = open_store(steep_config(tmp_path))
+    keys = make_keys(10, 6)
+    write_keys(store, keys, LAYERS, first_chunk=10)
     store.touch(make_keys(0, 16))
     for number in range(1, 100):
         fill(store, 1000 * number, 1)
-        if not store.contains(run.keys[0]):
+        if not store.contains(keys[0]):
             return
     raise AssertionError("a segment that nobody uses must not stay for ever")
 
@@ -520,10 +511,7 @@ def test_a_touch_counts_as_a_use(tmp_path: Path, open_store: OpenStore, counters
     store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
     a, b = fill(store, 0, 2)
     store.touch((*a, *make_keys(7000, 3)))
-    number = 2
-    while counters["store.segments_evicted"] == 0:
-        fill(store, 1000 * number, 1)
-        number += 1
+    fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=2)
     assert (store.match(a), store.match(b)) == (6, 0)
 
 
