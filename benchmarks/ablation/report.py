@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ablation.settings import OFF
 from common.results import write_csv, write_json
 
 COLUMNS = {
@@ -38,8 +39,8 @@ COLUMNS = {
             "seconds",
             "p99_s",
             "ratio",
-            "ratio_min",
-            "ratio_max",
+            "ratio_low",
+            "ratio_high",
             "writes",
             "write_bytes",
         ),
@@ -50,7 +51,7 @@ COLUMNS = {
         *("bytes_per_token", "kv_bytes_per_token", "ratio", "printed_kib"),
     ),
 }
-"""Columns of the CSV files. The JSON has ``times`` as well: every round."""
+"""Columns of the CSV files. The JSON has ``times`` as well: every round, or every turn of a variant."""
 
 
 def flat(section: str, row: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(
         f"{machine['processor']}, {machine['cores']} cores; {versions}; random model of {model['layers']} layers, "
         f"{model['hidden']} wide, {model['heads']} heads, {model['kv_heads']} KV heads; medians of {data['rounds']} "
-        "rounds, in brackets the least and the largest of a round",
+        "rounds",
         highlight=False,
     )
     for section, tables in (("partition", _partition), ("saving", _saving), ("schedules", _schedules)):
@@ -95,7 +96,7 @@ def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
     tables = []
     for tier in dict.fromkeys(row["tier"] for row in rows):
         table = _table(
-            f"Partition by layers or by tokens, from {tier}",
+            f"Partition by layers or by tokens, from {tier} (in brackets the least and the largest round)",
             ("tokens", "by", "H + KV", "closed form H"),
             (
                 "ms",
@@ -113,7 +114,7 @@ def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
                 table.add_row(
                     f"{row['length']:,}", row["partition"], f"{row['hidden']:,} + {row['kv']:,}",
                     "" if row["closed_form"] is None else f"{row['closed_form']:,}",
-                    f"{1e3 * row['seconds']:.1f}", _ratio(row), f"{1e3 * row['predicted_s']:.1f}",
+                    f"{1e3 * row['seconds']:.1f}", _ratio(row, "min", "max"), f"{1e3 * row['predicted_s']:.1f}",
                     f"{1e3 * row['products_s']:.1f}",
                     f"{row['gemms']} x " + ", ".join(map(str, row["gemm_rows"])),
                     f"{row['reads']:,}", f"{row['read_bytes'] / row['reads'] / 1024:.0f}",
@@ -123,11 +124,14 @@ def _partition(rows: Sequence[dict[str, Any]]) -> list[Table]:
     return tables
 
 
+_INTERVAL = "(in brackets the 95 % confidence interval of the median)"
+
+
 def _saving(rows: Sequence[dict[str, Any]]) -> list[Table]:
     tables = []
     for load, title, first, unit in (
-        ("prefill", "Saving during a prefill", "tokens", "ms a prompt"),
-        ("decode", "Saving while requests decode", "requests", "TBT ms"),
+        ("prefill", f"Saving during a prefill {_INTERVAL}", "tokens", "ms a prompt"),
+        ("decode", f"Saving while requests decode {_INTERVAL}", "requests", "TBT ms"),
     ):
         table = _table(
             title,
@@ -138,7 +142,7 @@ def _saving(rows: Sequence[dict[str, Any]]) -> list[Table]:
             if row["load"] == load:
                 size = row["write_bytes"] / row["writes"] / 1024 if row["writes"] else 0.0
                 table.add_row(
-                    f"{row['size']:,}", row["variant"], f"{1e3 * row['seconds']:.2f}", _ratio(row),
+                    f"{row['size']:,}", row["variant"], f"{1e3 * row['seconds']:.2f}", _ratio(row, "low", "high"),
                     f"{1e3 * row['p99_s']:.2f}", f"{row['writes']:,}", f"{size:.1f}",
                     f"{row['bytes_per_token'] / 1024:.1f}", f"{1e3 * row['drain_s']:.0f}", str(row["dropped"]),
                 )  # fmt: skip
@@ -172,8 +176,8 @@ def split_text(split: dict[str, int] | None) -> str:
     return " + ".join(f"{split[name]} {short}" for name, short in parts if split[name])
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+def _ratio(row: dict[str, Any], low: str, high: str) -> str:
+    return f"{row['ratio']:.3f} ({row[f'ratio_{low}']:.3f} to {row[f'ratio_{high}']:.3f})"
 
 
 def write(folder: Path, data: dict[str, Any]) -> None:
@@ -207,7 +211,7 @@ def _draw(section: str, path: Path, rows: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
-WIDTH = {"partition": 5, "saving": 5.5, "schedules": 9}
+WIDTH = {"partition": 5, "saving": 9, "schedules": 9}
 """Of one panel, inches."""
 Bars = dict[str, list[tuple[float, float, float]]]
 """Series -> (height, lowest, highest) of each group."""
@@ -216,7 +220,7 @@ Panel = tuple[str, str, list[str], Bars]
 
 
 def _bars(axis: Any, groups: Sequence[str], series: Bars) -> None:
-    """Medians, with lines from the least to the largest round."""
+    """Medians, with lines from the least to the largest round, or over their confidence interval."""
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         at = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
@@ -244,21 +248,13 @@ def _partition_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
 
 
 def _saving_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    panels = []
-    for load, title, ylabel in (
-        ("prefill", "Prefill while saving", "ms a prompt"),
-        ("decode", "Decode while saving", "time between tokens, ms"),
-    ):
-        chosen = [row for row in rows if row["load"] == load]
-        groups = [f"{size:,} {'tokens' if load == 'prefill' else 'requests'}"
-                  for size in dict.fromkeys(row["size"] for row in chosen)]  # fmt: skip
-        series: Bars = {}
-        for row in chosen:
-            spread = [1e3 * time for time in row["times"]]
-            series.setdefault(row["variant"], []).append((1e3 * row["seconds"], min(spread), max(spread)))
-        if chosen:
-            panels.append((title, ylabel, groups, series))
-    return panels
+    series: Bars = {}
+    for row in rows:
+        if row["variant"] != OFF:
+            series.setdefault(row["variant"], []).append((row["ratio"], row["ratio_low"], row["ratio_high"]))
+    groups = [f"{row['load']},\n{row['size']:,} {'tokens' if row['load'] == 'prefill' else 'requests'}"
+              for row in rows if row["variant"] == OFF]  # fmt: skip
+    return [("Passes that are saved", "time over that of passes that are not", groups, series)]
 
 
 def _schedule_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:

@@ -22,7 +22,6 @@ from restoring.counted_disk import open_disk
 from restoring.rig import Rig
 from restoring.settings import PIECE
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
-from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.store.io.engine import IOKind
 
 
@@ -78,13 +77,13 @@ class Run:
     def _load(self) -> Rig:
         folder = self.folder / "model"
         write_tiny_model(folder, self.model)
-        longest = [PIECE]
+        longest, room = [PIECE], 0
         if self._wants(Section.PARTITION):
             longest += self.sizes.lengths
         if self._wants(Section.SAVING):
-            per_request = self.sizes.prompt + self.sizes.steps + CHUNK_TOKENS
-            longest += [self.sizes.prefill, max(self.sizes.batches) * per_request]
-        return Rig.load(folder, max(longest), PIECE)
+            longest.append(self.sizes.prefill)
+            room = self._saving_settings.room
+        return Rig.load(folder, max(longest), PIECE, room=room)
 
     def _partition(self, rig: Rig, progress: Progress) -> None:
         sizes = self.sizes

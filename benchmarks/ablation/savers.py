@@ -48,6 +48,9 @@ class Saver(Protocol):
     def end_pass(self) -> None:
         """The pass is over."""
 
+    def settle(self) -> None:
+        """Returns when nothing is being saved."""
+
     def end(self) -> None:
         """The requests are over; returns when everything is saved."""
 
@@ -65,20 +68,20 @@ class TwoStageSaver:
 
     def __init__(self, rig: Rig, folder: Path, largest_pass: int) -> None:
         self._layout = rig.model.layout((Method.HIDDEN,) * rig.num_layers)
-        self.observer = Counters()
+        self._observer = Counters()
         self._disk, self._writes = open_disk(folder, IOKind.WRITE)
         slots = max(64, HOST_BYTES // self._layout.chunk_bytes)
         arena = host_buffer(slots * self._layout.chunk_bytes)
         staging = host_buffer(2 * largest_pass * sum(self._layout.row_bytes))
         for memory in (arena, staging):
             memory[:] = 0  # a server that has run for a while has all its pages
-        host = HostTier(arena, self._layout, self.observer, keep_dirty=True)
+        host = HostTier(arena, self._layout, self._observer, keep_dirty=True)
         self._tiers = TieredStore(
-            host, self._disk, self.observer, write_policy=WritePolicy.WRITE_THROUGH, run_chunks=RUN_CHUNKS
+            host, self._disk, self._observer, write_policy=WritePolicy.WRITE_THROUGH, run_chunks=RUN_CHUNKS
         )
         ring = StagingRing(torch.from_numpy(staging), self._layout, rig.model.dtype)
-        self._assembler = Assembler(ring, self._tiers, self.observer)
-        self._tap = Tap(ring, self._assembler.publish, self.observer)
+        self._assembler = Assembler(ring, self._tiers, self._observer)
+        self._tap = Tap(ring, self._assembler.publish, self._observer)
         self._rows: Sequence[RequestRows] = ()
         self._rids: Sequence[str] = ()
         self._sessions = 0
@@ -102,11 +105,19 @@ class TwoStageSaver:
     def end_pass(self) -> None:
         self._tap.end_pass(self._rows)
 
+    def settle(self) -> None:
+        while self._assembler.is_busy or self._tiers.is_saving:
+            time.sleep(0.001)
+
     def end(self) -> None:
         for rid in self._rids:
             self._assembler.publish(RequestEnds(rid))
-        while self._assembler.is_busy or self._tiers.is_saving:
-            time.sleep(0.001)
+        self.settle()
+
+    @property
+    def rows_dropped(self) -> int:
+        """Because staging was full."""
+        return self._observer["capture.rows_dropped_staging_full"]
 
     def counts(self) -> tuple[int, int]:
         return self._writes.take()
@@ -171,6 +182,8 @@ class DirectSaver:
                 self._bytes += written
 
     def end_pass(self) -> None: ...
+
+    def settle(self) -> None: ...
 
     def end(self) -> None: ...
 

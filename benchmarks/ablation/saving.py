@@ -13,8 +13,8 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,24 @@ import torch
 from sglang.benchmark.one_batch import decode, extend, prepare_synthetic_inputs_for_latency_test
 
 from ablation.savers import DirectSaver, Saver, TwoStageSaver
+from ablation.settings import OFF
+from common.statistics import median_with_interval
 from restoring.rig import Rig
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.core.observer import Counters
 
-OFF, TWO_STAGE, CACHED, DIRECT = "off", "two-stage", "direct, page cache", "direct"
-"""Nothing is saved; as the server does; written directly into the page cache; written directly to the device."""
-PASSES = 3
-"""Prompts that are computed one after the other where prefill is measured."""
+TWO_STAGE, CACHED, DIRECT = "two-stage", "direct, page cache", "direct"
+"""As the server does; written directly into the page cache; written directly to the device."""
+VARIANTS = (OFF, TWO_STAGE, CACHED, DIRECT)
+BLOCK_STEPS = 16
+"""Decode passes of one variant before the next one's turn: the speed of a machine wanders by more than saving costs."""
+PREFILLS = 3
+"""Prompts of each variant in a round where prefill is measured."""
 
 
 @dataclass
 class SavingRow:
-    """One way to save at one load; medians over rounds, in seconds."""
+    """One way to save at one load, in seconds."""
 
     load: str
     """``prefill`` or ``decode``."""
@@ -46,25 +50,26 @@ class SavingRow:
     """Tokens of the prompt, or requests that decode together."""
     variant: str
     seconds: float = 0.0
-    """Of one prompt, or between two tokens (TBT), mean of a round."""
+    """Of one prompt, or between two tokens (TBT): median of the turns."""
     p99_s: float = 0.0
-    """Of single passes of all rounds."""
+    """Of single passes of all turns."""
     ratio: float = 1.0
-    """Time over that of ``off`` in the same round: the median, and the range over rounds."""
-    ratio_min: float = 1.0
-    ratio_max: float = 1.0
+    """Time over that of ``off`` next to it: the median of the turns, and its 95 % confidence interval."""
+    ratio_low: float = 1.0
+    ratio_high: float = 1.0
     writes: int = 0
-    """Of one round, and their bytes."""
+    """Of one prompt, or of one round of decoding, and their bytes."""
     write_bytes: int = 0
     tokens: int = 0
-    """Computed in one round: all of them are to be saved."""
+    """Computed meanwhile: all of them are to be saved."""
     drain_s: float = 0.0
-    """From the end of a round until everything is saved."""
+    """From the end of a turn until nothing is being saved; at most."""
     dropped: int = 0
     """Rows that were not saved because staging was full, in all rounds."""
     digest: str = ""
     """Of what was saved of the first request's whole chunks."""
     times: list[float] = field(default_factory=list)
+    """Of each turn: of one prompt, or the mean of its passes."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,11 @@ class SavingSettings:
         """What is measured, and its size."""
         return [("prefill", self.prefill), *(("decode", batch) for batch in self.batches)]
 
-
-@dataclass
-class Session:
-    """What one variant took in one round."""
-
-    passes_s: list[float]
-    drain_s: float
-    tokens: array[int]
-    """Of the first request."""
-    num_tokens: int
+    @property
+    def room(self) -> int:
+        """Most tokens in the KV pool: the requests of all variants are in it together."""
+        per_request = self.prompt + self.steps + CHUNK_TOKENS
+        return len(VARIANTS) * max(self.prefill, max(self.batches) * per_request)
 
 
 def measure_saving(
@@ -101,7 +101,7 @@ def measure_saving(
     step: Callable[[], None],
     on_rows: Callable[[str, int, Sequence[SavingRow]], None],
 ) -> None:
-    """Prefill and every batch size, each with every variant in turn.
+    """Prefill and every batch size, with the variants in turns.
 
     Args:
         step: called after each round.
@@ -109,129 +109,181 @@ def measure_saving(
     """
     largest = max(settings.prefill, max(settings.batches) * (settings.prompt + CHUNK_TOKENS))
     with ExitStack() as stack:
-        two_stage = TwoStageSaver(rig, settings.folder / "two-stage", largest)
+        savers: dict[str, Saver | None] = {OFF: None}
+        savers[TWO_STAGE] = two_stage = TwoStageSaver(rig, settings.folder / "two-stage", largest)
         stack.callback(two_stage.close)
-        savers: dict[str, Saver | None] = {OFF: None, TWO_STAGE: two_stage}
         for name, to_device in ((CACHED, False), (DIRECT, True)):
             folder = settings.folder / ("direct" if to_device else "cached")
-            direct = savers[name] = DirectSaver(rig, folder, largest, to_device=to_device)
+            savers[name] = direct = DirectSaver(rig, folder, largest, to_device=to_device)
             stack.callback(direct.close)
         for load, size in settings.loads:
-            on_rows(load, size, _measure_load(settings, rig, savers, two_stage.observer, (load, size), step))
+            dropped = two_stage.rows_dropped
+            rows = _measure_load(settings, rig, savers, load, size, step)
+            rows[TWO_STAGE].dropped = two_stage.rows_dropped - dropped
+            on_rows(load, size, list(rows.values()))
 
 
 def _measure_load(
     settings: SavingSettings,
     rig: Rig,
     savers: dict[str, Saver | None],
-    observer: Counters,
-    load_and_size: tuple[str, int],
+    load: str,
+    size: int,
     step: Callable[[], None],
-) -> list[SavingRow]:
-    load, size = load_and_size
-    of_load = {name: SavingRow(load, size, name) for name in savers}
+) -> dict[str, SavingRow]:
+    rows = {name: SavingRow(load, size, name) for name in savers}
     passes: dict[str, list[float]] = {name: [] for name in savers}
-    for number in range(-1, settings.rounds):  # the first one warms up
-        order = list(savers)[number % len(savers) :] + list(savers)[: number % len(savers)]
-        for name in order:
-            before = observer["capture.rows_dropped_staging_full"]
-            session = _session(rig, savers[name], *_prompts(rig, settings, load, size))
-            _note(of_load[name], session, savers[name], is_first=number < 0)
-            of_load[name].dropped += observer["capture.rows_dropped_staging_full"] - before
-            if number >= 0:
-                passes[name] += session.passes_s
+    prompts = _prompts(rig, settings, load, size)
+    turns = itertools.count()
+
+    def turn(sessions: dict[str, Session], run: Callable[[Session], list[float]]) -> None:
+        """Every variant once; who comes first changes."""
+        first = next(turns) % len(VARIANTS)
+        for name in (*VARIANTS[first:], *VARIANTS[:first]):
+            seconds = run(sessions[name])
+            passes[name] += seconds
+            rows[name].times.append(statistics.fmean(seconds))
+            rows[name].drain_s = max(rows[name].drain_s, sessions[name].settle())
+
+    for number in range(-1, settings.rounds):
+        if load == "prefill":
+            for _ in range(PREFILLS):
+                with _sessions(rig, savers, prompts, 0, rows) as sessions:
+                    turn(sessions, lambda session: [session.prefill()])
+        else:
+            with _sessions(rig, savers, prompts, settings.steps, rows) as sessions:
+                for session in sessions.values():
+                    session.prefill()
+                    session.settle()
+                for begun in range(0, settings.steps, BLOCK_STEPS):
+                    count = min(BLOCK_STEPS, settings.steps - begun)
+                    turn(sessions, lambda session, count=count: session.decode(count))
+        if number < 0:  # warmed up
+            for name, row in rows.items():
+                row.times.clear()
+                passes[name].clear()
         step()
-    for name, row in of_load.items():
-        _summarise(row, passes[name], of_load[OFF])
-    return list(of_load.values())
+    for name, row in rows.items():
+        _summarise(row, passes[name], rows[OFF])
+    return rows
 
 
-def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> tuple[list[list[int]], int, int]:
-    """Prompts, decode steps, and how often."""
+def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> list[list[int]]:
     if load == "prefill":
-        return [rig.tokens[: settings.prefill].tolist()], 0, PASSES
+        return [rig.tokens[:size].tolist()]
     numbers = random.Random(size)
     # Lengths differ, so that not all requests fill their chunks in the same step.
     lengths = [settings.prompt + index * CHUNK_TOKENS // size for index in range(size)]
-    return [numbers.choices(range(rig.model.vocabulary), k=length) for length in lengths], settings.steps, 1
-
-
-def _note(row: SavingRow, session: Session, saver: Saver | None, *, is_first: bool) -> None:
-    if saver is not None:
-        row.writes, row.write_bytes = saver.counts()
-    if is_first:
-        row.digest = "" if saver is None else saver.digest("0", session.tokens)
-        return
-    row.times.append(statistics.fmean(session.passes_s))
-    row.tokens, row.drain_s = session.num_tokens, max(row.drain_s, session.drain_s)
+    return [numbers.choices(range(rig.model.vocabulary), k=length) for length in lengths]
 
 
 def _summarise(row: SavingRow, passes: Sequence[float], off: SavingRow) -> None:
-    ratios = [mine / other for mine, other in zip(row.times, off.times, strict=True)]
     row.seconds, row.p99_s = statistics.median(row.times), float(np.percentile(passes, 99))
-    row.ratio, row.ratio_min, row.ratio_max = statistics.median(ratios), min(ratios), max(ratios)
+    ratios = [mine / other for mine, other in zip(row.times, off.times, strict=True)]
+    row.ratio, row.ratio_low, row.ratio_high = median_with_interval(ratios)
 
 
-def _session(rig: Rig, saver: Saver | None, prompts: list[list[int]], steps: int, times: int) -> Session:
-    """Compute ``prompts`` in one pass, ``times`` times, then decode ``steps`` tokens of each."""
-    passes: list[float] = []
-    num_tokens = 0
-    handles = [] if saver is None else rig.model.watch(range(rig.num_layers), saver.layer)
-    for _ in range(times):
-        with torch.inference_mode():
-            passes += _run(rig, saver, prompts, steps, tokens := [array("q", prompt) for prompt in prompts])
-        num_tokens += sum(map(len, tokens))
-    for handle in handles:
-        handle.remove()
-    began = time.monotonic()
-    if saver is not None:
-        saver.end()
-    return Session(passes, time.monotonic() - began, tokens[0], num_tokens)
+@contextmanager
+def _sessions(
+    rig: Rig,
+    savers: dict[str, Saver | None],
+    prompts: list[list[int]],
+    steps: int,
+    rows: dict[str, SavingRow],
+) -> Iterator[dict[str, Session]]:
+    """The same requests for every variant; what was saved of them goes into ``rows``."""
+    sessions = {name: Session(rig, saver, prompts, steps) for name, saver in savers.items()}
+    yield sessions
+    for name, session in sessions.items():
+        session.end()
+        rows[name].tokens = sum(map(len, session.tokens))
+        saver = savers[name]
+        if saver is not None:
+            rows[name].writes, rows[name].write_bytes = saver.counts()
+            rows[name].digest = rows[name].digest or saver.digest("0", session.tokens[0])
 
 
-def _run(
-    rig: Rig, saver: Saver | None, prompts: list[list[int]], steps: int, tokens: list[array[int]]
-) -> list[float]:
-    """Seconds of the prompts' pass if there are no steps, else of each step. Adds what was decoded to ``tokens``."""
-    runner = rig.runner
-    requests = prepare_synthetic_inputs_for_latency_test(len(prompts), len(prompts[0]), prompts)
-    rids = [str(index) for index in range(len(prompts))]
-    if saver is not None:
-        saver.begin(rids, max(map(len, prompts)) + steps)
-    starts = np.cumsum([0, *map(len, prompts)]).tolist()
-    rows = [
-        RequestRows(rid, 0, start, len(prompt))
-        for rid, start, prompt in zip(rids, starts[:-1], prompts, strict=True)
-    ]
-    new = array("q", itertools.chain.from_iterable(prompts))
-    (next_ids, _, batch), seconds = _timed(saver, rows, new, partial(extend, requests, runner))
-    passes = [] if steps else [seconds]
-    for _ in range(steps):
-        new = array("q", next_ids.tolist())
-        rows = [RequestRows(rid, len(tokens[row]), row, 1) for row, rid in enumerate(rids)]
+class Session:
+    """Requests that a variant saves: a pass over their prompts, then decode passes.
+
+    Args:
+        saver: None: nothing is saved.
+        steps: most decode passes.
+    """
+
+    def __init__(self, rig: Rig, saver: Saver | None, prompts: list[list[int]], steps: int) -> None:
+        self._rig = rig
+        self._saver = saver
+        self._prompts = prompts
+        self._rids = [str(index) for index in range(len(prompts))]
+        self._requests = prepare_synthetic_inputs_for_latency_test(len(prompts), len(prompts[0]), prompts)
+        self.tokens = [array("q", prompt) for prompt in prompts]
+        """Of each request, as far as they were computed."""
+        if saver is not None:
+            saver.begin(self._rids, max(map(len, prompts)) + steps)
+
+    def prefill(self) -> float:
+        """Seconds of the prompts' pass."""
+        starts = np.cumsum([0, *map(len, self._prompts)]).tolist()
+        rows = [
+            RequestRows(rid, 0, start, len(prompt))
+            for rid, start, prompt in zip(self._rids, starts[:-1], self._prompts, strict=True)
+        ]
+        new = array("q", itertools.chain.from_iterable(self._prompts))
+        with self._watched():
+            result, seconds = self._timed(rows, new, partial(extend, self._requests, self._rig.runner))
+        self._next_ids, _, self._batch = result
+        return seconds
+
+    def decode(self, steps: int) -> list[float]:
+        """Seconds of each of the next passes."""
+        with self._watched():
+            return [self._decode_one() for _ in range(steps)]
+
+    def settle(self) -> float:
+        """Wait until nothing is being saved; seconds."""
+        began = time.monotonic()
+        if self._saver is not None:
+            self._saver.settle()
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        """The requests are over and saved."""
+        if self._saver is not None:
+            self._saver.end()
+        runner = self._rig.runner
+        for request, known in zip(self._requests, self.tokens, strict=True):
+            slots = runner.req_to_token_pool.req_to_token[request.req_pool_idx, : len(known)]
+            runner.token_to_kv_pool_allocator.free(slots.to(torch.int64))
+            runner.req_to_token_pool.free(request)
+
+    def _decode_one(self) -> float:
+        new = array("q", self._next_ids.tolist())
+        rows = [RequestRows(rid, len(self.tokens[row]), row, 1) for row, rid in enumerate(self._rids)]
         for row, token in enumerate(new):
-            tokens[row].append(token)
-        (next_ids, _), seconds = _timed(saver, rows, new, partial(decode, next_ids, batch, runner))
-        passes.append(seconds)
-    _free(runner, requests, tokens)
-    return passes
+            self.tokens[row].append(token)
+        run = partial(decode, self._next_ids, self._batch, self._rig.runner)
+        (self._next_ids, _), seconds = self._timed(rows, new, run)
+        return seconds
 
+    def _timed(self, rows: list[RequestRows], new: array[int], run: Callable[[], Any]) -> tuple[Any, float]:
+        """One pass over the tokens ``new``, with what saving does before and after it."""
+        began = time.monotonic()
+        if self._saver is not None:
+            self._saver.begin_pass(rows, new)
+        with torch.inference_mode():
+            result = run()
+        if self._saver is not None:
+            self._saver.end_pass()
+        return result, time.monotonic() - began
 
-def _timed(
-    saver: Saver | None, rows: list[RequestRows], new: array[int], run: Callable[[], Any]
-) -> tuple[Any, float]:
-    """One pass over the tokens ``new``, with what saving does before and after it."""
-    began = time.monotonic()
-    if saver is not None:
-        saver.begin_pass(rows, new)
-    result = run()
-    if saver is not None:
-        saver.end_pass()
-    return result, time.monotonic() - began
-
-
-def _free(runner: Any, requests: Sequence[Any], tokens: Sequence[array[int]]) -> None:
-    for request, known in zip(requests, tokens, strict=True):
-        slots = runner.req_to_token_pool.req_to_token[request.req_pool_idx, : len(known)]
-        runner.token_to_kv_pool_allocator.free(slots.to(torch.int64))
-        runner.req_to_token_pool.free(request)
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The saver sees its own passes only."""
+        saver = self._saver
+        handles = [] if saver is None else self._rig.model.watch(range(self._rig.num_layers), saver.layer)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

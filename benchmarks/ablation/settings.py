@@ -13,6 +13,10 @@ class Section(StrEnum):
     ALL = "all"
 
 
+OFF = "off"
+"""The variant in which nothing is saved."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured."""

@@ -97,16 +97,18 @@ class Rig:
     """SGLang's ``ModelRunner``."""
 
     @classmethod
-    def load(cls, folder: Path, length: int, piece: int, *more: str) -> Rig:
+    def load(cls, folder: Path, length: int, piece: int, *more: str, room: int = 0) -> Rig:
         """Load the model in ``folder`` and compute a random prompt, ``piece`` tokens a pass.
 
         Args:
             more: arguments of the server.
+            room: tokens that the KV pool has to hold beside the prompt, at least.
         """
         arguments = argparse.ArgumentParser()
         ServerArgs.add_cli_args(arguments)
         given = [
-            *("--model-path", str(folder), "--max-total-tokens", str(3 * length + 4 * piece)),
+            *("--model-path", str(folder)),
+            *("--max-total-tokens", str(length + max(room, 2 * length + 4 * piece))),
             *("--chunked-prefill-size", str(piece), "--skip-tokenizer-init", *more),
             *(
                 ()

@@ -18,8 +18,8 @@ _FIELDS = (
     "off",
     "tier",
     "ratio",
-    "lowest_ratio",
-    "highest_ratio",
+    "ratio_low",
+    "ratio_high",
     "restored_tokens",
     "device_tokens",
 )
@@ -27,16 +27,19 @@ _FIELDS = (
 
 def show(data: dict[str, Any], console: Console) -> None:
     """One row for each thing that was compared."""
-    table = Table(title="A server with the tier beside one without (medians)", title_justify="left")
-    for name in ("", "off", "tier", "tier / off", "spread", "restored"):
+    table = Table(
+        title="A server with the tier beside one without (medians, and the 95 % confidence interval of the ratio)",
+        title_justify="left",
+    )
+    for name in ("", "off", "tier", "tier / off", "95 %", "restored"):
         table.add_column(name, justify="left" if not name else "right")
     for row in data["rows"]:
-        spread = f"{row['lowest_ratio']:.2f} to {row['highest_ratio']:.2f}" if "ratio" in row else ""
+        interval = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}" if "ratio" in row else ""
         table.add_row(
             row["what"],
             *(_text(row[name], row["unit"]) for name in ("off", "tier")),
             f"{row['ratio']:.3f}" if "ratio" in row else "",
-            spread,
+            interval,
             f"{row['restored_tokens']:,.0f}" if "restored_tokens" in row else "",
         )
     console.print(table)
@@ -57,8 +60,8 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
     axis = figure.add_subplot()
     places = range(len(rows), 0, -1)
     ratios = [row["ratio"] for row in rows]
-    low = [row["ratio"] - row["lowest_ratio"] for row in rows]
-    high = [row["highest_ratio"] - row["ratio"] for row in rows]
+    low = [row["ratio"] - row["ratio_low"] for row in rows]
+    high = [row["ratio_high"] - row["ratio"] for row in rows]
     axis.barh(list(places), ratios, xerr=(low, high), color="#1f8a4c", height=0.6)
     axis.set_yticks(list(places), [row["what"] for row in rows])
     axis.axvline(1.0, color="#777777")

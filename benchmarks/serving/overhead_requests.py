@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.model import BenchModel
+from common.statistics import median_with_interval
 from serving.pair import OFF, TIER
 from serving.token_client import TokenAnswer, TokenClient
 
@@ -221,14 +222,15 @@ class PairedRequests:
 
 
 def paired_row(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and the median of each round's ratio with its spread."""
+    """Medians, and the median of each round's ratio with its 95 % confidence interval."""
     ratios = [tier / off for off, tier in zip(times[OFF], times[TIER], strict=True)]
+    ratio, low, high = median_with_interval(ratios)
     return {
         "what": what,
         "unit": "s",
         **{name: statistics.median(seconds) for name, seconds in times.items()},
-        "ratio": statistics.median(ratios),
-        "lowest_ratio": min(ratios),
-        "highest_ratio": max(ratios),
+        "ratio": ratio,
+        "ratio_low": low,
+        "ratio_high": high,
         "times": times,
     }

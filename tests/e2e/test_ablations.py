@@ -99,6 +99,9 @@ def test_what_is_saved_is_the_same_however_it_is_saved(data: dict[str, Any]) -> 
         assert all(row["digest"] for row in saved)
         assert not any(row["dropped"] for row in of.values())
         assert of["off"]["write_bytes"] == 0
+        assert of["off"]["ratio"] == of["off"]["ratio_low"] == of["off"]["ratio_high"] == 1
+        for row in saved:
+            assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         for name in ("direct, page cache", "direct"):
             assert of[name]["bytes_per_token"] == LAYERS * ROW_BYTES
         assert of["two-stage"]["writes"] > 0

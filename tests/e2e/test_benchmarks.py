@@ -128,7 +128,7 @@ def test_overhead(tmp_path: Path) -> None:
     compared = [row for row in rows.values() if "ratio" in row]
     assert len(compared) == 6
     for row in compared:
-        assert 0 < row["lowest_ratio"] <= row["ratio"] <= row["highest_ratio"]
+        assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert rows["512 tokens on the device, 64 are new: TTFT"]["device_tokens"] == 492
     assert rows["512 tokens return, 64 are new: TTFT"]["restored_tokens"] in (0, 512)  # auto decides
     assert rows["look-up of 512 tokens among 2,000 chunks"]["tier"] > 0
