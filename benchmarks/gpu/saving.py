@@ -148,9 +148,7 @@ class SavingCheck:
         self.pool[0, layer, self._slots[:size]], self.pool[1, layer, self._slots[:size]] = key, value
 
 
-def pass_of(
-    step: int, sizes: Sequence[int], prefill: int, num_slots: int
-) -> tuple[torch.Tensor, int | None]:
+def pass_of(step: int, sizes: Sequence[int], prefill: int, num_slots: int) -> tuple[torch.Tensor, int | None]:
     """Tokens, no two of which have one slot, and the rows of the recorded pass; None: a prefill."""
     is_prefill, size = step % 8 == 7, sizes[step % len(sizes)]
     count = prefill - step if is_prefill else max(1, size - step % 3)
