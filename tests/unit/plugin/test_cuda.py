@@ -160,8 +160,8 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     first = object()
     monkeypatch.setattr(runner, "stream_that_goes_first", lambda _device: first)
     group = object.__new__(parallel_state.GroupCoordinator)
-    group.device, group.ca_comm, group.pynccl_comm, group.pymscclpp_comm = torch.device("cpu"), None, None, None
-    group.torch_symm_mem_comm = None
+    group.device = torch.device("cpu")
+    group.ca_comm = group.pynccl_comm = group.pymscclpp_comm = group.torch_symm_mem_comm = None
     group.device_module = SimpleNamespace(Stream=object, stream=lambda _stream: nullcontext())
     with group.graph_capture(stream=None) as context:
         assert context.stream is first

@@ -1,4 +1,4 @@
-"""SGLang 0.5.17: its ``ModelRunner`` on a device beside the CPU, before the KV pool is sized and graphs are recorded."""
+"""SGLang 0.5.17: its ``ModelRunner`` beside the CPU, before the KV pool is sized and graphs are recorded."""
 
 from __future__ import annotations
 
