@@ -20,10 +20,10 @@ class Precision:
 
 EXACT = Precision("float32", 4, LOGPROB_TOLERANCE)
 FINEST_ON_GPU = Precision("float16", 2, 0.1)
-"""SGLang's norms on a GPU take no float32. Simulated on a CPU, each operation off by up to a quarter of a unit in the last
-place before it is rounded: with :func:`tame` weights, 12 layers and 1,536 values, logprobs of chosen tokens differ by
-0.01 (median), 0.05 (of one in a hundred) and 0.07 at most; by 0.25 (median) with K of restored tokens 5 % too large. With
-the usual weights rounding alone makes 0.06, 0.5 and 0.6."""
+"""SGLang's norms on a GPU take no float32. Simulated on a CPU, each operation off by up to a quarter of a unit in the
+last place before it is rounded: with :func:`tame` weights, 12 layers and 1,536 values, logprobs of chosen tokens differ
+by 0.01 (median), 0.05 (one in a hundred) and 0.07 at most; by 0.25 (median) with K of restored tokens 5 % too large.
+With the usual weights rounding alone makes 0.06, 0.5 and 0.6."""
 _TAME_AT = 128
 """Values of a hidden state at which the usual weights of random models are tame."""
 
