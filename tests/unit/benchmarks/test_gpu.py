@@ -59,12 +59,13 @@ def test_an_unknown_part_is_refused() -> None:
 
 
 SCRIPTS = {
+    # First: later it would have the time that others left.
+    "hanging": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); time.sleep(600)",
     "good": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True)",
     "wrong": "print('RESULT ' + json.dumps({'name': 'a', 'ok': False}), flush=True)",
     "blind": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True, 'mutants_taken': ['m']}), flush=True)",
     "silent": "pass",
     "broken": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); raise ValueError('it broke')",
-    "hanging": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); time.sleep(600)",
     "killed": "import os; os.kill(os.getpid(), 9)",
 }
 EXPECTED = {
