@@ -36,6 +36,7 @@ from common.options import (
     parse_numbers,
     prepare_out,
 )
+from common.precision import tame
 from common.terminal import new_progress, while_doing
 from serving import zipf_report
 from serving.comparison import Comparison, Measured
@@ -79,7 +80,14 @@ class Settings:
         layers, hidden = (8, 512) if self.quick else (8, 768)
         vocab = 512 if self.dataset is None else 8192
         position = self.context_limit + 4096
-        return TinyModel(layers=layers, hidden=hidden, heads=hidden // 64, vocab=vocab, max_position=position)
+        return TinyModel(
+            layers=layers,
+            hidden=hidden,
+            heads=hidden // 64,
+            vocab=vocab,
+            max_position=position,
+            initializer_range=tame(hidden),
+        )
 
     def as_json(self) -> dict[str, Any]:
         hidden = ("methods", "dataset", "model_path", "host_size", "disk_size", "alphas")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,12 @@ class GpuResults:
 
 
 def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
+    left_s = 0.0
     for part in parts:
         log = out / f"{part.name.replace(' ', '-')}.log"
-        outcome = run_apart(part, part_command(part.name), log, partial(results.add, part.name))
+        with_left = replace(part, budget_s=part.budget_s + left_s)  # of what those before did not use
+        outcome = run_apart(with_left, part_command(part.name), log, partial(results.add, part.name))
+        left_s = max(0.0, with_left.budget_s - outcome["seconds"])
         results.end(part.name, outcome)
         print(
             f"{part.name}: {outcome['status']} in {outcome['seconds']:.0f} s {outcome.get('why', '')}",

@@ -70,6 +70,7 @@ class SavingCheck:
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)
         self._hidden = new(most, width, dtype=dtype)
         self.pool = new(2, len(methods), 2 * most, 1, width // 2, dtype=dtype)
+        self._num_slots = 2 * most - 1
         gather = TritonGather(list(zip(*self.pool, strict=True)))
         self._passes = PassCapture(tap, methods, gather, self.replayed)
         self._columns = torch.arange(width, device=streams.device)
@@ -82,11 +83,9 @@ class SavingCheck:
         expected: list[torch.Tensor] = []
         wrong = 0
         for step in range(steps):
-            size = list(self._graphs)[step % len(self._graphs)]
-            count = self._prefill - step if step % 8 == 7 else max(1, size - step % 3)
-            tokens = torch.arange(100 * step, 100 * step + count) % 7919
+            tokens, size = pass_of(step, list(self._graphs), self._prefill, self._num_slots)
             expected.append(tokens)
-            self.run(tokens.to(self._streams.device), size if step % 8 != 7 else None)
+            self.run(tokens.to(self._streams.device), size)
             while len(self._events) > 1:  # as the assembler does beside it
                 wrong += self._wrong_in_first(expected)
         while self._events:
@@ -99,7 +98,7 @@ class SavingCheck:
         if is_saved:
             self._passes.begin(tokens, self._slots[:count])
         self._streams.inline(partial(self._inputs[:count].copy_, tokens))
-        self._streams.inline(partial(self._slots[:count].copy_, tokens % (self.pool.shape[2] - 1)))
+        self._streams.inline(partial(self._slots[:count].copy_, tokens % self._num_slots))
         if size is None:
             self._model(count, False)
         else:
@@ -147,6 +146,13 @@ class SavingCheck:
     def _write(self, layer: int, size: int) -> None:
         key, value = self._hidden[:size, None].chunk(2, dim=-1)
         self.pool[0, layer, self._slots[:size]], self.pool[1, layer, self._slots[:size]] = key, value
+
+
+def pass_of(step: int, sizes: Sequence[int], prefill: int, num_slots: int) -> tuple[torch.Tensor, int | None]:
+    """Tokens, no two of which have one slot, and the rows of the recorded pass; None: a prefill."""
+    is_prefill, size = step % 8 == 7, sizes[step % len(sizes)]
+    count = prefill - step if is_prefill else max(1, size - step % 3)
+    return torch.arange(100 * step, 100 * step + count) % num_slots, None if is_prefill else size
 
 
 def measure(report: Report) -> None:

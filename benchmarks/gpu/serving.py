@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from common.model import BenchModel, prepare_model
-from common.precision import precision
+from common.precision import precision, tame
 from gpu.results import Report
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
@@ -62,6 +62,7 @@ class Sizes:
             hidden=self.hidden,
             heads=self.hidden // 64,
             max_position=2 * (self.length + self.decoded) + 1024,
+            initializer_range=tame(self.hidden),
         )
 
 

@@ -18,13 +18,14 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
     errors_in_a_line,
 )
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
-from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import capture_first, device_buffers
 from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
 
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _READING_CHECKS = ("snapshot", "compare", "checksum")
@@ -32,7 +33,7 @@ _READING_CHECKS = ("snapshot", "compare", "checksum")
 
 
 def install(device: str) -> None:
-    """Register the backend and apply the hooks; those for a CPU only if ``device`` is one.
+    """Register the backend and apply the hooks; those for a CPU, or for CUDA, only if ``device`` is one.
 
     Raises:
         ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
@@ -46,6 +47,8 @@ def install(device: str) -> None:
         f"{_RUNNER}.load_model": (_model_loaded, HookType.AFTER),
         f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
+    if device == "cuda":
+        targets[_CAPTURE] = (capture_first, HookType.AROUND)
     for method in (
         *(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")),
         "release_memory_occupation",

@@ -59,12 +59,13 @@ def test_an_unknown_part_is_refused() -> None:
 
 
 SCRIPTS = {
+    # First: later it would have the time that others left.
+    "hanging": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); time.sleep(600)",
     "good": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True)",
     "wrong": "print('RESULT ' + json.dumps({'name': 'a', 'ok': False}), flush=True)",
     "blind": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True, 'mutants_taken': ['m']}), flush=True)",
     "silent": "pass",
     "broken": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); raise ValueError('it broke')",
-    "hanging": "print('RESULT ' + json.dumps({'name': 'a', 'ok': True}), flush=True); time.sleep(600)",
     "killed": "import os; os.kill(os.getpid(), 9)",
 }
 EXPECTED = {
@@ -109,6 +110,42 @@ def test_one_part_stops_no_other(
     assert {"status": "running", "results": {"a": {"ok": True}}} in while_it_hung, (
         "written as soon as it was known"
     )
+
+
+LATE = """
+import json, signal, sys, time
+
+def end(*_):
+    print("RESULT " + json.dumps({"name": "last", "ok": True}), flush=True)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, end)
+time.sleep(600)
+"""
+
+
+def test_a_part_says_what_it_has_before_its_time_is_over(bench: Callable[[str], Any], tmp_path: Path) -> None:
+    """Such as the rows of a command, which come when it ends."""
+    parts, found = bench("gpu.parts"), {}
+    part = parts.Part("late", 10.0, "")
+    outcome = parts.run_apart(part, [sys.executable, "-c", LATE], tmp_path / "late.log", found.__setitem__)
+    assert (outcome["status"], outcome["results"], found) == ("timeout", 1, {"last": {"ok": True}})
+    assert outcome["seconds"] < part.budget_s
+
+
+def test_a_part_may_use_what_those_before_left(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    budgets = []
+
+    def run_apart(part: Any, *_: object) -> dict[str, Any]:
+        budgets.append(part.budget_s)
+        return {"status": "passed", "seconds": {"a": 4.0, "b": 50.0, "c": 1.0}[part.name]}
+
+    monkeypatch.setattr(command, "run_apart", run_apart)
+    command.run_all([parts.Part(name, 10.0, "") for name in "abc"], tmp_path, {})
+    assert budgets == [10.0, 16.0, 10.0]
 
 
 def test_all_parts_well_is_a_passed_run(

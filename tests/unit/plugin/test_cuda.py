@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +132,42 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     assert buffers is not None
     assert buffers.replayed is not None
     assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4  # of the largest batch that is recorded
+
+
+def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own functions, with a stream of its group's module for a GPU's."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_hcache.sglang_plugin import hooks
+
+    targets: dict[str, object] = {}
+    monkeypatch.setattr(hooks, "_apply", targets.update)
+    for name in ("install_cpu_fixes", "register_radix_cache_backend"):  # with effects beyond this test
+        monkeypatch.setattr(hooks, name, lambda *_: None)
+    hooks.install("cpu")
+    assert hooks._CAPTURE not in targets
+    hooks.install("cuda")
+    hook, kind = targets[hooks._CAPTURE]  # type: ignore[misc]
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    capture = parallel_state.GroupCoordinator.graph_capture
+    monkeypatch.setattr(parallel_state.GroupCoordinator, "graph_capture", capture)  # put back at the end
+    HookRegistry.register(hooks._CAPTURE, hook, kind)
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(parallel_state, "get_current_device_stream_fast", lambda: first)
+    first = object()
+    monkeypatch.setattr(runner, "stream_that_goes_first", lambda _device: first)
+    group = object.__new__(parallel_state.GroupCoordinator)
+    group.device = torch.device("cpu")
+    group.ca_comm = group.pynccl_comm = group.pymscclpp_comm = group.torch_symm_mem_comm = None
+    group.device_module = SimpleNamespace(Stream=object, stream=lambda _stream: nullcontext())
+    with group.graph_capture(stream=None) as context:
+        assert context.stream is first
+    own = parallel_state.GraphCaptureContext(first)
+    with group.graph_capture(own) as context:  # of the groups after the first one
+        assert context is own
 
 
 def test_a_cpu_has_neither_streams_nor_buffers() -> None:

@@ -1,8 +1,9 @@
-"""SGLang 0.5.17: its ``ModelRunner`` on a device beside the CPU, before the KV pool is sized."""
+"""SGLang 0.5.17: its ``ModelRunner`` beside the CPU, before the KV pool is sized and graphs are recorded."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,19 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers
+
+
+def capture_first(
+    original: Callable[..., Any], group: Any, graph_capture_context: Any = None, stream: Any = None
+) -> Any:
+    """AROUND hook of ``GroupCoordinator.graph_capture``: record on a stream that goes before those of restores.
+
+    torch instantiates graphs with ``cudaGraphInstantiateFlagUseNodePriority``: a kernel keeps the priority of the
+    stream that it was recorded on, whichever stream the graph is replayed on.
+    """
+    if graph_capture_context is None and stream is None:
+        stream = stream_that_goes_first(group.device)
+    return original(group, graph_capture_context, stream)
 
 
 def _most_replayed(server_args: Any) -> int:

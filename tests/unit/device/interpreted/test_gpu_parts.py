@@ -68,6 +68,15 @@ def test_saving_without_a_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPa
     assert any(saved_wrongly(order, "hhkh") for order in ORDERS)
 
 
+def test_no_two_tokens_of_a_pass_have_one_slot() -> None:
+    from gpu.saving import PREFILL, SIZES, STEPS, pass_of
+
+    num_slots = 2 * PREFILL - 1
+    for step in range(STEPS):
+        tokens, _ = pass_of(step, SIZES, PREFILL, num_slots)
+        assert len((tokens % num_slots).unique()) == len(tokens), step
+
+
 def saved_wrongly(order: str, kinds: str) -> int:
     from gpu.saving import SavingCheck
 
