@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
+from sglang_hcache.cli.tier_flags import TIER_FLAG
 from sglang_hcache.core.config import environment_with
 
-TIER_FLAG = "--hierarchical-cache"
 _CPU_SETTINGS = (
     ("--device", "cpu"),
     ("--attention-backend", "torch_native"),
