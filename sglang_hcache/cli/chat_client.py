@@ -118,6 +118,8 @@ def authorization(api_key: str | None) -> dict[str, str]:
 def refusal(response: httpx.Response) -> str:
     """What a server said when it refused: status and its own message. The response must have been read."""
     text = response.text.strip()
+    if "html" in response.headers.get("content-type", ""):
+        text = "a web page, which is no answer of SGLang's"
     with contextlib.suppress(ValueError, TypeError, KeyError):  # what is not SGLang's is shown as it came
         text = str(response.json()["message"])
     hint = ""
@@ -187,8 +189,10 @@ class ChatClient:
             if response.is_error:
                 raise ChatError(f"{self._url}/server_info: {refusal(response)}")
             states = response.json()["internal_states"]
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except httpx.HTTPError as error:
             raise ChatError(f"{self._url}/server_info: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChatError(f"{self._url}/server_info: this is no answer of SGLang's ({error!r})") from error
         state: dict[str, Any] | None = states[0].get("hcache") if states else None
         return state
 

@@ -55,7 +55,10 @@ def flags(
     if as_markdown:
         print(markdown())
         return
-    table = Table("setting", "default", "meaning", box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column("setting", no_wrap=True)  # to be copied: never cut
+    table.add_column("default")
+    table.add_column("meaning")
     for setting in describe():
         table.add_row(setting.flag or f"{setting.name}\n(file only)", setting.default, _text(setting))
     Console().print(table)

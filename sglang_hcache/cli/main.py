@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sglang_hcache
-from sglang_hcache.cli import flags, metrics, plan, profile, store, top
+from sglang_hcache.cli import flags, metrics, plan, profile, store, tier_flags, top
 from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
@@ -20,19 +20,17 @@ from sglang_hcache.core.errors import ConfigError, HCacheError
 
 app = typer.Typer(
     name="hcache",
-    help="A hidden-state tier below SGLang's radix prefix cache.",
+    help="""A tier below SGLang's radix prefix cache: what is evicted there is kept in host memory and on disk.
+
+`hcache serve --model-path MODEL --hcache-dirs DIR` starts a server, `hcache top` watches it, and `hcache demo`
+shows what the tier does without a model or a GPU at hand.
+""",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # wraps paragraphs to the terminal's width
 )
 app.add_typer(store.app, name="store")
-app.command("plan")(plan.plan)
-app.command("flags")(flags.flags)
-app.command("metrics")(metrics.metrics)
-app.command("top")(top.top)
-app.command("chat")(chat.chat)
-app.command("profile", context_settings={"ignore_unknown_options": True})(profile.profile)
 
 
 def main() -> None:
@@ -64,6 +62,8 @@ def _print_serve_help(wanted: bool) -> None:
     if not wanted:
         return
     flags = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
+    flags.add_column(no_wrap=True)
+    flags.add_column()
     flags.add_row("--hierarchical-cache", "hcache (what this command adds) or off (serve without the tier).")
     for name in HCacheConfig.model_fields:
         if name not in FILE_ONLY_FIELDS:
@@ -92,7 +92,15 @@ def _serve(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[SGLang arguments...]")] = None,
     show_help: Annotated[bool, typer.Option("--help", callback=_print_serve_help, is_eager=True)] = False,
 ) -> None:
-    from sglang_hcache.cli.serve import serve  # here, as below, to keep `hcache --help` quick
+    """Start SGLang's server with the tier.
+
+    Takes the arguments of `python -m sglang.launch_server` and becomes that server. It adds `--hierarchical-cache
+    hcache` and, on a machine without a GPU, what SGLang needs there. docs/flags.md has the tier's flags.
+
+    `hcache serve --model-path MODEL --hcache-dirs /mnt/nvme0/hcache --hcache-disk-size 500GB`
+    """
+    # Here, as below, to keep `hcache --help` quick.
+    from sglang_hcache.cli.serve import serve, values_of
 
     given = arguments or []
     if not any(
@@ -101,7 +109,17 @@ def _serve(
         raise ConfigError(
             "--model-path is missing: name the model; `hcache serve --help` lists the tier's flags"
         )
+    tier_flags.check(given)
+    tier_flags.check_model([*values_of(given, "--model-path"), *values_of(given, "--model")])
     serve(given)
+
+
+app.command("top")(top.top)
+app.command("chat")(chat.chat)
+app.command("profile", context_settings={"ignore_unknown_options": True})(profile.profile)
+app.command("plan")(plan.plan)
+app.command("flags")(flags.flags)
+app.command("metrics")(metrics.metrics)
 
 
 @app.command("tiny-model")

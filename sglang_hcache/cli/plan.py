@@ -151,7 +151,10 @@ def _profile(
         missing = " and ".join(
             flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
         )
-        raise ConfigError(f"{missing} missing; give --io-gbps and --tflops, or --profile FILE")
+        raise ConfigError(
+            f"{missing} missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b --io-gbps 26 "
+            "--tflops 197`, or --profile FILE"
+        )
     if not model:
         raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {_names()}")
     hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)

@@ -130,7 +130,7 @@ class PlanReport:
             f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {heads}, "
             f"{shape.hidden_dtype_bytes} bytes a value"
         )
-        history = f"A history of {self.num_tokens:,} tokens; {self.profile.machine}."
+        history = f"A history of {counted(self.num_tokens, 'token')}; {self.profile.machine}."
         return [
             Text(title, "bold"),
             Text(history),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sglang_hcache.cli import tier_flags
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of, profile_dir
+from sglang_hcache.core.config import HCacheConfig, profile_dir
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -93,8 +93,8 @@ def profile(
 
     if not model_path:
         raise ConfigError("--model-path is missing: name the model that you will serve")
-    if model_path.startswith(("/", "./", "../")) and not Path(model_path).exists():
-        raise ConfigError(f"--model-path: {model_path} does not exist")
+    tier_flags.check_model([model_path])
+    tier_flags.check(arguments or [])
     settings, rest = server_settings(arguments or [], seconds)
     config = HCacheConfig.from_settings(settings)
     target = profile_dir() if out is None else given_path("--out", out)
@@ -121,16 +121,7 @@ def server_settings(arguments: Sequence[str], seconds: float) -> tuple[dict[str,
     Raises:
         ConfigError: the file cannot be read, or something is given that makes no sense here.
     """
-    from sglang_hcache.sglang_plugin.settings_file import read_settings
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    fields = [name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS]
-    for flag in (*map(flag_of, fields), "--hcache-config", "--hierarchical-cache"):
-        parser.add_argument(flag)
-    try:
-        given, rest = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}") from None
+    given, rest = tier_flags.parse(arguments)
     if given.hierarchical_cache not in (None, "hcache"):
         raise ConfigError(
             f"--hierarchical-cache: {given.hierarchical_cache!r} is not allowed; the tier is what is measured"
@@ -139,13 +130,10 @@ def server_settings(arguments: Sequence[str], seconds: float) -> tuple[dict[str,
         raise ConfigError(
             "--hcache-profile: leave it out; this command measures anew (--out FILE saves there)"
         )
-    settings = read_settings(Path(given.hcache_config), "--hcache-config") if given.hcache_config else {}
+    settings = tier_flags.settings_of(given)
     settings.pop("profile", None)
-    settings["method"] = "auto"
-    for field in fields:
-        value = getattr(given, f"hcache_{field}")
-        if value is not None:
-            settings[field] = value
+    if given.hcache_method is None:
+        settings["method"] = "auto"
     if not 0 < seconds <= 60:
         raise ConfigError(f"--seconds: {seconds:g} is not allowed; a number above 0, at most 60")
     settings["measure_s"] = seconds

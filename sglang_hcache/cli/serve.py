@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
+from sglang_hcache.cli.tier_flags import TIER_FLAG
 from sglang_hcache.core.config import environment_with
 
-TIER_FLAG = "--hierarchical-cache"
 _CPU_SETTINGS = (
     ("--device", "cpu"),
     ("--attention-backend", "torch_native"),
@@ -89,7 +91,31 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
     return command, environment_with(changes, defaults)
 
 
+def port_in_use(arguments: Sequence[str]) -> str | None:
+    """Where the server is meant to listen, if somebody does already; SGLang finds out once its model is loaded."""
+    if values_of(arguments, "--config") and not values_of(arguments, "--port"):
+        return None
+    host = (values_of(arguments, "--host") or ["127.0.0.1"])[-1] or ""
+    port = (values_of(arguments, "--port") or ["30000"])[-1] or ""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0]) as probe:
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as the server does: not in TIME_WAIT
+            probe.bind(address[4])
+    except (OSError, OverflowError) as error:
+        return f"{host}:{port}" if getattr(error, "errno", None) == errno.EADDRINUSE else None
+    return None
+
+
 def serve(arguments: Sequence[str]) -> NoReturn:
     """Become the server: same process id, so that signals reach it."""
+    if (taken := port_in_use(arguments)) is not None:  # no error: until the model is loaded it may be free
+        print(
+            f"hcache: warning: {taken} is in use: if it still is when the model is loaded, this server ends then; "
+            "--port names another",
+            file=sys.stderr,
+        )
     command, environment = prepare_launch(arguments)
     os.execvpe(command[0], command, environment)

@@ -33,11 +33,16 @@ class Report:
 
     def print(self) -> None:
         """To standard output."""
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_PIPE_WIDTH)
-        for part in self.parts:
-            console.print(part, soft_wrap=isinstance(part, Text))
+        print_report(self.parts)
+
+
+def print_report(parts: Iterable[RenderableType]) -> None:
+    """To standard output, one below the other; texts are not wrapped, and where there is no window tables are wide."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def new_table(columns: Sequence[str], right: set[str]) -> Table:

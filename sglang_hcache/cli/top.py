@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,7 +19,7 @@ from rich.text import Text
 
 from sglang_hcache.cli.chat_client import ChatClient, ChatError
 from sglang_hcache.cli.server_options import ApiKey, ServerUrl
-from sglang_hcache.cli.store_text import new_table
+from sglang_hcache.cli.store_text import new_table, print_report
 from sglang_hcache.core.errors import HCacheError
 from sglang_hcache.core.units import format_bytes
 
@@ -68,11 +70,13 @@ def top(
     It asks `/server_info`, which every server has; `--enable-metrics` is not needed.
     """
     with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
-        first = _look(client)
+        first = _first_look(client)
         if as_json:
             _print_json(client, first, None if once else interval)
         elif once:
-            Console(highlight=False).print(render(url, first, None))
+            print_report([render(url, first, None)])
+        elif not Console().is_terminal:
+            _print_looks(client, url, interval, first)
         else:
             _watch(client, url, interval, first)
 
@@ -84,12 +88,35 @@ def _look(client: ChatClient) -> Sample:
     return Sample(time.monotonic(), state)
 
 
+def _first_look(client: ChatClient) -> Sample:
+    try:
+        return _look(client)
+    except ChatError as error:
+        if isinstance(error.__cause__, httpx.ConnectError):
+            raise ChatError(f"{error}; is a server running there? --url names another") from error
+        raise
+
+
 def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> None:
     print(json.dumps(sample.state), flush=True)
     try:
         while interval is not None:
             time.sleep(interval)
             print(json.dumps(_look(client).state), flush=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_looks(client: ChatClient, url: str, interval: float, last: Sample) -> None:
+    """Into a pipe or a file, until Ctrl-C: a picture that is drawn over would show nothing before its end."""
+    print_report([render(url, last, None)])
+    try:
+        while True:
+            time.sleep(interval)
+            sample = _look(client)
+            print_report([Text(), render(url, sample, last)])
+            sys.stdout.flush()
+            last = sample
     except KeyboardInterrupt:
         return
 

@@ -36,6 +36,7 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
+_WRITTEN = "demote.chunks_written"
 _SAVING_PAUSE_S = 0.001
 
 
@@ -221,11 +222,14 @@ class Bridge:
             self._gauges.close()
         self._engine.close()
         self._assembler.close()
+        before = self.counters.snapshot().get(_WRITTEN, 0)
         if not self.tiers.flush(self.config.shutdown_flush_s):
             logger.warning(
                 "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
             )
         self.tiers.close()
+        written = self.counters.snapshot().get(_WRITTEN, 0) - before
+        logger.info("hcache: closed; %d chunks that were in host memory only are on disk now", written)
 
     def state(self) -> dict[str, Any]:
         """Numbers for ``/server_info``: counters, tiers, requests."""

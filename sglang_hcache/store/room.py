@@ -75,8 +75,8 @@ class Room:
         well = [volume for volume in self._volumes if volume.health.writable]
         if well:
             return StoreFullError(
-                f"a new segment would leave {well[0].path} less free than the floor of "
-                f"{format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+                f"a new segment of {format_bytes(self._config.file_bytes)} would leave {well[0].path} less free than "
+                f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
             )
         volume = self._volumes[0]
         if any(item.health.is_full for item in self._volumes):

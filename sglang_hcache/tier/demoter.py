@@ -226,7 +226,11 @@ class Demoter:
                 if self._clearing:
                     return
                 self._write_within_budget(piece)
-        except StoreFullError:
+        except StoreFullError as error:
+            if self._may_warn():
+                logger.warning(
+                    "hcache: no room on disk for %d chunks, now and perhaps for more: %s", len(pinned), error
+                )
             self._observer.count("demote.chunks_dropped_full", len(pinned))
         except StoreError as error:
             if self._may_warn():

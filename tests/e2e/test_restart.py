@@ -54,6 +54,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
         assert server.state()["disk"]["chunks"] == 0
         server.process.stop()
+        assert " chunks that were in host memory only are on disk now" in server.process.log_text()
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
         assert chat(server) > 256

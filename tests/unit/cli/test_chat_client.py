@@ -171,3 +171,18 @@ def test_unequal_answers(other: ChatAnswer) -> None:
 
 def test_no_tokens_are_not_equal() -> None:
     assert not compare_answers(_answer(), _answer()).is_within(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx.Response(404, html="<!doctype html>\n<p>\n"), "HTTP 404: a web page"),
+        (httpx.Response(200, text="hello"), "no answer of SGLang's"),
+        (httpx.Response(200, json=[]), "no answer of SGLang's"),
+        (httpx.Response(200, json={"status": "ok"}), "no answer of SGLang's"),
+    ],
+)
+def test_a_server_of_another_kind(response: httpx.Response, message: str) -> None:
+    with _client(lambda _: response) as client, pytest.raises(ChatError, match=message) as refusal:
+        client.tier_state()
+    assert "\n" not in str(refusal.value)

@@ -215,7 +215,10 @@ def test_tier_of_a_profile(plan_json, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--io-gbps and --tflops missing; give --io-gbps and --tflops, or --profile FILE"),
+        (
+            [],
+            "--io-gbps and --tflops missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b",
+        ),
         (["llama2-7b", "--io-gbps", "1"], "--tflops missing"),
         (RATES, "MODEL is missing; name a model folder, a config.json or one of llama2-7b"),
         (["no-such", *RATES], "MODEL: 'no-such' is no folder and no file, and not one of llama2-7b"),

@@ -49,3 +49,10 @@ def test_flags_has_every_setting() -> None:
     assert found["segment_size"]["default"] == "an eighth of disk_size, at most 256 MiB"
     assert found["disk_write_budget"]["default"] == "none"
     assert found["method"]["allowed"] == ["auto", "hidden", "kv", "hybrid", "recompute"]
+
+
+@pytest.mark.parametrize("command", [["flags"], ["serve", "--help"]])
+def test_names_of_flags_are_whole_in_a_narrow_window(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "60"}).stdout
+    for field in HCacheConfig.model_fields.keys() - FILE_ONLY_FIELDS:
+        assert f"{flags.flag_of(field)} " in shown

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from sglang_hcache.cli import serve
-from sglang_hcache.cli.serve import build_launch, prepare_launch
+from sglang_hcache.cli.serve import build_launch, port_in_use, prepare_launch
 from sglang_hcache.core.errors import ConfigError
 
 STUB = Path("/cache/stub")
@@ -93,3 +94,27 @@ def test_prepare_returns_the_whole_environment(monkeypatch):
     environment = prepare_launch(MODEL)[1]
     assert environment["LD_LIBRARY_PATH"] == f"{STUB}:/mine"
     assert environment["KEPT"] == "yes"
+
+
+def test_a_port_in_use_is_told_at_once():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert port_in_use([*MODEL, "--port", port]) == f"127.0.0.1:{port}"
+        assert port_in_use([*MODEL, f"--port={port}", "--host", "0.0.0.0"]) == f"0.0.0.0:{port}"
+    assert port_in_use([*MODEL, "--port", "0"]) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "x"],
+        ["--port"],
+        ["--port", "99999"],
+        ["--host", "no such host"],
+        ["--config", "server.yaml"],
+    ],
+)
+def test_an_address_that_is_none_is_left_for_sglang_to_refuse(arguments):
+    assert port_in_use([*MODEL, *arguments]) is None

@@ -79,3 +79,34 @@ def test_what_is_no_address_is_refused(command: tuple[str, ...], url: str) -> No
     assert result.exit_code == 2
     assert "'--url'" in result.output
     assert "no address" in result.output
+
+
+class Server:
+    """Stands for ``ChatClient``: answers ``looks`` times, then somebody presses Ctrl-C."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def tier_state(self) -> dict[str, Any]:
+        if self.looks == 0:
+            raise KeyboardInterrupt
+        self.looks -= 1
+        return state(restore__done=self.looks)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_into_a_pipe_each_look_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=3))
+    result = CliRunner().invoke(app, ["top", "--interval", "0.1"])
+    assert result.exit_code == 0
+    assert result.stdout.count("restores done") == 3
+
+
+def test_where_no_server_is_the_way_to_name_one_is_told() -> None:
+    result = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:1", "--once"])
+    assert "is a server running there? --url names another" in str(result.exception)

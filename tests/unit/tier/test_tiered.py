@@ -16,6 +16,7 @@ from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -255,6 +256,20 @@ def test_what_a_failing_disk_did_not_take_is_written_when_it_is_well(
     assert tiers.disk.match([key(name) for name in range(1, 5)]) == 4
     assert tiers.host.counts() == (4, 4, 0)
     assert tiers._observer["demote.chunks_dropped_error"] == 0  # type: ignore[index]
+
+
+def test_a_disk_without_room_for_a_segment_is_told(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StoreDirectory, "free_bytes", lambda self: 2**20)
+    for name in (1, 2):
+        put(tiers, name)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers._observer["demote.chunks_dropped_full"] == 2  # type: ignore[index]
+    assert "no room on disk for 2 chunks" in caplog.text
+    assert "a new segment of 4.2 MB would leave" in caplog.text
+    assert "(--hcache-disk-free-floor)" in caplog.text
 
 
 def test_but_it_is_given_up_where_slots_run_short(

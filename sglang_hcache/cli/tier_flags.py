@@ -1,0 +1,99 @@
+"""The tier's flags among SGLang's: read, and checked before SGLang, which takes long to start, is there to do it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.errors import ConfigError
+
+CONFIG_FLAG = "--hcache-config"
+TIER_FLAG = "--hierarchical-cache"
+_MODES = ("off", "hcache")
+_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
+_FLAGS = (*map(flag_of, _FIELDS), CONFIG_FLAG, "--hcache-cpu-fixes")
+_PREFIX = "--hcache"
+"""No flag of SGLang begins so."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tier's flags that are in ``arguments``, and the other arguments. Flags that are abbreviated are others.
+
+    Raises:
+        ConfigError: one of them has no value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in (*map(flag_of, _FIELDS), CONFIG_FLAG, TIER_FLAG):
+        parser.add_argument(flag)
+    try:
+        return parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Settings meant by what :func:`parse` found: those of the file, then the flags'. Not checked yet.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from sglang_hcache.sglang_plugin.settings_file import read_settings
+
+    settings = read_settings(Path(given.hcache_config), CONFIG_FLAG) if given.hcache_config else {}
+    for field in _FIELDS:
+        value = getattr(given, f"hcache_{field}")
+        if value is not None:
+            settings[field] = value
+    return settings
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Refuse what the server would refuse as well, half a minute and hundreds of lines of usage later.
+
+    Raises:
+        ConfigError: no such flag, or a value that is not allowed.
+    """
+    for argument in arguments:
+        if argument.startswith(_PREFIX):
+            _check_name(argument.partition("=")[0])
+    given, _ = parse(arguments)
+    if given.hierarchical_cache not in (None, *_MODES):
+        raise ConfigError(
+            f"{TIER_FLAG}: {given.hierarchical_cache!r} is not allowed; allowed: {', '.join(_MODES)}"
+        )
+    is_whole = not any(one.partition("=")[0] == "--config" for one in arguments)
+    if is_whole and given.hierarchical_cache != "off":  # SGLang's own file may hold the rest
+        HCacheConfig.from_settings(settings_of(given))
+
+
+def check_model(paths: Iterable[str | None]) -> None:
+    """Refuse a model that is meant as a folder, and is none: SGLang would look for it in the hub.
+
+    Raises:
+        ConfigError: it is not there, or empty.
+    """
+    for path in paths:
+        if path is None or not path.startswith(("/", "./", "../", "~")):
+            continue
+        if not Path(path).exists():
+            hint = "; the shell replaces ~ only where a word begins with it" if path.startswith("~") else ""
+            raise ConfigError(f"--model-path: {path} does not exist{hint}")
+        if Path(path).is_dir() and not any(Path(path).iterdir()):
+            raise ConfigError(f"--model-path: {path} is an empty folder")
+
+
+def _check_name(name: str) -> None:
+    """An abbreviation is SGLang's to accept."""
+    if any(flag.startswith(name) for flag in _FLAGS):
+        return
+    setting = re.sub(r"\W", "_", name.removeprefix(_PREFIX)).strip("_")
+    if setting in FILE_ONLY_FIELDS:
+        raise ConfigError(f"{name}: {setting} has no flag; set it in the file of {CONFIG_FLAG}")
+    close = difflib.get_close_matches(name, _FLAGS, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"{name}: there is no such flag; {hint}`hcache flags` lists all")
