@@ -63,7 +63,8 @@ class Bridge:
         self._model = model
         self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
-        self._device_is_stale = False
+        self._on_device: Namespace | None = namespace  # whose KV is on the device; None: there is none
+        self._device_is_stale = False  # what is there was not all computed with the present weights
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
@@ -108,21 +109,27 @@ class Bridge:
         Args:
             tail: its tokens between the last multiple of 64 and ``position``.
         """
-        if not tail or not self._captures or self._device_is_stale:
+        if not tail or not self._captures:
+            return True
+        namespace = self._namespace_of(tenant)
+        if self._device_is_stale:
             return True
         chunks = position // CHUNK_TOKENS
         keys = self.restores.keys_of(rid)
         if chunks > len(keys):
             return False
-        parent = keys[chunks - 1] if chunks else self._namespace_of(tenant).root_key()
+        parent = keys[chunks - 1] if chunks else namespace.root_key()
         return self._assembler.beginnings.covers(parent, tail)
 
     def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
-        if not self._captures or (len(prefix) and self._device_is_stale):
+        if not self._captures:
+            return
+        namespace = self._namespace_of(tenant)
+        if len(prefix) and self._device_is_stale:
             return  # KV of earlier weights must not be continued into chunks of the present ones
         self._capturing.add(rid)
-        self._assembler.publish(RequestBegins(rid, self._namespace_of(tenant), prefix))
+        self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
     def end_capture(self, rid: str) -> None:
         """A request is over, retracted or aborted."""
@@ -139,6 +146,8 @@ class Bridge:
             tokens: (rows,) int64.
             slots: where it writes K and V, (rows,) int64.
         """
+        if self._captures:
+            self._weights_in_use()  # whoever's pass it is: its KV may stay on the device
         is_wanted = any(rid in self._capturing for rid in rids)
         if is_wanted:
             self._passes.begin(tokens, slots)
@@ -174,19 +183,18 @@ class Bridge:
 
     def device_reset(self) -> None:
         """The device dropped everything."""
-        self._device_is_stale = False
+        self._on_device, self._device_is_stale = self._namespace, False
         self.tiers.demote_all()
 
     def weights_will_change(self) -> None:
         """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
 
-        KV on the device is stale from now on, until the device is reset (SGLang does that after the update unless
-        it is told not to).
+        If others come, KV on the device is stale until the device is reset (SGLang does that after the update unless
+        it is told not to). It is not where the same ones are back, as after an update that failed.
         """
         self.restores.invalidate()
         self._capturing.clear()
         self._assembler.publish(RequestEnds(None))
-        self._device_is_stale = True
         self._namespace = None  # read anew at the next use: some trainers send weights in many pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
@@ -268,10 +276,16 @@ class Bridge:
         }
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
+        return replace(self._weights_in_use(), tenant=tenant)
+
+    def _weights_in_use(self) -> Namespace:
+        """The namespace of requests without a tenant. Reads the weights if they may be others than before."""
         if self._namespace is None:
             self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
+            self._device_is_stale |= self._on_device not in (None, self._namespace)
+            self._on_device = self._namespace
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
-        return replace(self._namespace, tenant=tenant)
+        return self._namespace
 
 
 def _keys_from(root: ChunkKey, tokens: array[int], first_chunk: int) -> list[ChunkKey]:

@@ -240,9 +240,12 @@ class RestoreCoordinator:
 
     def _start(self, ticket: Ticket) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
+        if ticket.awaits is not None and self.running.restores(ticket.awaits):
+            return True  # many may wait for the same, in each round: nothing is looked up for them
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if missing and self.running.restores(missing[0]):
+            ticket.awaits = missing[0]
             return True  # somebody restores them already; look again when that is over
         keys = missing[: self._tiers.match(missing)]
         if not keys:

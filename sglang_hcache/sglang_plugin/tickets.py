@@ -110,6 +110,8 @@ class Ticket:
     """When its phase began."""
     attempts: int = 0
     seen_evictions: int = 0
+    awaits: ChunkKey | None = None
+    """The chunk that another request's restore was bringing when it was last looked up."""
 
     def note(self, event: str, *values: object) -> None:
         """As :meth:`Life.add`."""

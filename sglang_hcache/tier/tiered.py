@@ -257,9 +257,9 @@ class TieredStore:
 
     def clear(self) -> None:
         """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files."""
+        self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
         if self._demoter is not None:
             self._demoter.clear_disk()
-        self.host.forget_all()
 
     def close(self) -> None:
         """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""

@@ -142,6 +142,22 @@ def test_an_update_that_fails(server: TierServer, models: tuple[Path, Path], tmp
     assert largest_difference(again, old) <= TOLERANCE
 
 
+def test_after_an_update_that_fails_requests_are_saved_as_before(
+    server: TierServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """SGLang flushes nothing then. The same weights are there as before, and so KV on the device is theirs."""
+    prompt, more = random_prompt(9, 400), random_prompt(10, 300)
+    server.ask(prompt)
+    response = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert not response.json()["success"]
+    reference = server.recompute([*prompt, *more])
+    assert server.ask([*prompt, *more]).device > 0
+    server.to_tiers()
+    again = server.ask([*prompt, *more])
+    assert again.restored == 640
+    assert largest_difference(again, reference) <= TOLERANCE
+
+
 def test_weights_that_are_overwritten_by_the_checker(server: TierServer, models: tuple[Path, Path]) -> None:
     """A tool of SGLang's for those who write trainers. It tells no cache of it. Most of its actions need a GPU."""
     prompt = random_prompt(7, 400)

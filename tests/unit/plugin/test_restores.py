@@ -288,6 +288,30 @@ def test_two_requests_for_one_prefix_restore_it_once(world: World) -> None:
     world.assert_clean()
 
 
+def test_who_waits_for_anothers_restore_is_not_looked_up_in_every_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread decodes for others between: a hundred requests of one long prompt must not cost them."""
+    world.store(tokens(1, 4))
+    for rid in "abc":
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    looked_up = []
+    match = world.tree.match_tokens
+    monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
+    for _ in range(10):
+        world.coordinator.tick()
+        assert not any(world.coordinator.may_be_admitted(rid) for rid in "abc")
+    assert not looked_up
+    world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert len(world.engine.jobs) == 1, "the next one tries itself"
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in "bc")
+
+
 def test_what_somebody_computed_meanwhile_is_not_kept_twice(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))

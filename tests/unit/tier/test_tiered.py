@@ -314,6 +314,27 @@ def test_clear_empties_both(tiers: TieredStore) -> None:
     assert read(tiers, [1]) == (HOST,)
 
 
+def test_nothing_is_written_behind_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the demoter clears the disk, and goes on, before the serving thread does its next step."""
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    assert tiers._demoter is not None
+    tiers._demoter._resting_until = time.monotonic() + 60  # nothing is written yet
+    for name in range(1, 5):
+        put(tiers, name)
+    clear_disk = tiers._demoter.clear_disk
+
+    def clear_and_go_on() -> None:
+        clear_disk()
+        wait_until_saved(tiers)
+        tiers._demoter._resting_until = 0.0
+        wait_until_saved(tiers)
+
+    monkeypatch.setattr(tiers._demoter, "clear_disk", clear_and_go_on)
+    tiers.clear()
+    assert not any(key(name) in tiers for name in range(1, 5))
+    tiers.close()
+
+
 def test_what_was_cleared_is_gone_also_if_the_server_stops_at_once(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store")
     put(tiers, 1)

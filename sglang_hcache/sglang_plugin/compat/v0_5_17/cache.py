@@ -336,8 +336,11 @@ class SchedulerOf:
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
-        tokens = sum(ratio * _remaining_tokens(req) for req in self._scheduler.running_batch.reqs)
         chunked = self._scheduler.chunked_req
+        # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.
+        batches = self._scheduler.running_batch, self._scheduler.last_batch
+        running = {req for batch in batches if batch is not None for req in batch.reqs} - {chunked}
+        tokens = sum(ratio * _remaining_tokens(req) for req in running)
         if chunked is not None:
             tokens += (
                 len(chunked.full_untruncated_fill_ids)

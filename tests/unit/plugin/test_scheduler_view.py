@@ -1,0 +1,47 @@
+"""What is read of SGLang's scheduler in the middle of a round, where its batches are half merged."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Req:
+    """As SGLang's: equal to itself only."""
+
+    def __init__(self, max_new_tokens: int, generated: int = 0, prompt: int = 0) -> None:
+        self.sampling_params = SimpleNamespace(max_new_tokens=max_new_tokens)
+        self.output_ids = array("q", range(generated))
+        self.full_untruncated_fill_ids = array("q", range(prompt))
+        self.prefix_indices = torch.empty(0)
+
+
+def reserved(running: list[Req], last: list[Req] | None, chunked: Req | None = None) -> int:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+
+    scheduler: Any = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=running),
+        last_batch=None if last is None else SimpleNamespace(reqs=last),
+        chunked_req=chunked,
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+    )
+    return SchedulerOf(scheduler).reserved_tokens()
+
+
+def test_running_requests_reserve_a_share_of_what_they_may_generate() -> None:
+    decoding = [Req(100, generated=20), Req(60)]
+    assert reserved(decoding, None) == 70
+    assert reserved(decoding, decoding) == 70, "who decodes is the last batch as well"
+
+
+def test_who_was_prefilled_last_is_not_in_the_running_batch_yet() -> None:
+    assert reserved([], [Req(100)]) == 50
+
+
+def test_a_mixed_pass_leaves_the_running_batch_empty() -> None:
+    """``--enable-mixed-chunk``: the pass that goes on with a prompt takes all that decode along."""
+    chunked = Req(40, prompt=300)
+    assert reserved([], [Req(100, generated=20), chunked], chunked) == 40 + 300 + 20
