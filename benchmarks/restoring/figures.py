@@ -89,7 +89,7 @@ def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> Non
         chosen = [row for row in rows if row["variant"] == variant]
         axis.plot(
             [where(row) for row in chosen],
-            [row["length"] / row["seconds"] for row in chosen],
+            [row["tokens_per_s"] for row in chosen],
             "--" if variant == "ideal" else "o-",
             label="the last 64 tokens alone" if variant == "ideal" else variant,
             color=COLOURS[variant],
