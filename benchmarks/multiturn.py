@@ -34,6 +34,7 @@ from common.options import (
     prepare_out,
 )
 from common.terminal import new_progress, while_doing
+from common.turns import in_turn
 from serving import multiturn_report
 from serving.comparison import Comparison, Measured
 from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
@@ -186,7 +187,7 @@ async def measure(
                 comparison.found.header["rates_left_out"].append(left_out)
             break
         found: dict[str, Measured] = {}
-        for method in (*methods[turn % len(methods) :], *methods[: turn % len(methods)]):
+        for method in in_turn(methods, turn):
             client = clients[method]
             await client.empty(tiers=method != "recompute")
             task = progress.add_task(f"{rate:g} requests/s, {method}", total=workload.num_requests)
@@ -318,8 +319,7 @@ def main(
     carry_out(
         "multiturn",
         partial(run, settings),
-        show=multiturn_report.show,
-        write=multiturn_report.write,
+        multiturn_report,
         folder=folder,
         out=out,
         as_json=as_json,

@@ -37,6 +37,7 @@ from common.options import (
     prepare_out,
 )
 from common.terminal import new_progress, while_doing
+from common.turns import in_turn
 from serving import zipf_report
 from serving.comparison import Comparison, Measured
 from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
@@ -207,9 +208,7 @@ class Replay:
     async def _ask_all(self, request: Request) -> dict[str, TokenAnswer]:
         """One request to all servers, one at a time; who is first changes. Nobody saves meanwhile."""
         answers = {}
-        methods = list(self._clients)
-        first = next(self._turns) % len(methods)
-        for method in (*methods[first:], *methods[:first]):
+        for method in in_turn(self._clients, next(self._turns)):
             client = self._clients[method]
             answers[method] = await client.ask(request.prompt, max_tokens=request.answer_tokens)
             await client.settle()
@@ -354,8 +353,7 @@ def main(
     carry_out(
         "zipf_replay",
         partial(run, settings),
-        show=zipf_report.show,
-        write=zipf_report.write,
+        zipf_report,
         folder=folder,
         out=out,
         as_json=as_json,
