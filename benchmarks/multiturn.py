@@ -185,11 +185,11 @@ async def measure(
     methods = list(clients)
     for client in clients.values():  # first-use costs
         await client.ask(workload.conversations[0].rounds[0].tokens, max_tokens=2)
-    longest = 0.0
+    answering_s = 0.0  # what a rate took at most beyond its arrivals and pauses
     for turn, rate in enumerate(settings.rates if clients else ()):
         began = time.monotonic()
-        expected = max(longest, workload.least_s(rate) * len(methods))
-        if ends_at is not None and turn and began + expected > ends_at:
+        least_s = workload.least_s(rate) * len(methods)
+        if ends_at is not None and turn and began + least_s + answering_s > ends_at:
             for left_out in settings.rates[turn:]:
                 comparison.leave_out(left_out)
                 comparison.found.header["rates_left_out"].append(left_out)
@@ -202,7 +202,7 @@ async def measure(
             found[method] = await talk.hold(client, rate, partial(progress.advance, task))
             progress.remove_task(task)
             comparison.add(rate, {method: found[method] for method in methods if method in found})
-        longest = max(longest, time.monotonic() - began)
+        answering_s = max(answering_s, time.monotonic() - began - least_s)
 
 
 def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> ServerSizes:
@@ -262,7 +262,8 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         least_s = sum(workload.least_s(rate) for rate in settings.rates) * (len(methods) - len(notes))
         progress.console.print(
             f"{len(workload.rounds)} requests for each rate and method: at least {least_s / 60:.1f} minutes, in which "
-            "they arrive and people think"
+            "they arrive and people think",
+            soft_wrap=True,
         )
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
             ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
@@ -285,7 +286,7 @@ def main(
         ),
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 1,3.")
+        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 2,6.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
@@ -294,12 +295,10 @@ def main(
     conversations: Annotated[
         int | None,
         typer.Option(
-            help="Conversations, or requests of a trace. Default: 8, quick 5; of a trace 32, quick 12.", min=1
+            help="Conversations, or requests of a trace. Default: 8, quick 4; of a trace 32, quick 12.", min=1
         ),
     ] = None,
-    mean_rounds: Annotated[
-        float | None, typer.Option(help="Of generated conversations. Default: 4, quick 3.", min=2)
-    ] = None,
+    mean_rounds: Annotated[float, typer.Option(help="Of generated conversations. Default: 3.", min=2)] = 3.0,
     think_time: Annotated[
         float | None,
         typer.Option(help="Mean seconds between an answer and the next message. Default: 5, quick 0.5."),
@@ -330,15 +329,15 @@ def main(
 ) -> None:
     check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale, time_limit=time_limit)
     kind = "generated" if dataset is None else detect_format(dataset)
-    count = conversations or ((12 if quick else 32) if kind == "mooncake" else (5 if quick else 8))
+    count = conversations or ((12 if quick else 32) if kind == "mooncake" else (4 if quick else 8))
     settings = Settings(
         dataset=dataset,
         kind=kind,
-        rates=parse_numbers("--rates", rates or ("1,3" if quick else "0.25,1"), low=0.001, high=1000),
+        rates=parse_numbers("--rates", rates or ("2,6" if quick else "0.25,1"), low=0.001, high=1000),
         methods=parse_methods(methods),
         model_path=model_path,
         conversations=count,
-        mean_rounds=mean_rounds or (3 if quick else 4),
+        mean_rounds=mean_rounds,
         think_time_s=think_time or (0.5 if quick else 5.0),
         scale=scale or (0.3 if quick else 1.0),
         max_tokens=max_tokens or (1024 if quick else 4096),
