@@ -286,7 +286,7 @@ def main(
         ),
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 2,6.")
+        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 3,12.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
@@ -295,7 +295,7 @@ def main(
     conversations: Annotated[
         int | None,
         typer.Option(
-            help="Conversations, or requests of a trace. Default: 8, quick 4; of a trace 32, quick 12.", min=1
+            help="Conversations, or requests of a trace. Default: 8, quick 5; of a trace 32, quick 12.", min=1
         ),
     ] = None,
     mean_rounds: Annotated[float, typer.Option(help="Of generated conversations. Default: 3.", min=2)] = 3.0,
@@ -305,7 +305,7 @@ def main(
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.3."),
+        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.2."),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -329,17 +329,17 @@ def main(
 ) -> None:
     check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale, time_limit=time_limit)
     kind = "generated" if dataset is None else detect_format(dataset)
-    count = conversations or ((12 if quick else 32) if kind == "mooncake" else (4 if quick else 8))
+    count = conversations or ((12 if quick else 32) if kind == "mooncake" else (5 if quick else 8))
     settings = Settings(
         dataset=dataset,
         kind=kind,
-        rates=parse_numbers("--rates", rates or ("2,6" if quick else "0.25,1"), low=0.001, high=1000),
+        rates=parse_numbers("--rates", rates or ("3,12" if quick else "0.25,1"), low=0.001, high=1000),
         methods=parse_methods(methods),
         model_path=model_path,
         conversations=count,
         mean_rounds=mean_rounds,
         think_time_s=think_time or (0.5 if quick else 5.0),
-        scale=scale or (0.3 if quick else 1.0),
+        scale=scale or (0.2 if quick else 1.0),
         max_tokens=max_tokens or (1024 if quick else 4096),
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),
