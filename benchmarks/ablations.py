@@ -106,8 +106,7 @@ def main(
     carry_out(
         "ablations",
         partial(run, section, model, sizes, kv_layers),
-        show=report.show,
-        write=report.write,
+        report,
         folder=folder,
         out=out,
         as_json=as_json,

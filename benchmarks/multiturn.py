@@ -34,9 +34,18 @@ from common.options import (
     prepare_out,
 )
 from common.terminal import new_progress, while_doing
+from common.turns import in_turn
 from serving import multiturn_report
 from serving.comparison import Comparison, Measured
-from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
+from serving.options import (
+    Capacity,
+    DeviceContexts,
+    DiskSize,
+    HostSize,
+    Methods,
+    parse_capacity,
+    time_limit_s,
+)
 from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.cpu_runtime import has_gpu
@@ -54,15 +63,14 @@ from workloads.conversations import (
     tokenise,
 )
 
-QUICK_S = 100.0
-"""A quick run begins no other rate that would end after that."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What the user chose."""
 
     dataset: Path | None
+    kind: str
+    """Of the data set: sharegpt, mooncake, or generated."""
     rates: tuple[float, ...]
     methods: tuple[str, ...]
     model_path: Path | None
@@ -75,6 +83,7 @@ class Settings:
     device_contexts: float
     host_size: Capacity
     disk_size: Capacity
+    time_limit_s: float | None
     seed: int
     quick: bool
 
@@ -104,8 +113,7 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, Workload]:
     Raises:
         ConfigError: one of them cannot be read, or nothing fits the model.
     """
-    path, count, seed = settings.dataset, settings.conversations, settings.seed
-    kind = "generated" if path is None else detect_format(path)
+    path, kind, count, seed = settings.dataset, settings.kind, settings.conversations, settings.seed
     texts = []
     if kind == "sharegpt" and path is not None:
         texts = load_sharegpt(path)[:count]
@@ -125,7 +133,7 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, Workload]:
         rounds, source = tokenise(texts, model.encode, settings.scale), "ShareGPT format"
     else:
         rounds = generate(count, settings.mean_rounds, vocabulary, scale=settings.scale, seed=seed)
-        source = "generated, Figure 3"
+        source = f"lengths of Figure 3 x {settings.scale:g}"
     return model, schedule(source, rounds, think_time_s=settings.think_time_s, **limits)
 
 
@@ -177,23 +185,24 @@ async def measure(
     methods = list(clients)
     for client in clients.values():  # first-use costs
         await client.ask(workload.conversations[0].rounds[0].tokens, max_tokens=2)
-    longest = 0.0
+    answering_s = 0.0  # what a rate took at most beyond its arrivals and pauses
     for turn, rate in enumerate(settings.rates if clients else ()):
         began = time.monotonic()
-        if ends_at is not None and turn and began + longest > ends_at:
+        least_s = workload.least_s(rate) * len(methods)
+        if ends_at is not None and turn and began + least_s + answering_s > ends_at:
             for left_out in settings.rates[turn:]:
                 comparison.leave_out(left_out)
                 comparison.found.header["rates_left_out"].append(left_out)
             break
         found: dict[str, Measured] = {}
-        for method in (*methods[turn % len(methods) :], *methods[: turn % len(methods)]):
+        for method in in_turn(methods, turn):
             client = clients[method]
             await client.empty(tiers=method != "recompute")
-            task = progress.add_task(f"{rate:g} requests/s, {method}", total=workload.num_requests)
+            task = progress.add_task(f"{rate:g} requests/s, {method}", total=len(workload.rounds))
             found[method] = await talk.hold(client, rate, partial(progress.advance, task))
             progress.remove_task(task)
             comparison.add(rate, {method: found[method] for method in methods if method in found})
-        longest = max(longest, time.monotonic() - began)
+        answering_s = max(answering_s, time.monotonic() - began - least_s)
 
 
 def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> ServerSizes:
@@ -211,6 +220,22 @@ def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> S
     )
 
 
+def describe(workload: Workload) -> dict[str, Any]:
+    """What is said, for the header: lengths are those of what is sent."""
+    lengths = [conversation.tokens for conversation in workload.conversations]
+    rounds = workload.rounds
+    return {
+        "source": workload.source,
+        "conversations": len(lengths),
+        "requests": len(rounds),
+        "left_out": workload.left_out,
+        "mean_input_tokens": sum(len(item.tokens) for item in rounds) / len(rounds),
+        "mean_output_tokens": sum(item.answer_tokens for item in rounds) / len(rounds),
+        "mean_context_tokens": sum(lengths) / len(lengths),
+        "longest_context_tokens": max(lengths),
+    }
+
+
 def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """Measure everything.
 
@@ -224,26 +249,24 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         with while_doing(progress, "writing a model, reading conversations"):
             model, workload = load(settings, folder)
         sizes = size_servers(settings, workload, model)
-        lengths = [conversation.tokens for conversation in workload.conversations]
         found.header = {
             **make_header("multiturn"),
             "model": model.header,
             "settings": settings.as_json(),
-            "workload": {
-                "source": workload.source,
-                "conversations": len(lengths),
-                "requests": workload.num_requests,
-                "left_out": workload.left_out,
-                "mean_context_tokens": sum(lengths) / len(lengths),
-                "longest_context_tokens": max(lengths),
-            },
+            "workload": describe(workload),
             "sizes": sizes.as_json(),
             "rates_left_out": [],
         }
         comparison = Comparison(found, "rate", settings.rates, methods, notes)
         comparison.begin()
+        least_s = sum(workload.least_s(rate) for rate in settings.rates) * (len(methods) - len(notes))
+        progress.console.print(
+            f"{len(workload.rounds)} requests for each rate and method: at least {least_s / 60:.1f} minutes, in which "
+            "they arrive and people think",
+            soft_wrap=True,
+        )
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
-            ends_at = began + QUICK_S if settings.quick else None
+            ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
             ask_servers(
                 servers, lambda clients: measure(settings, workload, clients, comparison, progress, ends_at)
             )
@@ -263,30 +286,38 @@ def main(
         ),
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Requests a second on average. Default: 0.25,0.5,1, quick 1,3.")
+        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 3,12.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
     quick: Quick = False,
     model_path: ModelPath = None,
     conversations: Annotated[
-        int | None, typer.Option(help="Conversations, or requests of a trace. Default: 24, quick 5.", min=1)
+        int | None,
+        typer.Option(
+            help="Conversations, or requests of a trace. Default: 8, quick 5; of a trace 32, quick 12.", min=1
+        ),
     ] = None,
-    mean_rounds: Annotated[
-        float | None, typer.Option(help="Of generated conversations. Default: 5, quick 3.", min=2)
-    ] = None,
+    mean_rounds: Annotated[float, typer.Option(help="Of generated conversations. Default: 3.", min=2)] = 3.0,
     think_time: Annotated[
         float | None,
         typer.Option(help="Mean seconds between an answer and the next message. Default: 5, quick 0.5."),
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.3."),
+        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.2."),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             help="Conversations end, and requests are left out, beyond it. Default: 4096, quick 1024.", min=64
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Minutes from the start. After the first rate none is begun that would not be over by then. "
+            "Default: none, quick 1.7."
         ),
     ] = None,
     device_contexts: DeviceContexts = 2.0,
@@ -296,21 +327,24 @@ def main(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale)
-    count = conversations or (5 if quick else 24)
+    check_positive(device_contexts=device_contexts, think_time=think_time, scale=scale, time_limit=time_limit)
+    kind = "generated" if dataset is None else detect_format(dataset)
+    count = conversations or ((12 if quick else 32) if kind == "mooncake" else (5 if quick else 8))
     settings = Settings(
         dataset=dataset,
-        rates=parse_numbers("--rates", rates or ("1,3" if quick else "0.25,0.5,1"), low=0.001, high=1000),
+        kind=kind,
+        rates=parse_numbers("--rates", rates or ("3,12" if quick else "0.25,1"), low=0.001, high=1000),
         methods=parse_methods(methods),
         model_path=model_path,
         conversations=count,
-        mean_rounds=mean_rounds or (3 if quick else 5),
+        mean_rounds=mean_rounds,
         think_time_s=think_time or (0.5 if quick else 5.0),
-        scale=scale or (0.3 if quick else 1.0),
+        scale=scale or (0.2 if quick else 1.0),
         max_tokens=max_tokens or (1024 if quick else 4096),
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),
         disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+        time_limit_s=time_limit_s(time_limit, quick=quick),
         seed=seed,
         quick=quick,
     )
@@ -318,8 +352,7 @@ def main(
     carry_out(
         "multiturn",
         partial(run, settings),
-        show=multiturn_report.show,
-        write=multiturn_report.write,
+        multiturn_report,
         folder=folder,
         out=out,
         as_json=as_json,

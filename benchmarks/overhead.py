@@ -200,8 +200,7 @@ def main(
     carry_out(
         "overhead",
         partial(run, settings, model_path, tiny),
-        show=overhead_report.show,
-        write=overhead_report.write,
+        overhead_report,
         folder=folder,
         out=out,
         as_json=as_json,

@@ -96,8 +96,7 @@ def main(
     carry_out(
         "restore_speed",
         partial(run, settings),
-        show=report.show,
-        write=report.write,
+        report,
         folder=folder,
         out=out,
         as_json=as_json,

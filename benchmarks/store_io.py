@@ -24,9 +24,10 @@ from common.header import commit, utc_now
 from common.options import Out, parse_bytes, prepare_out
 from common.terminal import new_progress
 from sglang_hcache.store.io.nixl import nixl_problem
+from storage import report
 from storage.bench import KIB, Bench, Plan
 from storage.disk_store import StoreLoad
-from storage.report import FLOORS, Files, show, write
+from storage.report import FLOORS, Files
 
 
 def make_plan(
@@ -157,8 +158,7 @@ def main(
     carry_out(
         "store_io",
         partial(run, plan),
-        show=show,
-        write=write,
+        report,
         folder=directory,
         out=Files.of(out, json_path, csv_path, png_path),
         as_json=False,

@@ -38,9 +38,18 @@ from common.options import (
 )
 from common.precision import tame
 from common.terminal import new_progress, while_doing
+from common.turns import in_turn
 from serving import zipf_report
 from serving.comparison import Comparison, Measured
-from serving.options import Capacity, DeviceContexts, DiskSize, HostSize, Methods, parse_capacity
+from serving.options import (
+    Capacity,
+    DeviceContexts,
+    DiskSize,
+    HostSize,
+    Methods,
+    parse_capacity,
+    time_limit_s,
+)
 from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.cpu_runtime import has_gpu
@@ -49,10 +58,8 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.testing.zipf import zipf_order
 from workloads.documents import Document, choose, generate, load_leval, tokenise
 
-QUICK_S = 105.0
-"""A quick run asks nothing more after that."""
 FEWEST_REQUESTS = 6
-"""That a quick run asks for each skew, however slow the machine."""
+"""For each skew, however little time there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +71,13 @@ class Settings:
     methods: tuple[str, ...]
     model_path: Path | None
     documents: int
+    scale: float
+    """Of generated lengths."""
     context_limit: int
     answer_limit: int
     requests: int
     concurrency: int
+    time_limit_s: float | None
     device_contexts: float
     host_size: Capacity
     disk_size: Capacity
@@ -88,6 +98,11 @@ class Settings:
             max_position=position,
             initializer_range=tame(hidden),
         )
+
+    @property
+    def source(self) -> str:
+        """Of the documents."""
+        return "L-Eval format" if self.dataset else f"lengths of Table 1 x {self.scale:g}"
 
     def as_json(self) -> dict[str, Any]:
         hidden = ("methods", "dataset", "model_path", "host_size", "disk_size", "alphas")
@@ -117,7 +132,9 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
     if settings.dataset is None:
         model = prepare_model(folder, settings.model_path, settings.tiny)
         vocabulary = model.ordinary_tokens
-        documents = generate(settings.documents, vocabulary, seed=settings.seed, **limits)
+        documents = generate(
+            settings.documents, vocabulary, scale=settings.scale, seed=settings.seed, **limits
+        )
     else:
         texts = choose(load_leval(settings.dataset), settings.documents, seed=settings.seed)
         model = prepare_model(
@@ -145,12 +162,28 @@ def _request(document: Document, number: int) -> Request:
     return Request(document.tokens + question.tokens, question.answer_tokens)
 
 
+def describe(documents: Sequence[Document], source: str) -> dict[str, Any]:
+    """What is asked about, for the header: means of what is sent, and how much of the documents was cut away."""
+    questions = [question for document in documents for question in document.questions]
+    return {
+        "source": source,
+        "documents": len(documents),
+        "tasks": sorted({document.task for document in documents}),
+        "mean_context_tokens": float(np.mean([len(document.tokens) for document in documents])),
+        "mean_question_tokens": float(np.mean([len(question.tokens) for question in questions])),
+        "mean_answer_tokens": float(np.mean([question.answer_tokens for question in questions])),
+        "longest_prompt_tokens": max(document.longest for document in documents),
+        "cut_documents": sum(len(document.tokens) < document.whole_tokens for document in documents),
+        "mean_whole_tokens": float(np.mean([document.whole_tokens for document in documents])),
+    }
+
+
 class Replay:
     """Asks all methods' servers.
 
     Args:
         comparison: gets what is measured of a skew as soon as it is over for all methods, or for one of them.
-        ends_at: of ``time.monotonic``: when a run stops early; None: never.
+        ends_at: of ``time.monotonic``: no more is asked then than must be; None: it is not looked at.
     """
 
     def __init__(
@@ -170,13 +203,16 @@ class Replay:
         self._ends_at = ends_at
         self._turns = itertools.count()
 
-    async def warm_up(self) -> None:
-        """First-use costs of the servers."""
+    async def run(self) -> None:
+        """All skews; nothing where there is no server."""
         request = _request(self._documents[0], 0)
-        for client in self._clients.values():
+        for client in self._clients.values():  # first-use costs
             await client.ask(request.prompt, max_tokens=2)
+        alphas = self._settings.alphas if self._clients else ()
+        for number, alpha in enumerate(alphas):
+            await self._measure(alpha, len(alphas) - number)
 
-    async def measure(self, alpha: float, alphas_left: int) -> None:
+    async def _measure(self, alpha: float, alphas_left: int) -> None:
         """All methods under one skew; ``alphas_left`` counts this one."""
         settings = self._settings
         requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=settings.seed)
@@ -203,7 +239,8 @@ class Replay:
                 self._progress.advance(task)
             self._comparison.add(alpha, measured)
         else:
-            for method, client in self._clients.items():
+            for method in in_turn(self._clients, next(self._turns)):
+                client = self._clients[method]
                 began = time.monotonic()
                 answers = await self._ask_at_once(client, requests)
                 measured[method] = Measured(answers, time.monotonic() - began)
@@ -215,9 +252,7 @@ class Replay:
     async def _ask_all(self, request: Request) -> dict[str, TokenAnswer]:
         """One request to all servers, one at a time; who is first changes. Nobody saves meanwhile."""
         answers = {}
-        methods = list(self._clients)
-        first = next(self._turns) % len(methods)
-        for method in (*methods[first:], *methods[:first]):
+        for method in in_turn(self._clients, next(self._turns)):
             client = self._clients[method]
             answers[method] = await client.ask(request.prompt, max_tokens=request.answer_tokens)
             await client.settle()
@@ -234,24 +269,6 @@ class Replay:
         return list(await asyncio.gather(*map(ask, requests)))
 
 
-async def measure(
-    settings: Settings,
-    documents: Sequence[Document],
-    clients: dict[str, TokenClient],
-    comparison: Comparison,
-    progress: Progress,
-    ends_at: float | None,
-) -> None:
-    """All methods under each skew; nothing where there are none."""
-    if not clients:
-        return
-    replay = Replay(settings, documents, clients, comparison, progress, ends_at)
-    await replay.warm_up()
-    left = len(settings.alphas)
-    for number, alpha in enumerate(settings.alphas):
-        await replay.measure(alpha, left - number)
-
-
 def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """Measure everything.
 
@@ -264,13 +281,13 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
     with new_progress() as progress:
         with while_doing(progress, "writing a model, reading documents"):
             model, documents = load(settings, folder)
-        longest = max(document.longest for document in documents)
-        mean = float(np.mean([len(document.tokens) for document in documents]))
+        lengths = [document.longest for document in documents]
+        mean = float(np.mean(lengths))
         context_bytes = mean * model.kv_token_bytes
         sizes = sizes_for(
             device_contexts=settings.device_contexts,
             mean_context=mean,
-            longest_context=longest,
+            longest_context=max(lengths),
             host_bytes=settings.host_size.bytes_for(context_bytes),
             disk_bytes=settings.disk_size.bytes_for(context_bytes),
             kv_token_bytes=model.kv_token_bytes,
@@ -280,22 +297,16 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
             **make_header("zipf_replay"),
             "model": model.header,
             "settings": settings.as_json(),
-            "workload": {
-                "source": "generated, Table 1" if settings.dataset is None else "L-Eval format",
-                "documents": len(documents),
-                "tasks": sorted({document.task for document in documents}),
-                "mean_context_tokens": mean,
-                "longest_prompt_tokens": longest,
-                "context_bytes_as_kv": int(context_bytes),
-            },
-            "sizes": sizes.as_json(),
+            "workload": describe(documents, settings.source),
+            "sizes": sizes.as_json() | {"context_bytes_as_kv": int(context_bytes)},
         }
         comparison = Comparison(found, "alpha", settings.alphas, methods, notes)
         comparison.begin()
         with running_servers(methods, folder, model.path, sizes, progress) as servers:
-            ends_at = began + QUICK_S if settings.quick else None
+            ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
             ask_servers(
-                servers, lambda clients: measure(settings, documents, clients, comparison, progress, ends_at)
+                servers,
+                lambda clients: Replay(settings, documents, clients, comparison, progress, ends_at).run(),
             )
 
 
@@ -320,6 +331,13 @@ def main(
     documents: Annotated[
         int | None, typer.Option(help="Documents, evenly from all files. Default: 16, quick 6.", min=1)
     ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Of generated documents: all lengths are multiplied by it, to fit small models. Default: 0.25, "
+            "quick 0.08."
+        ),
+    ] = None,
     context_limit: Annotated[
         int | None,
         typer.Option(help="Longer documents are cut to so many tokens. Default: 4096, quick 1024.", min=64),
@@ -333,6 +351,13 @@ def main(
     concurrency: Annotated[
         int, typer.Option(help="Requests at a time. Over 1 the methods run one after the other.", min=1)
     ] = 1,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Minutes from the start. When they are over, no more is asked than 6 requests for each skew, one at a "
+            "time. Default: none, quick 1.7."
+        ),
+    ] = None,
     device_contexts: DeviceContexts = 2.0,
     host_size: HostSize = "2",
     disk_size: DiskSize = None,
@@ -340,7 +365,11 @@ def main(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    check_positive(device_contexts=device_contexts)
+    check_positive(device_contexts=device_contexts, scale=scale, time_limit=time_limit)
+    if scale is not None and dataset is not None:
+        raise ConfigError(
+            "--scale: is for generated documents; those of --dataset are cut by --context-limit"
+        )
     count = documents or (6 if quick else 16)
     settings = Settings(
         dataset=dataset,
@@ -348,10 +377,12 @@ def main(
         methods=parse_methods(methods),
         model_path=model_path,
         documents=count,
+        scale=scale or (0.08 if quick else 0.25),
         context_limit=context_limit or (1024 if quick else 4096),
         answer_limit=answer_limit or (4 if quick else 16),
         requests=requests or (16 if quick else 64),
         concurrency=concurrency,
+        time_limit_s=time_limit_s(time_limit, quick=quick),
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),
         disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
@@ -362,8 +393,7 @@ def main(
     carry_out(
         "zipf_replay",
         partial(run, settings),
-        show=zipf_report.show,
-        write=zipf_report.write,
+        zipf_report,
         folder=folder,
         out=out,
         as_json=as_json,

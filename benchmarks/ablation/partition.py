@@ -29,6 +29,7 @@ from ablation.splits import (
     predicted_by_tokens,
     token_splits,
 )
+from common.turns import in_turn
 from restoring.counted_disk import CountingEngine, open_disk
 from restoring.rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
 from sglang_hcache.core.keys import chunk_keys
@@ -265,8 +266,7 @@ class _Case:
             self._count(row, lambda name=name: self._restore(name, check=True))
         products: dict[str, list[float]] = {name: [] for name in rows}
         for number in range(rounds):
-            order = list(rows)[number % len(rows) :] + list(rows)[: number % len(rows)]
-            for name in order:
+            for name in in_turn(rows, number):
                 products[name].append(self._products(name))
                 rows[name].times.append(self._restore(name)[0])
             step()

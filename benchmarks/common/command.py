@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,8 +19,20 @@ from common.terminal import new_console
 from sglang_hcache.core.errors import HCacheError
 
 Results = dict[str, Any]
-Where = TypeVar("Where")
+Where = TypeVar("Where", contravariant=True)
 """The folder or the files that results are written to; as text it is told to people."""
+
+
+class Report(Protocol[Where]):
+    """How results are told; a module with these two functions is one."""
+
+    def show(self, data: Results, console: Console, /) -> None:
+        """To people."""
+
+    def write(self, where: Where, data: Results, /) -> None:
+        """Files."""
+
+
 ENDED_EARLY = (
     "On Ctrl-C or SIGTERM it ends its servers, removes what it made, writes the results that are there, with "
     '"complete": false and what is missing, and exits with status 130 or 143. A second signal ends it at once.'
@@ -54,9 +66,8 @@ def errors_told(name: str) -> Iterator[None]:
 def carry_out(
     name: str,
     measure: Callable[[Path, Gathered], None],
+    report: Report[Where],
     *,
-    show: Callable[[Results, Console], None],
-    write: Callable[[Where, Results], None],
     folder: Path | None,
     out: Where | None,
     as_json: bool,
@@ -67,8 +78,7 @@ def carry_out(
 
     Args:
         measure: told the scratch folder and where results are gathered.
-        show: for people, where ``as_json`` is not wanted.
-        write: files, to ``out`` if it is given.
+        report: shows the results, where ``as_json`` is not wanted, and writes them to ``out`` if that is given.
         folder: where the scratch folder is made; None: the current one.
 
     Raises:
@@ -84,11 +94,11 @@ def carry_out(
             finally:  # also where measuring failed
                 data = found.results()
                 if out is not None and found.measured:
-                    write(out, data)
+                    report.write(out, data)
         if found.measured and as_json:
             print(json.dumps(data, indent=2))
         elif found.measured:
-            show(data, new_console())
+            report.show(data, new_console())
         if stopping.signal is not None:
             print(ended_early(name, stopping, found, out), file=sys.stderr)
             raise typer.Exit(stopping.exit_status)

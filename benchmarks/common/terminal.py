@@ -16,7 +16,7 @@ _LINE_EVERY_S = 30.0
 def new_console() -> Console:
     """Standard output; wide enough for the tables where it is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=150)
+    return console if console.is_terminal else Console(width=160)
 
 
 class ProgressLines(Progress):

@@ -57,7 +57,7 @@ def draw(path: Path, rows: Sequence[Row], model: str) -> None:
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
     for axis, panel in zip(axes[0], panels, strict=True):
         panel(axis)
-        axis.set(xscale="log", yscale="log")
+        axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("tokens/s")
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -89,7 +89,7 @@ def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> Non
         chosen = [row for row in rows if row["variant"] == variant]
         axis.plot(
             [where(row) for row in chosen],
-            [row["length"] / row["seconds"] for row in chosen],
+            [row["tokens_per_s"] for row in chosen],
             "--" if variant == "ideal" else "o-",
             label="the last 64 tokens alone" if variant == "ideal" else variant,
             color=COLOURS[variant],

@@ -20,9 +20,11 @@ FIELDS = (
     "length",
     "variant",
     "seconds",
+    "tokens_per_s",
     "predicted_s",
     "io_s",
     "compute_s",
+    "efficiency",
     "num_recompute",
     "stored",
 )
@@ -60,7 +62,7 @@ def show(data: dict[str, Any], console: Console) -> None:
                 table.add_column(name, justify="left" if name in ("", "stores") else "right")
             for row in of_length.values():
                 table.add_row(
-                    row["variant"], f"{1e3 * row['seconds']:.1f}", f"{length / row['seconds']:,.0f}",
+                    row["variant"], f"{1e3 * row['seconds']:.1f}", f"{row['tokens_per_s']:,.0f}",
                     f"{of_length['kv']['seconds'] / row['seconds']:.2f}",
                     f"{of_length['recompute']['seconds'] / row['seconds']:.2f}",
                     *(_ms(value) for value in (row["predicted_s"], row["io_s"], row["compute_s"])),

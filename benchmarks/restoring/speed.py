@@ -13,6 +13,7 @@ from typing import Any
 
 from common.gathered import Gathered
 from common.terminal import new_progress, while_doing
+from common.turns import in_turn
 from restoring.rig import Rig, Variant, gate_of
 from restoring.settings import PIECE, Settings
 from sglang_hcache.cli.tiny_model import write_tiny_model
@@ -49,7 +50,8 @@ class Row:
         return max(self.io_s, self.compute_s) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"efficiency": self.efficiency}
+        speed = self.length / self.seconds
+        return asdict(self) | {"tokens_per_s": speed, "efficiency": self.efficiency}
 
 
 def measure(settings: Settings, folder: Path, found: Gathered) -> None:
@@ -129,16 +131,18 @@ def _measure_length(
     for variant in variants.values():
         variant.restore(length, check=True)
     rig.question(length)
-    for _ in range(settings.rounds):
-        rows["recompute"].times.append(rig.recompute(length))
+    for number in range(settings.rounds):
         computes.append(rig.bare_products(range(rig.num_layers), [length]))
-        for name, variant in variants.items():
-            floors[name].append(variant.read_alone(length))
-            seconds, decision = variant.restore(length)
-            rows[name].times.append(seconds)
-            if decision is not None:
-                rows[name].predicted_s, rows[name].num_recompute = decision.restore_s, decision.num_recompute
-        rows["ideal"].times.append(rig.question(length))
+        for name in in_turn(rows, number):
+            row = rows[name]
+            if name in variants:
+                floors[name].append(variants[name].read_alone(length))
+                seconds, decision = variants[name].restore(length)
+                if decision is not None:
+                    row.predicted_s, row.num_recompute = decision.restore_s, decision.num_recompute
+            else:
+                seconds = rig.recompute(length) if name == "recompute" else rig.question(length)
+            row.times.append(seconds)
         step()
     for name, row in rows.items():
         row.stored = describe(variants[name].stored) if name in variants else ""

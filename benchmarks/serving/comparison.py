@@ -13,6 +13,8 @@ from serving.token_client import TokenAnswer, compare
 
 BASELINES = ("recompute", "kv")
 """Speed-ups are given over these, where they are among the methods."""
+SPEEDUPS = {"speedup": "ttft_mean_s", "p50_speedup": "ttft_p50_s"}
+"""Ratios of which times."""
 SOURCES = ("device", "host", "disk")
 
 
@@ -109,9 +111,12 @@ def rows_of(
     blank = dict.fromkeys(next(iter(rows.values())))
     for row in rows.values():
         for baseline in BASELINES:
-            other = rows.get(baseline, blank)["ttft_mean_s"]
-            row[f"speedup_over_{baseline}"] = other / row["ttft_mean_s"] if other else None
-    blank |= {f"speedup_over_{baseline}": None for baseline in BASELINES} | {"requests": 0}
+            for name, time in SPEEDUPS.items():
+                other = rows.get(baseline, blank)[time]
+                row[f"{name}_over_{baseline}"] = other / row[time] if other else None
+    blank |= {f"{name}_over_{baseline}": None for baseline in BASELINES for name in SPEEDUPS} | {
+        "requests": 0
+    }
     return [
         {**key, "method": method, **rows.get(method, blank), "note": notes.get(method, "")}
         for method in methods

@@ -25,8 +25,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     left_out = f", {workload['left_out']} left out as too long" if workload["left_out"] else ""
     console.print(
         f"{workload['conversations']} conversations, {workload['requests']} requests ({workload['source']}"
-        f"{left_out}); {workload['mean_context_tokens']:,.0f} tokens on average at their end; "
-        f"KV pool of {sizes['pool_tokens']:,} tokens",
+        f"{left_out}), on average {workload['mean_input_tokens']:.1f} tokens of input and "
+        f"{workload['mean_output_tokens']:.1f} of output, {workload['mean_context_tokens']:,.0f} at a conversation's "
+        f"end; KV pool of {sizes['pool_tokens']:,} tokens",
         highlight=False,
     )
     print_table(console, "rate", "Multi-turn, by requests a second", data["rows"], with_tbt=True)

@@ -29,6 +29,9 @@ DiskSize = Annotated[
     str | None, typer.Option("--disk-size", help=f"Disk tier. {_CAPACITY_HELP} Default: twice all contexts.")
 ]
 
+QUICK_S = 100.0
+"""That a quick run may take where no time limit is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -46,6 +49,13 @@ class Capacity:
 
     def __str__(self) -> str:
         return f"{self.contexts:g} contexts" if self.size_bytes is None else format_bytes(self.size_bytes)
+
+
+def time_limit_s(minutes: float | None, *, quick: bool) -> float | None:
+    """Seconds that a run may take; None: as long as it takes."""
+    if minutes is not None:
+        return 60 * minutes
+    return QUICK_S if quick else None
 
 
 def parse_capacity(flag: str, text: str) -> Capacity:

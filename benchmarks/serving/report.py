@@ -157,6 +157,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
                     ha="center", fontsize=7, color=COLOURS[method],
                 )  # fmt: skip
     axes.set_title(f"Speed-up of mean TTFT over {baseline}", fontsize=10)
+    axes.set_ylabel("times")
     axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     _finish(axes, rows, key)
 
@@ -186,6 +187,7 @@ def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
     )  # fmt: skip
     axes.set_title("Prompt tokens by source; one bar a method", fontsize=10)
     axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    axes.set_ylabel("of all prompt tokens")
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
 

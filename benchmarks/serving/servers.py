@@ -83,8 +83,14 @@ class ServerSizes:
     measure_s: float
     """For each thing that ``auto`` and ``hybrid`` measure at start."""
 
+    @property
+    def hicache_gb(self) -> int:
+        """Of HiCache, which takes whole gigabytes only."""
+        return max(1, round(self.host_bytes / 1e9))
+
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("pool_tokens", "host_bytes", "disk_bytes")}
+        names = ("pool_tokens", "host_bytes", "disk_bytes", "hicache_gb")
+        return {name: getattr(self, name) for name in names}
 
 
 def sizes_for(
@@ -127,9 +133,8 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
     if method == "recompute":
         args += arguments_without_tier()
     elif method in OTHER_METHODS:
-        gigabytes = max(1, round(sizes.host_bytes / 1e9))
         args += [*arguments_without_tier(), "--enable-hierarchical-cache"]
-        args += ["--hicache-size", str(gigabytes), "--hicache-write-policy", "write_through"]
+        args += ["--hicache-size", str(sizes.hicache_gb), "--hicache-write-policy", "write_through"]
         if method == "hicache-file":
             args += ["--hicache-storage-backend", "file"]
             environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / method)

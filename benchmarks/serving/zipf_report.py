@@ -23,9 +23,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     """For people."""
     workload, sizes = data["workload"], data["sizes"]
     console.print(
-        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens ({workload['source']}: "
-        f"{', '.join(workload['tasks'])}); KV pool of {sizes['pool_tokens']:,} tokens "
-        f"({sizes['pool_tokens'] / workload['mean_context_tokens']:.1f} contexts)",
+        f"{_documents(workload)}: {', '.join(workload['tasks'])}; questions of "
+        f"{workload['mean_question_tokens']:.0f}, answers of {workload['mean_answer_tokens']:.0f} tokens; KV pool of "
+        f"{sizes['pool_tokens']:,} tokens",
         highlight=False,
     )
     print_table(console, "alpha", "Zipf replay", data["rows"], with_tbt=False)
@@ -46,10 +46,10 @@ def draw(data: dict[str, Any], path: Path) -> None:
     draw_hits(hits, rows, "alpha")
     for axes in (times, speedups, hits):
         axes.set_xlabel("Zipf skew (alpha)")
-    workload = data["workload"]
-    save_figure(
-        figure,
-        path,
-        f"{workload['documents']} documents of {workload['mean_context_tokens']:,.0f} tokens ({workload['source']})",
-        data,
-    )
+    save_figure(figure, path, _documents(data["workload"]), data)
+
+
+def _documents(workload: dict[str, Any]) -> str:
+    cut = f", {workload['cut_documents']} of them cut" if workload["cut_documents"] else ""
+    number, length = workload["documents"], workload["mean_context_tokens"]
+    return f"{number} documents of {length:,.0f} tokens ({workload['source']}{cut})"

@@ -53,8 +53,13 @@ class Workload:
     """Conversations, or requests of a trace, that were too long."""
 
     @property
-    def num_requests(self) -> int:
-        return sum(len(item.rounds) for item in self.conversations)
+    def rounds(self) -> list[Round]:
+        """Of all conversations: one for each request."""
+        return [item for conversation in self.conversations for item in conversation.rounds]
+
+    def least_s(self, rate: float) -> float:
+        """Seconds of arrivals and pauses at ``rate`` requests a second, with answers that take no time."""
+        return max(item.start / rate + sum(item.pauses_s) for item in self.conversations)
 
 
 TextRounds = list[tuple[str, str]]
@@ -155,19 +160,16 @@ def generate(
 
     Numbers of rounds are geometric from 2 on: somebody always returns.
     """
-    conversations = []
-    for number in range(count):
-        dice = np.random.default_rng((seed, number))
-        rounds = 2 + (int(dice.geometric(1 / (mean_rounds - 1))) - 1 if mean_rounds > 2 else 0)
-        inputs = draw_lengths(dice, MEAN_INPUT * scale, _SPREAD, rounds)
-        outputs = draw_lengths(dice, MEAN_OUTPUT * scale, _SPREAD, rounds)
-        conversations.append(
-            tuple(
-                Round(draw_tokens(dice, vocabulary, int(said)), int(made))
-                for said, made in zip(inputs, outputs, strict=True)
-            )
-        )
-    return conversations
+    dice = np.random.default_rng(seed)
+    rounds = (1 + dice.geometric(1 / (mean_rounds - 1), count)).tolist()
+    inputs, outputs = (
+        iter(draw_lengths(dice, mean * scale, _SPREAD, sum(rounds)).tolist())
+        for mean in (MEAN_INPUT, MEAN_OUTPUT)
+    )
+    return [
+        tuple(Round(draw_tokens(dice, vocabulary, next(inputs)), next(outputs)) for _ in range(number))
+        for number in rounds
+    ]
 
 
 def schedule(

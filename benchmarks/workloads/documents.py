@@ -61,6 +61,8 @@ class Document:
     task: str
     tokens: tuple[int, ...]
     questions: tuple[Question, ...]
+    whole_tokens: int
+    """Before it was cut."""
 
     @property
     def longest(self) -> int:
@@ -146,41 +148,44 @@ def tokenise(
     answer_limit: int,
 ) -> list[Document]:
     """In tokens; what is longer than a limit is cut."""
-    return [
-        Document(
-            document.task,
-            tuple(encode(document.text)[:context_limit]),
-            tuple(
-                Question(tuple(encode(f"\n\n{question}\n")), _limited(len(encode(answer)), answer_limit))
-                for question, answer in zip(document.questions, document.answers, strict=True)
-            ),
+    made = []
+    for document in documents:
+        tokens = encode(document.text)
+        questions = tuple(
+            Question(tuple(encode(f"\n\n{question}\n")), _limited(len(encode(answer)), answer_limit))
+            for question, answer in zip(document.questions, document.answers, strict=True)
         )
-        for document in documents
-    ]
+        made.append(Document(document.task, tuple(tokens[:context_limit]), questions, len(tokens)))
+    return made
 
 
 def generate(
-    count: int, vocabulary: np.ndarray, *, context_limit: int, answer_limit: int, seed: int
+    count: int, vocabulary: np.ndarray, *, scale: float, context_limit: int, answer_limit: int, seed: int
 ) -> list[Document]:
-    """``count`` documents whose lengths have the means of ``TABLE_1``, its tasks in turn; then cut to the limits."""
-    documents = []
-    for number in range(count):
-        task = TABLE_1[number % len(TABLE_1)]
-        dice = np.random.default_rng((seed, number))
-        context = int(draw_lengths(dice, task.context, _CONTEXT_SPREAD, 1)[0])
-        lengths = draw_lengths(dice, task.question, _QUESTION_SPREAD, QUESTIONS)
-        answers = draw_lengths(dice, task.answer, _QUESTION_SPREAD, QUESTIONS)
-        documents.append(
-            Document(
+    """``count`` documents, tasks in turn, whose lengths have the means of ``TABLE_1`` times ``scale``; then cut."""
+    dice = np.random.default_rng(seed)
+    documents: dict[int, Document] = {}
+    for number, task in enumerate(TABLE_1):
+        places = range(number, count, len(TABLE_1))
+        contexts = draw_lengths(dice, task.context * scale, _CONTEXT_SPREAD, len(places))
+        shape = (len(places), QUESTIONS)
+        questions, answers = (
+            draw_lengths(dice, mean * scale, _QUESTION_SPREAD, len(places) * QUESTIONS)
+            .reshape(shape)
+            .tolist()
+            for mean in (task.question, task.answer)
+        )
+        for place, context, asked, made in zip(places, contexts.tolist(), questions, answers, strict=True):
+            documents[place] = Document(
                 task.name,
                 draw_tokens(dice, vocabulary, min(context, context_limit)),
                 tuple(
-                    Question(draw_tokens(dice, vocabulary, int(length)), _limited(int(answer), answer_limit))
-                    for length, answer in zip(lengths, answers, strict=True)
+                    Question(draw_tokens(dice, vocabulary, length), _limited(answer, answer_limit))
+                    for length, answer in zip(asked, made, strict=True)
                 ),
+                context,
             )
-        )
-    return documents
+    return [documents[place] for place in range(count)]
 
 
 def _limited(answer_tokens: int, limit: int) -> int:

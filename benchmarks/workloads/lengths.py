@@ -9,10 +9,12 @@ def draw_lengths(dice: np.random.Generator, mean: float, spread: float, count: i
     """``count`` lengths in tokens from a log-normal distribution, int64 of shape (count,), at least 1 each.
 
     Args:
-        mean: of the lengths, not of their logarithm.
+        mean: of these very lengths, but for rounding: a few of them with a long tail would be far from it by chance.
         spread: standard deviation of the logarithm; 0 gives ``mean`` every time.
     """
-    lengths = dice.lognormal(np.log(mean) - spread**2 / 2, spread, count)
+    lengths = dice.lognormal(0.0, spread, count)
+    if count:
+        lengths *= mean / lengths.mean()
     return np.maximum(np.rint(lengths), 1).astype(np.int64)
 
 

@@ -155,7 +155,7 @@ def test_a_report_is_written_for_what_was_measured_only(parts, tmp_path):
 
 def test_a_picture_of_restores_is_drawn(bench, tmp_path):
     rows = [
-        {"tier": tier, "length": length, "variant": variant, "seconds": 0.1}
+        {"tier": tier, "length": length, "variant": variant, "tokens_per_s": 1e4}
         for tier in ("host", "disk:250MB", "disk:1GB")
         for length in (1024, 2048)
         for variant in ("kv", "auto", "ideal")

@@ -69,8 +69,7 @@ def carry_out(
         parts.command.carry_out(
             "x_y",
             measure,
-            show=lambda data, _console: shown.append(data),
-            write=write,
+            SimpleNamespace(show=lambda data, _console: shown.append(data), write=write),
             folder=folder,
             out=out,
             as_json=False,
@@ -215,6 +214,7 @@ def test_reports_take_what_there_is(bench: Callable[[str], Any], tmp_path: Path)
         "tier": "disk:5MB",
         "length": 256,
         "seconds": 1.0,
+        "tokens_per_s": 256.0,
         "num_recompute": 0,
         "stored": "",
         "efficiency": None,
@@ -235,6 +235,7 @@ def test_reports_take_what_there_is(bench: Callable[[str], Any], tmp_path: Path)
 PROGRAM = """
 import subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from common.command import carry_out, errors_told, new_app
 
 app = new_app()
@@ -254,7 +255,8 @@ def measure(folder, found):
 @app.command()
 @errors_told("x")
 def main(how: str) -> None:
-    carry_out("x", measure, show=show, write=None, folder=Path(), out=None, as_json=False)
+    report = SimpleNamespace(show=show, write=None)
+    carry_out("x", measure, report, folder=Path(), out=None, as_json=False)
 
 app()
 """
