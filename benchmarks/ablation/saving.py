@@ -27,6 +27,7 @@ from sglang.benchmark.one_batch import decode, extend, prepare_synthetic_inputs_
 from ablation.savers import DirectSaver, Saver, TwoStageSaver
 from ablation.settings import OFF
 from common.statistics import median_with_interval
+from common.turns import in_turn
 from restoring.rig import Rig
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -138,8 +139,7 @@ def _measure_load(
 
     def turn(sessions: dict[str, Session], run: Callable[[Session], list[float]]) -> None:
         """Every variant once; who comes first changes."""
-        first = next(turns) % len(VARIANTS)
-        for name in (*VARIANTS[first:], *VARIANTS[:first]):
+        for name in in_turn(VARIANTS, next(turns)):
             seconds = run(sessions[name])
             passes[name] += seconds
             rows[name].times.append(statistics.fmean(seconds))

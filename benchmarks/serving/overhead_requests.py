@@ -14,6 +14,7 @@ import numpy as np
 
 from common.model import BenchModel
 from common.statistics import median_with_interval
+from common.turns import in_turn
 from serving.pair import OFF, TIER
 from serving.token_client import TokenAnswer, TokenClient
 
@@ -94,7 +95,7 @@ class PairedRequests:
         """``once(client, round)`` for both servers in each round; which one comes first alternates."""
         times: dict[str, list[float]] = {OFF: [], TIER: []}
         for number in range(-_WARM_UP, rounds):
-            for name in (OFF, TIER) if number % 2 else (TIER, OFF):
+            for name in in_turn((OFF, TIER), number):
                 seconds = await once(self.clients[name], number)
                 await self.clients[TIER].settle()
                 if number >= 0:
