@@ -76,6 +76,9 @@ def print_equality(console: Console, rows: Sequence[Row]) -> None:
     if unequal:
         console.print(f"[bold red]{unequal} of {compared} answers differ from those of the reference.[/]")
         return
+    if len(measured_methods(rows)) < 2:
+        console.print("Answers were compared with nobody's: fewer than two methods were measured.")
+        return
     largest = max((row.get("largest_logprob_difference") or 0.0 for row in rows), default=0.0)
     console.print(
         f"All {compared} answers are equal between methods: same tokens, largest difference of logprobs {largest:.1e} "

@@ -165,6 +165,13 @@ def ended_early(bench: Import, key: str, methods: tuple[str, ...]) -> dict[str, 
     return found.results()  # type: ignore[no-any-return]
 
 
+def test_one_method_alone_is_compared_with_nobody(bench: Import, tmp_path: Path) -> None:
+    rows = [row for row in results(bench, "alpha")["rows"] if row["method"] != "auto"]
+    console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"))
+    bench("serving.report").print_equality(console, rows)
+    assert "compared with nobody's" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("report", "name", "key"),
     [("serving.zipf_report", "zipf_replay", "alpha"), ("serving.multiturn_report", "multiturn", "rate")],

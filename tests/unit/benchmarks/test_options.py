@@ -23,6 +23,19 @@ def test_options_are_read(bench: Import) -> None:
     assert bench("serving.servers").parse_methods("kv, auto,kv") == ("kv", "auto")
 
 
+def test_a_quick_run_has_a_time_limit(bench: Import) -> None:
+    time_limit_s = bench("serving.options").time_limit_s
+    assert time_limit_s(3, quick=True) == time_limit_s(3, quick=False) == 180
+    assert time_limit_s(None, quick=True) < 120
+    assert time_limit_s(None, quick=False) is None
+
+
+def test_everyone_is_first_in_turn(bench: Import) -> None:
+    in_turn = bench("common.turns").in_turn
+    names = {"a": 1, "b": 2, "c": 3}
+    assert [in_turn(names, number) for number in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]
+
+
 @pytest.mark.parametrize("text", ["", "x", "100", "64,", "0"])
 def test_wrong_lengths_are_refused(bench: Import, text: str) -> None:
     with pytest.raises(ConfigError, match="--lengths"):
@@ -62,6 +75,12 @@ def test_right_ones_are_taken(bench: Import) -> None:
             "--model-path: cannot read /nonexistent/config.json",
         ),
         ("zipf_replay", ["--out", "/dev/null/x"], "--out: cannot write into /dev/null/x"),
+        (
+            "zipf_replay",
+            ["--scale", "1", "--dataset", "/nonexistent"],
+            "--scale: is for generated documents",
+        ),
+        ("multiturn", ["--time-limit", "0"], "--time-limit: 0 is not allowed"),
         ("multiturn", ["--rates", "0"], "--rates: '0' is not allowed"),
         ("multiturn", ["--methods", ""], "--methods: '' is not allowed"),
         ("multiturn", ["--scale", "-1"], "--scale: -1 is not allowed"),
