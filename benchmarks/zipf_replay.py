@@ -56,7 +56,7 @@ from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.testing.zipf import zipf_order
-from workloads.documents import Document, choose, generate, load_leval, tokenise
+from workloads.documents import Document, choose, describe, generate, load_leval, tokenise
 
 FEWEST_REQUESTS = 6
 """For each skew, however little time there is."""
@@ -160,22 +160,6 @@ def make_requests(documents: Sequence[Document], count: int, *, alpha: float, se
 def _request(document: Document, number: int) -> Request:
     question = document.questions[number]
     return Request(document.tokens + question.tokens, question.answer_tokens)
-
-
-def describe(documents: Sequence[Document], source: str) -> dict[str, Any]:
-    """What is asked about, for the header: means of what is sent, and how much of the documents was cut away."""
-    questions = [question for document in documents for question in document.questions]
-    return {
-        "source": source,
-        "documents": len(documents),
-        "tasks": sorted({document.task for document in documents}),
-        "mean_context_tokens": float(np.mean([len(document.tokens) for document in documents])),
-        "mean_question_tokens": float(np.mean([len(question.tokens) for question in questions])),
-        "mean_answer_tokens": float(np.mean([question.answer_tokens for question in questions])),
-        "longest_prompt_tokens": max(document.longest for document in documents),
-        "cut_documents": sum(len(document.tokens) < document.whole_tokens for document in documents),
-        "mean_whole_tokens": float(np.mean([document.whole_tokens for document in documents])),
-    }
 
 
 class Replay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -186,6 +187,22 @@ def generate(
                 context,
             )
     return [documents[place] for place in range(count)]
+
+
+def describe(documents: Sequence[Document], source: str) -> dict[str, Any]:
+    """What is asked about, for the header: means of what is sent, and how much of the documents was cut away."""
+    questions = [question for document in documents for question in document.questions]
+    return {
+        "source": source,
+        "documents": len(documents),
+        "tasks": sorted({document.task for document in documents}),
+        "mean_context_tokens": float(np.mean([len(document.tokens) for document in documents])),
+        "mean_question_tokens": float(np.mean([len(question.tokens) for question in questions])),
+        "mean_answer_tokens": float(np.mean([question.answer_tokens for question in questions])),
+        "longest_prompt_tokens": max(document.longest for document in documents),
+        "cut_documents": sum(len(document.tokens) < document.whole_tokens for document in documents),
+        "mean_whole_tokens": float(np.mean([document.whole_tokens for document in documents])),
+    }
 
 
 def _limited(answer_tokens: int, limit: int) -> int:
