@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.device.streams import device_name
@@ -185,6 +186,7 @@ class _Passes:
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     bridge, passes = object.__new__(Bridge), _Passes()
     bridge._capturing, bridge._passes = {"a"}, passes  # type: ignore[assignment]
+    bridge._captures, bridge._namespace = True, Namespace(bytes(32), "weights that did not change")
     assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
     assert bridge.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
     assert not bridge.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
