@@ -27,7 +27,7 @@ from ablation import report
 from ablation.settings import FULL, QUICK, Section, Sizes
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.options import AsJson, Folder, Out, parse_whole_numbers, prepare_out
+from common.options import AsJson, Dtype, Folder, Out, parse_whole_numbers, prepare_out
 from restoring.report import header_of
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import parse_tiers
@@ -44,9 +44,12 @@ app = new_app()
 @errors_told("ablations")
 def main(
     section: Annotated[Section, typer.Argument(help="What to measure.")] = Section.ALL,
-    layers: Annotated[int, typer.Option(min=2, help="Layers of the random model.")] = 24,
+    layers: Annotated[
+        int | None, typer.Option(min=2, help="Layers of the random model. Default: 24, quick 6.")
+    ] = None,
     hidden: Annotated[int, typer.Option(min=32, help="Its hidden size.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads; all of them have K and V.")] = 8,
+    dtype: Dtype = "bfloat16",
     tiers: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +59,7 @@ def main(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help="partition: tokens, multiples of 64. Default: 1024,4096,16384; quick 1024,2048."),
+        typer.Option(help="partition: tokens, multiples of 64. Default: 1024,4096,16384; quick 512,1024."),
     ] = None,
     kv_layers: Annotated[
         int | None,
@@ -65,7 +68,7 @@ def main(
         ),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help="saving: requests that decode together. Default: 1,4,16; quick 1,8.")
+        str | None, typer.Option(help="saving: requests that decode together. Default: 1,4,16; quick 1,4.")
     ] = None,
     steps: Annotated[
         int | None,
@@ -73,10 +76,10 @@ def main(
     ] = None,
     prefill: Annotated[
         int | None,
-        typer.Option(min=64, help="saving: tokens of the prompt to prefill. Default: 2048; quick 1024."),
+        typer.Option(min=64, help="saving: tokens of the prompt to prefill. Default: 2048; quick 256."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 5.")
+        int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 3.")
     ] = None,
     folder: Folder = None,
     out: Out = None,
@@ -85,6 +88,7 @@ def main(
 ) -> None:
     base = QUICK if quick else FULL
     sizes = Sizes(
+        layers or base.layers,
         parse_tiers("--tiers", tiers) if tiers else base.tiers,
         parse_whole_numbers("--lengths", lengths, low=2 * CHUNK_TOKENS, multiple=CHUNK_TOKENS)
         if lengths
@@ -96,11 +100,11 @@ def main(
         rounds or base.rounds,
         base.measure_s,
     )
-    if kv_layers is not None and kv_layers >= layers:
-        raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {layers} layers for hidden states")
+    if kv_layers is not None and kv_layers >= sizes.layers:
+        raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {sizes.layers} layers for hidden states")
     from sglang_hcache.cli.tiny_model import TinyModel
 
-    model = TinyModel(layers=layers, hidden=hidden, heads=heads, dtype="bfloat16", max_position=40_000)
+    model = TinyModel(layers=sizes.layers, hidden=hidden, heads=heads, dtype=dtype, max_position=40_000)
     prepare_out(out)
     restart_with_cpu_runtime()
     carry_out(

@@ -21,6 +21,7 @@ from common.header import make_header
 from common.model import prepare_model
 from common.options import (
     AsJson,
+    Dtype,
     Folder,
     ModelPath,
     Out,
@@ -134,7 +135,7 @@ def main(
     hidden: Annotated[
         int | None, typer.Option(help="Its hidden size. Default: 512, quick 256.", min=64)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     prompt: Annotated[
         int | None, typer.Option(help="Tokens of fresh prompts. Default: 2048, quick 512.", min=64)
     ] = None,

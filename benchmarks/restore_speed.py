@@ -24,7 +24,7 @@ import typer
 
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.options import AsJson, Folder, Out, parse_whole_numbers, prepare_out
+from common.options import AsJson, Dtype, Folder, Out, parse_whole_numbers, prepare_out
 from restoring import report
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import Settings, Sweep, parse_tiers
@@ -44,9 +44,7 @@ def main(
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="KV heads; as many as heads if not given.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16 or float32. Some processors multiply bfloat16 slowly.")
-    ] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     lengths: Annotated[
         str | None,
         typer.Option(

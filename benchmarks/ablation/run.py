@@ -83,7 +83,7 @@ class Run:
         if self._wants(Section.SAVING):
             longest.append(self.sizes.prefill)
             room = self._saving_settings.room
-        return Rig.load(folder, max(longest), PIECE, room=room)
+        return Rig.load(folder, max(longest), PIECE, "--dtype", self.model.dtype, room=room)
 
     def _partition(self, rig: Rig, progress: Progress) -> None:
         sizes = self.sizes

@@ -21,6 +21,8 @@ OFF = "off"
 class Sizes:
     """How much is measured."""
 
+    layers: int
+    """Of the random model."""
     tiers: tuple[str, ...]
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
@@ -31,5 +33,5 @@ class Sizes:
     measure_s: float
 
 
-FULL = Sizes(("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)
-QUICK = Sizes(("host", "disk:500MB"), (1024, 2048), (1, 8), 32, 64, 1024, 5, 0.2)
+FULL = Sizes(24, ("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)
+QUICK = Sizes(6, ("host", "disk:500MB"), (512, 1024), (1, 4), 32, 64, 256, 3, 0.2)

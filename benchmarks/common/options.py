@@ -32,6 +32,10 @@ Folder = Annotated[
         help="Where model and disk tiers are made, and removed. Default: a new folder here.",
     ),
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Of the random model: bfloat16 or float32. Some processors multiply bfloat16 slowly."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal requests.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, no table.")]
 
