@@ -40,7 +40,7 @@ class TierCurves:
     """Reading one layer from one tier. Linear: bytes over bandwidth.
 
     Raises:
-        ValueError: a curve with a squared term, or a contention that is no share.
+        ValueError: a curve with a squared term or of zeros, or a contention that is no share.
     """
 
     hidden: CostCurve
@@ -51,6 +51,8 @@ class TierCurves:
     def __post_init__(self) -> None:
         _check_linear("hidden", self.hidden)
         _check_linear("kv", self.kv)
+        _check_costs("hidden", self.hidden)
+        _check_costs("kv", self.kv)
         check_contention(self.contention)
 
 
@@ -59,7 +61,7 @@ class ComputeCurves:
     """Computing one layer. Projecting and writing are linear, recomputing has attention's squared term.
 
     Raises:
-        ValueError: a squared term where none belongs.
+        ValueError: a squared term where none belongs, or recomputing for nothing.
     """
 
     hidden: CostCurve
@@ -72,6 +74,7 @@ class ComputeCurves:
     def __post_init__(self) -> None:
         _check_linear("hidden", self.hidden)
         _check_linear("kv", self.kv)
+        _check_costs("recompute", self.recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +233,12 @@ def _read_curve(row_bytes: int, hardware: Hardware) -> CostCurve:
 def _check_linear(name: str, curve: CostCurve) -> None:
     if curve.per_token_squared_s:
         raise ValueError(f"{name}: per_token_squared_s must be 0, only recomputing has a squared term")
+
+
+def _check_costs(name: str, curve: CostCurve) -> None:
+    """What things really take is compared with what the curve says."""
+    if not curve.seconds(1):
+        raise ValueError(f"{name}: it must take some time, and all numbers are 0")
 
 
 def _object(where: str, value: Any) -> dict[str, Any]:

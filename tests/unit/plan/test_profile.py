@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_hcache.plan.costs import Hardware
@@ -80,6 +80,7 @@ def test_json_round_trip():
 @given(fixed=coefficients, linear=coefficients, squared=coefficients, r_squared=st.none() | st.floats(-1, 1))
 def test_json_keeps_every_number(fixed, linear, squared, r_squared):
     curve = CostCurve(fixed_s=fixed, per_token_s=linear, per_token_squared_s=squared, r_squared=r_squared)
+    assume(fixed or linear or squared)  # recomputing is not for nothing
     made = profile()
     made = replace(made, compute=replace(made.compute, recompute=curve))
     assert Profile.from_json(made.to_json()) == made
@@ -109,6 +110,8 @@ def _put(data, path, value):
         ("tiers.disk.contention", "1", "tiers.disk: "),
         ("tiers.disk.kv.per_token_squared_s", 1e-9, "only recomputing has a squared term"),
         ("compute.hidden.per_token_squared_s", 1e-9, "compute: hidden: per_token_squared_s must be 0"),
+        ("tiers.host.kv.per_token_s", 0, "tiers.host: kv: it must take some time, and all numbers are 0"),
+        ("compute.recompute", {"per_token_s": 0}, "compute: recompute: it must take some time"),
         ("compute.kv", 3, "compute.kv must be an object"),
         ("compute.kv", {}, "per_token_s"),
         ("compute", {}, "compute: .*missing"),
