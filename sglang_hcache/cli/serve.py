@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
+from sglang_hcache.cli.ports import try_to_listen
 from sglang_hcache.cli.tier_flags import TIER_FLAG
 from sglang_hcache.core.config import environment_with
 
@@ -98,12 +98,7 @@ def port_in_use(arguments: Sequence[str]) -> str | None:
     host = (values_of(arguments, "--host") or ["127.0.0.1"])[-1] or ""
     port = (values_of(arguments, "--port") or ["30000"])[-1] or ""
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(address[0]) as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # as the server does: not in TIME_WAIT
-            probe.bind(address[4])
+        try_to_listen(host, port)
     except (OSError, OverflowError) as error:
         return f"{host}:{port}" if getattr(error, "errno", None) == errno.EADDRINUSE else None
     return None

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.cli.ports import try_to_listen
 from sglang_hcache.cli.server_options import ApiKey, ServerUrl
 from sglang_hcache.core.errors import ConfigError
 
@@ -122,11 +123,7 @@ def usable_port(host: str, port: int) -> int:
         ConfigError: it is in use or not allowed, or ``host`` is not an address of this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the page's server does
-            probe.bind(address)
-            return int(probe.getsockname()[1])
+        return try_to_listen(host, port)
     except socket.gaierror as error:
         raise ConfigError(f"--host: {host!r} is not an address: {error.strerror}") from None
     except OSError as error:
