@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
-from sglang_hcache.sglang_plugin import support
+from sglang_hcache.sglang_plugin import stopping, support
 from sglang_hcache.sglang_plugin.budget import pool_share
 from sglang_hcache.sglang_plugin.settings_file import read_settings
 from sglang_hcache.store import look_ahead
@@ -60,6 +60,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
         support.check_server_args(server_args, config)
         _look_ahead(config)
         _leave_host_memory(args, server_args, config)
+        stopping.install()
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.sglang_plugin import hooking, stopping
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
     SchedulerOf,
@@ -20,8 +19,6 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import capture_first, device_buffers
 from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
-
-logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -36,7 +33,7 @@ def install(device: str) -> None:
     """Register the backend and apply the hooks; those for a CPU, or for CUDA, only if ``device`` is one.
 
     Raises:
-        ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.
+        ConfigError: as :func:`hooking.apply`.
     """
     register_radix_cache_backend(BACKEND, create_cache)
     targets: dict[str, tuple[Callable[..., Any], HookType]] = {
@@ -55,7 +52,7 @@ def install(device: str) -> None:
     ):
         targets[f"{_WEIGHTS}.{method}"] = (_weights_will_change, HookType.BEFORE)
     targets[f"{_WEIGHTS}.check_weights"] = (_weights_will_be_checked, HookType.BEFORE)
-    _apply(targets)
+    hooking.apply(targets)
     install_cpu_fixes(device)
 
 
@@ -63,29 +60,10 @@ def install_cpu_fixes(device: str) -> None:
     """Replace what SGLang 0.5.17 does badly on a CPU, if ``device`` is one. Also for a server without the tier.
 
     Raises:
-        ConfigError: as :func:`install`.
+        ConfigError: as :func:`hooking.apply`.
     """
     if device == "cpu":
-        _apply({target: (fix, HookType.REPLACE) for target, fix in cpu.replacements().items()})
-
-
-def _apply(targets: Mapping[str, tuple[Callable[..., Any], HookType]]) -> None:
-    for target, (hook, kind) in targets.items():
-        registered = HookRegistry._hooks[target]
-        if any(other is hook for _, other, _ in registered):
-            continue
-        HookRegistry.register(target, hook, kind)
-        if target in HookRegistry._patched:
-            # Another plugin hooked it when it was loaded, and SGLang would silently skip it now.
-            if kind is HookType.REPLACE:
-                logger.warning("hcache: hooks of other plugins on %s are without effect", target)
-            HookRegistry._apply_target(target, registered[-1:])
-    HookRegistry.apply_hooks()
-    absent = sorted(target for target in targets if target not in HookRegistry._patched)
-    if absent:
-        raise ConfigError(
-            f"hcache: SGLang did not apply the hooks on {', '.join(absent)}; is this SGLang 0.5.17?"
-        )
+        hooking.apply({target: (fix, HookType.REPLACE) for target, fix in cpu.replacements().items()})
 
 
 def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:
@@ -97,6 +75,7 @@ def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object)
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
     with errors_in_a_line():
         scheduler.tree_cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+    stopping.leave_signals_to_parent()
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,14 @@ def chat(server: TierServer) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
+def signal_all(server: TierServer, number: int) -> int:
+    """What a terminal does on Ctrl-C, and systemd: the signal reaches every process. Chunks saved by it."""
+    os.killpg(server.process.pid, number)
+    server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
+    saved = re.findall(r"(\d+) chunks that were in host memory only are on disk now", server.process.log_text())
+    return int(saved[0]) if saved else 0
+
+
 def check_restored(server: TierServer, prompt: list[int], before: Answer) -> None:
     after = server.ask(prompt)
     assert (after.disk, after.host, after.device) == ((len(prompt) - 1) // 64 * 64, 0, 0)
@@ -53,8 +63,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         server.settle()
         # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
         assert server.state()["disk"]["chunks"] == 0
-        server.process.stop()
-        assert " chunks that were in host memory only are on disk now" in server.process.log_text()
+        assert signal_all(server, signal.SIGINT) > 14
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
         assert chat(server) > 256
@@ -98,6 +107,9 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         with server.switched_on("corrupt_restored_key"), pytest.raises(AssertionError):
             check_restored(server, through, third)
         server.assert_nothing_left()
+        server.ask(random_prompt(4, 900))
+        server.settle()
+        assert signal_all(server, signal.SIGTERM) == 14
 
 
 def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

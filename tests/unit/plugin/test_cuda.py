@@ -140,10 +140,10 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     from sglang.srt.distributed import parallel_state
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_hcache.sglang_plugin import hooks
+    from sglang_hcache.sglang_plugin import hooking, hooks
 
     targets: dict[str, object] = {}
-    monkeypatch.setattr(hooks, "_apply", targets.update)
+    monkeypatch.setattr(hooking, "apply", targets.update)
     for name in ("install_cpu_fixes", "register_radix_cache_backend"):  # with effects beyond this test
         monkeypatch.setattr(hooks, name, lambda *_: None)
     hooks.install("cpu")

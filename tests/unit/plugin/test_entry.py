@@ -11,10 +11,10 @@ import pytest
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of SGLang's functions that would have been hooked; nothing is."""
-    from sglang_hcache.sglang_plugin import hooks
+    from sglang_hcache.sglang_plugin import hooking, hooks
 
     names: list[str] = []
-    monkeypatch.setattr(hooks, "_apply", lambda targets: names.extend(targets))
+    monkeypatch.setattr(hooking, "apply", lambda targets: names.extend(targets))
     monkeypatch.setattr(hooks, "register_radix_cache_backend", lambda *_: None)
     return names
 

@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.sglang_plugin import hooks
+from sglang_hcache.sglang_plugin import hooking
 
 MODULE = "module_that_is_hooked"
 CALLS: list[str] = []
@@ -44,15 +44,15 @@ def test_both_are_called_once(hooked: ModuleType) -> None:
     targets = {
         f"{MODULE}.{name}": (around(f"ours on {name}"), HookType.AROUND) for name in ("first", "second")
     }
-    hooks._apply(targets)
-    hooks._apply(targets)  # SGLang may configure a process twice
+    hooking.apply(targets)
+    hooking.apply(targets)  # SGLang may configure a process twice
     hooked.first()
     hooked.second()
     assert CALLS == ["ours on first", "theirs", "first", "ours on second", "second"]
 
 
 def test_what_is_replaced_is_said(hooked: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    hooks._apply({f"{MODULE}.first": (lambda: CALLS.append("ours"), HookType.REPLACE)})
+    hooking.apply({f"{MODULE}.first": (lambda: CALLS.append("ours"), HookType.REPLACE)})
     hooked.first()
     assert CALLS == ["ours"]
     assert "other plugins" in caplog.text
@@ -60,4 +60,4 @@ def test_what_is_replaced_is_said(hooked: ModuleType, caplog: pytest.LogCaptureF
 
 def test_a_function_that_is_not_there_is_an_error(hooked: ModuleType) -> None:
     with pytest.raises(ConfigError, match="third"):
-        hooks._apply({f"{MODULE}.third": (around("ours"), HookType.AROUND)})
+        hooking.apply({f"{MODULE}.third": (around("ours"), HookType.AROUND)})
