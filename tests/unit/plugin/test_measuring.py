@@ -136,7 +136,7 @@ def fill_nothing(_scratch: ScratchReads, _disk: DiskStore, _run_chunks: int) -> 
 
 @pytest.mark.parametrize(
     ("fails", "complaint"),
-    [(None, None), (IOKind.READ, "error"), (IOKind.WRITE, "error"), ("gone", "tier")],
+    [(None, None), (IOKind.READ, "read failed"), (IOKind.WRITE, "error"), ("gone", "tier")],
 )
 def test_a_disk_that_cannot_be_measured_is_left_out(
     fails: IOKind | str | None,
