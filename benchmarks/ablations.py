@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ablation import report
-from ablation.settings import FULL, QUICK, Section, Sizes
+from ablation.settings import FULL, QUICK, Section, Sizes, Way
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
 from common.options import AsJson, Dtype, Folder, Out, parse_whole_numbers, prepare_out
@@ -78,6 +78,10 @@ def main(
         int | None,
         typer.Option(min=64, help="saving: tokens of the prompt to prefill. Default: 2048; quick 256."),
     ] = None,
+    ways: Annotated[
+        list[Way] | None,
+        typer.Option("--way", help="saving: one way to save; may be given again. Default: all of them."),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 3.")
     ] = None,
@@ -99,6 +103,7 @@ def main(
         prefill or base.prefill,
         rounds or base.rounds,
         base.measure_s,
+        tuple(dict.fromkeys(ways)) if ways else base.ways,
     )
     if kv_layers is not None and kv_layers >= sizes.layers:
         raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {sizes.layers} layers for hidden states")

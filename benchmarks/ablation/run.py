@@ -71,7 +71,7 @@ class Run:
     def _saving_settings(self) -> SavingSettings:
         sizes = self.sizes
         return SavingSettings(
-            sizes.batches, sizes.prompt, sizes.steps, sizes.prefill, sizes.rounds, self.folder
+            sizes.batches, sizes.prompt, sizes.steps, sizes.prefill, sizes.rounds, sizes.ways, self.folder
         )
 
     def _load(self) -> Rig:

@@ -54,6 +54,10 @@ class Saver(Protocol):
     def end(self) -> None:
         """The requests are over; returns when everything is saved."""
 
+    @property
+    def rows_dropped(self) -> int:
+        """Not saved, because there was no room for them at the time."""
+
     def counts(self) -> tuple[int, int]:
         """Writes and bytes since the last call."""
 
@@ -116,7 +120,6 @@ class TwoStageSaver:
 
     @property
     def rows_dropped(self) -> int:
-        """Because staging was full."""
         return self._observer["capture.rows_dropped_staging_full"]
 
     def counts(self) -> tuple[int, int]:
@@ -145,6 +148,8 @@ class DirectSaver:
     Args:
         to_device: past the page cache, so that each write waits for the device.
     """
+
+    rows_dropped = 0
 
     def __init__(self, rig: Rig, folder: Path, largest_pass: int, *, to_device: bool) -> None:
         folder.mkdir()

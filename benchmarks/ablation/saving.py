@@ -25,16 +25,15 @@ import torch
 from sglang.benchmark.one_batch import decode, extend, prepare_synthetic_inputs_for_latency_test
 
 from ablation.savers import DirectSaver, Saver, TwoStageSaver
-from ablation.settings import OFF
+from ablation.settings import OFF, Way
 from common.statistics import median_with_interval
 from common.turns import in_turn
 from restoring.rig import Rig
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
-TWO_STAGE, CACHED, DIRECT = "two-stage", "direct, page cache", "direct"
-"""As the server does; written directly into the page cache; written directly to the device."""
-VARIANTS = (OFF, TWO_STAGE, CACHED, DIRECT)
+NAMES = {Way.TWO_STAGE: "two-stage", Way.CACHED: "direct, page cache", Way.DIRECT: "direct"}
+"""Of the variants that save."""
 BLOCK_STEPS = 16
 """Decode passes of one variant before the next one's turn: the speed of a machine wanders by more than saving costs."""
 PREFILLS = 3
@@ -82,6 +81,7 @@ class SavingSettings:
     prefill: int
     """Tokens of the prompt whose prefill is measured, one pass."""
     rounds: int
+    ways: tuple[Way, ...]
     folder: Path
 
     @property
@@ -93,7 +93,7 @@ class SavingSettings:
     def room(self) -> int:
         """Most tokens in the KV pool: the requests of all variants are in it together."""
         per_request = self.prompt + self.steps + CHUNK_TOKENS
-        return len(VARIANTS) * max(self.prefill, max(self.batches) * per_request)
+        return (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
 
 
 def measure_saving(
@@ -110,18 +110,22 @@ def measure_saving(
     """
     largest = max(settings.prefill, max(settings.batches) * (settings.prompt + CHUNK_TOKENS))
     with ExitStack() as stack:
-        savers: dict[str, Saver | None] = {OFF: None}
-        savers[TWO_STAGE] = two_stage = TwoStageSaver(rig, settings.folder / "two-stage", largest)
-        stack.callback(two_stage.close)
-        for name, to_device in ((CACHED, False), (DIRECT, True)):
-            folder = settings.folder / ("direct" if to_device else "cached")
-            savers[name] = direct = DirectSaver(rig, folder, largest, to_device=to_device)
-            stack.callback(direct.close)
+        savers: dict[str, Saver] = {}
+        for way in settings.ways:
+            savers[NAMES[way]] = saver = _saver(way, rig, settings.folder / way, largest)
+            stack.callback(saver.close)
         for load, size in settings.loads:
-            dropped = two_stage.rows_dropped
-            rows = _measure_load(settings, rig, savers, load, size, step)
-            rows[TWO_STAGE].dropped = two_stage.rows_dropped - dropped
+            dropped = {name: saver.rows_dropped for name, saver in savers.items()}
+            rows = _measure_load(settings, rig, {OFF: None, **savers}, load, size, step)
+            for name, saver in savers.items():
+                rows[name].dropped = saver.rows_dropped - dropped[name]
             on_rows(load, size, list(rows.values()))
+
+
+def _saver(way: Way, rig: Rig, folder: Path, largest: int) -> Saver:
+    if way is Way.TWO_STAGE:
+        return TwoStageSaver(rig, folder, largest)
+    return DirectSaver(rig, folder, largest, to_device=way is Way.DIRECT)
 
 
 def _measure_load(
@@ -139,7 +143,7 @@ def _measure_load(
 
     def turn(sessions: dict[str, Session], run: Callable[[Session], list[float]]) -> None:
         """Every variant once; who comes first changes."""
-        for name in in_turn(VARIANTS, next(turns)):
+        for name in in_turn(savers, next(turns)):
             seconds = run(sessions[name])
             passes[name] += seconds
             rows[name].times.append(statistics.fmean(seconds))

@@ -13,6 +13,17 @@ class Section(StrEnum):
     ALL = "all"
 
 
+class Way(StrEnum):
+    """How what is computed is saved."""
+
+    TWO_STAGE = "two-stage"
+    """As the server does."""
+    CACHED = "cached"
+    """Written directly, into the page cache."""
+    DIRECT = "direct"
+    """Written directly, to the device."""
+
+
 OFF = "off"
 """The variant in which nothing is saved."""
 
@@ -31,6 +42,7 @@ class Sizes:
     prefill: int
     rounds: int
     measure_s: float
+    ways: tuple[Way, ...] = tuple(Way)
 
 
 FULL = Sizes(24, ("host", "disk", "disk:500MB"), (1024, 4096, 16384), (1, 4, 16), 128, 256, 2048, 7, 1.0)
