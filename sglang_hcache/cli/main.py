@@ -29,6 +29,7 @@ shows what the tier does without a model or a GPU at hand.
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # wraps paragraphs to the terminal's width
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(store.app, name="store")
 

@@ -65,7 +65,9 @@ Buffers = Annotated[
 ]
 DtypeName = Annotated[
     str,
-    typer.Option(help="float32, float16 or bfloat16, where MODEL names none or the server uses another."),
+    typer.Option(
+        help="float32, float16 or bfloat16. Default: as SGLang, what MODEL names, but 16 bits where that is float32."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Picture = Annotated[

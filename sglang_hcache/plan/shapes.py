@@ -114,21 +114,18 @@ class ModelShape:
         Args:
             config: the file's object.
             name: what to call the model.
-            dtype: element type of hidden states, K and V; None: the one the file names.
+            dtype: element type of hidden states, K and V; None: what SGLang computes in unless it is told.
 
         Raises:
             ValueError: an architecture whose costs we do not know (MLA, sliding windows, an
                 unknown ``model_type``), or a key that is missing or wrong.
         """
         model_type = _refuse_unknown(config)
-        dtype = dtype or config.get("dtype") or config.get("torch_dtype")
-        if dtype is None:
-            raise ValueError("it names no dtype; say which one the server computes in")
         hidden_size = _size(config, "hidden_size")
         num_heads = _size(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads")
-        size = _dtype_bytes(dtype)
+        size = _dtype_bytes(dtype or _served_dtype(config))
         return cls(
             name=name,
             num_layers=_size(config, "num_hidden_layers"),
@@ -181,6 +178,12 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} must be a positive whole number, got {value!r}")
     return value
+
+
+def _served_dtype(config: Mapping[str, Any]) -> str:
+    """SGLang's default: the one that the file names, but 16 bits for float32, or for none."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return "float16" if named == "float32" else named
 
 
 def _dtype_bytes(dtype: Any) -> int:

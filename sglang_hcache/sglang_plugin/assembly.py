@@ -100,7 +100,7 @@ def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
     rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
     stage = None if device.beside is None else device.beside.stage
-    return LayerRestorer(model.dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
+    return LayerRestorer(model.row_dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
 
 
 def _check(

@@ -68,7 +68,7 @@ class Bridge:
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        ring = StagingRing(memory, tiers.layout, model.dtype)
+        ring = StagingRing(memory, tiers.layout, model.row_dtype)
         self._assembler = Assembler(ring, tiers, counters)
         beside = device.beside
         tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)

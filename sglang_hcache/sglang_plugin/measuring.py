@@ -127,9 +127,9 @@ class Bench:
 
     @torch.inference_mode()
     def _restore_one(self, method: Method, length: int) -> float:
-        width = self.model.row_bytes(method) // self.model.dtype.itemsize
+        width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
         slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
-        rows = torch.ones(length, width, dtype=self.model.dtype, device=positions.device)
+        rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
         self.restorer.after(self.restorer.fence(), reading=True)
         began = time.monotonic()
         stored = [StoredRows(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
@@ -191,9 +191,9 @@ class Bench:
         stage = self.restorer.stage
         if stage is None:
             return read
-        width = self.model.row_bytes(method) // self.model.dtype.itemsize
+        width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
         lengths = [length for length in self._lengths if length <= ROWS_AT_ONCE]  # more is cut to such pieces
-        rows = stage.host_rows(lengths[-1], width, self.model.dtype)
+        rows = stage.host_rows(lengths[-1], width, self.model.row_dtype)
 
         def copy(length: int) -> float:
             began = time.monotonic()

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _ATTENTION = "RadixAttention"
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
+_ROUNDED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 OnLayer = Callable[[int, torch.Tensor], None]
 """Receives a layer's index and the input of its attention, (rows, hidden_size)."""
 
@@ -43,19 +45,26 @@ class ServedModel:
     architecture: str
     shape: ModelShape
     dtype: torch.dtype
+    """Of hidden states."""
+    kv_dtype: torch.dtype
+    """Of K and V in the pool."""
     context_length: int
     """Most tokens of a sequence."""
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
 
     @classmethod
-    def of(cls, module: nn.Module, model_config: Any) -> ServedModel:
+    def of(cls, module: nn.Module, model_config: Any, kv_dtype: torch.dtype | None = None) -> ServedModel:
         """Describe SGLang's ``module``.
+
+        Args:
+            kv_dtype: of K and V in the pool; None: as the model computes them.
 
         Raises:
             ConfigError: K and V of a token depend on more than the tokens before it.
         """
-        architecture, shape = type(module).__name__, shape_of(model_config)
+        kv_dtype = kv_dtype or model_config.dtype
+        architecture, shape = type(module).__name__, shape_of(model_config, kv_dtype)
         cores = attention_cores(module)
         for core in cores.values():
             if core.attn_type.value != _DECODER or core.is_cross_attention:
@@ -70,6 +79,7 @@ class ServedModel:
             architecture=architecture,
             shape=shape,
             dtype=model_config.dtype,
+            kv_dtype=kv_dtype,
             context_length=int(model_config.context_len),
             config=_canonical(model_config.hf_config),
         )
@@ -78,6 +88,16 @@ class ServedModel:
     def vocabulary(self) -> int:
         """Number of tokens the model knows."""
         return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def keeps_rounded_kv(self) -> bool:
+        """Whether the pool rounds K and V, to FP8. Then they are stored as they are there, and no hidden states."""
+        return self.kv_dtype is not self.dtype
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that are stored."""
+        return torch.uint8 if self.keeps_rounded_kv else self.dtype
 
     def row_bytes(self, method: Method) -> int:
         """Bytes of what one layer stores of a token."""
@@ -112,6 +132,11 @@ class ServedModel:
     def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
         """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
         text = f"{self.architecture}|{self.dtype}|{layout}|tp1|pp1|{self.config}"
+        if self.keeps_rounded_kv:
+            scales = [
+                (core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()
+            ]
+            text += f"|{self.kv_dtype}|{scales}"
         return Namespace(model=weights, layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
@@ -150,8 +175,16 @@ def _attention(module: nn.Module, path: str, core: Any) -> Attention:
     )
 
 
-def shape_of(model_config: Any) -> ModelShape:
+def rounded_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """What ``--kv-cache-dtype`` rounds K and V to; None: they stay as the model computes them."""
+    return _ROUNDED.get(kv_cache_dtype)
+
+
+def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelShape:
     """Sizes of a model, from SGLang's ``ModelConfig``.
+
+    Args:
+        kv_dtype: of K and V in the pool; None: as the model computes them.
 
     Raises:
         ConfigError: sizes that we cannot read.
@@ -159,8 +192,9 @@ def shape_of(model_config: Any) -> ModelShape:
     name = Path(model_config.model_path).name or "model"
     dtype = str(model_config.dtype).removeprefix("torch.")
     config = model_config.hf_config.to_dict()
+    kv_dtype_bytes = (kv_dtype or model_config.dtype).itemsize
     try:
-        return ModelShape.from_config(config, name, dtype)
+        return replace(ModelShape.from_config(config, name, dtype), kv_dtype_bytes=kv_dtype_bytes)
     except ValueError as error:
         logger.debug("hcache: sizes of %s are SGLang's: %s", name, error)
     heads, ffn_size = model_config.num_attention_heads, config.get("intermediate_size")
@@ -176,7 +210,7 @@ def shape_of(model_config: Any) -> ModelShape:
             ffn=FFNKind.GATED if ffn_size else FFNKind.PLAIN,
             ffn_size=ffn_size or 4 * model_config.hidden_size,
             hidden_dtype_bytes=model_config.dtype.itemsize,
-            kv_dtype_bytes=model_config.dtype.itemsize,
+            kv_dtype_bytes=kv_dtype_bytes,
         )
     except ValueError as error:
         raise ConfigError(f"--hierarchical-cache hcache cannot use the model {name}: {error}") from None

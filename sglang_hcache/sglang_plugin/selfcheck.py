@@ -217,8 +217,8 @@ class _Check:
         """The rows that capture would store of each layer; none where the model did not show its hidden states."""
         for layer in self._layers:
             if method is Method.KV:
-                key, value = self._pool.read(layer, self._slots)
-                yield layer, torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+                parts = self._pool.read(layer, self._slots)
+                yield layer, torch.cat([part.view(self._model.row_dtype).flatten(1) for part in parts], dim=1)
             elif layer in self._hidden:
                 yield layer, self._hidden[layer]
 

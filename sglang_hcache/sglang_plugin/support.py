@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
+
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
-from sglang_hcache.sglang_plugin.model import shape_of
+from sglang_hcache.sglang_plugin.model import rounded_dtype, shape_of
 from sglang_hcache.sglang_plugin.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
+_AS_COMPUTED = (None, "auto")
+_BFLOAT16 = ("bf16", "bfloat16")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -65,10 +69,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         problems.append(
             f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
         )
-    if args.kv_cache_dtype not in (None, "auto"):
+    if args.kv_cache_dtype not in (*_AS_COMPUTED, *_BFLOAT16) and rounded_dtype(args.kv_cache_dtype) is None:
         problems.append(
-            f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: "
-            "restored K and V would be rounded differently; use auto"
+            f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
+            "its values there; use auto, fp8_e4m3 or fp8_e5m2"
         )
     _raise([*problems, *_parallelism(args)])
 
@@ -94,9 +98,14 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         problems.append(
             f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"
         )
+    if server_args.kv_cache_dtype in _BFLOAT16 and model.dtype is not torch.bfloat16:
+        problems.append(
+            f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype} and a model in {model.dtype}: "
+            "K and V that are restored would be rounded differently; use auto"
+        )
     _raise(problems)
     store_config(config)
-    shape = shape_of(model)
+    shape = shape_of(model, rounded_dtype(server_args.kv_cache_dtype))
     if config.profile is not None:
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}

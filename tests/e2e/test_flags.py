@@ -55,7 +55,11 @@ REFUSALS = {
         ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
         ("--speculative-algorithm",),
     ),
-    "kv dtype": Refusal(["--kv-cache-dtype", "fp8_e4m3"], ("--kv-cache-dtype", "fp8_e4m3")),
+    "kv dtype": Refusal(["--kv-cache-dtype", "mxfp8"], ("--kv-cache-dtype mxfp8", "fp8_e4m3")),
+    "bfloat16 kv": Refusal(["--kv-cache-dtype", "bf16"], ("--kv-cache-dtype bf16", "float16", "use auto")),
+    "hidden states beside fp8": Refusal(
+        ["--kv-cache-dtype", "fp8_e4m3", "--hcache-method", "hidden"], ("--hcache-method hidden", "fp8_e4m3")
+    ),
     "disaggregation": Refusal(["--disaggregation-mode", "prefill"], ("--disaggregation-mode",)),
     "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
     "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),

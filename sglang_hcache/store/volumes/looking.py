@@ -39,11 +39,23 @@ class SeenDirectory(StoreDirectory):
 
     def total_bytes(self) -> int:
         """Size of the file system where the directory is, or would be. Raises OSError."""
+        found = os.statvfs(self._place())
+        return found.f_blocks * found.f_frsize
+
+    def check_writable(self) -> None:
+        """Whether files may be made here, or the directory itself. Raises OSError."""
+        place = self._place()
+        if not os.access(place, os.W_OK | os.X_OK):
+            is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+            number = errno.EROFS if is_read_only else errno.EACCES
+            raise OSError(number, os.strerror(number), str(place))
+
+    def _place(self) -> Path:
+        """The directory, or where it would be made. Raises OSError."""
         place = self.path
         while not place.exists():
             place = place.parent
-        found = os.statvfs(place)
-        return found.f_blocks * found.f_frsize
+        return place
 
     def try_direct(self) -> None:
         """Set ``direct`` by reading a block of a segment, if there is one."""
@@ -143,10 +155,11 @@ def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -
     What does not answer in time is left to the start.
 
     Raises:
-        StoreFormatError: a directory is not ours to use.
+        StoreFormatError: a directory is not ours to use, or none can be written.
         ConfigError: its file system is smaller than the floor.
     """
     holders = {}
+    refused: dict[Path, OSError] = {}
     for path in dirs:
         directory = SeenDirectory(path)
         volume = Volume(directory, 0, SilentHealth(path), patience_s)
@@ -157,13 +170,18 @@ def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -
                     f"--hcache-disk-free-floor: {format_bytes(free_floor_bytes)} is not allowed; the file system of "
                     f"{path} has {format_bytes(total)}"
                 )
+            volume.probe(directory.check_writable)
             volume.probe(directory.check_ours)
             if (holder := volume.probe(directory.lock.holder)) is not None:
                 holders[path] = holder
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                refused[path] = error
         finally:
             volume.close(patience_s)
+    if dirs and len(refused) == len(dirs):  # a store that exists goes on with those that are well
+        path, why = next(iter(refused.items()))
+        raise StoreFormatError(f"cannot write to {path} (--hcache-dirs): {why}")
     return holders
 
 

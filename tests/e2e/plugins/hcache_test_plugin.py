@@ -95,7 +95,8 @@ def _patch_restorer(switches):
         write(self, stored, positions, slots)
         if (switches / "corrupt_restored_key").exists():
             key, value = self._pool.read(stored.layer, slots)
-            self._pool.write(stored.layer, slots, key * 1.05, value)
+            factor = 1.05 if key.dtype.itemsize > 1 else 1.5  # FP8 would round less away
+            self._pool.write(stored.layer, slots, (key.float() * factor).to(key.dtype), value)
 
     start = LayerRestorer.start
 

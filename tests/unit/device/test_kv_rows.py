@@ -57,10 +57,10 @@ def test_rotated_rows_land_in_their_slots_with_the_same_bits(
     assert torch.equal(mine[1], expected[1])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("count", [1, 512, 1777])
 def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count: int) -> None:
-    both = torch.randn(count, 2 * WIDTH).to(dtype)
+    both = torch.randn(count, 2 * WIDTH).mul(20).to(dtype)
     slots = torch.randperm(SLOTS)[:count]
     mine, expected = pools(dtype), pools(dtype)
     rows.store(both, slots, mine)

@@ -58,7 +58,7 @@ def test_config_that_transformers_writes(tmp_path):
     )
     config.save_pretrained(tmp_path)
     shape = ModelShape.from_config(json.loads((tmp_path / "config.json").read_text()), "tiny")
-    assert (shape.attention_size, shape.kv_size, shape.hidden_row_bytes) == (256, 128, 512)
+    assert (shape.attention_size, shape.kv_size, shape.hidden_row_bytes) == (256, 128, 256)
     assert shape.ffn is FFNKind.GATED
 
 
@@ -83,10 +83,16 @@ def test_bytes_of_a_row():
 
 def test_dtype_of_the_caller_wins():
     assert ModelShape.from_config(LLAMA, "m", "float32").kv_dtype_bytes == 4
-    unnamed = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
-    with pytest.raises(ValueError, match="names no dtype"):
-        ModelShape.from_config(unnamed, "m")
-    assert ModelShape.from_config(unnamed, "m", "float16").hidden_dtype_bytes == 2
+
+
+@pytest.mark.parametrize("named", [{}, {"dtype": "float32"}, {"dtype": None, "torch_dtype": "float32"}])
+def test_dtype_of_a_server_that_is_told_none(named):
+    """As SGLang has it."""
+    from sglang.srt.configs.model_config import _get_and_verify_dtype
+
+    config = {key: value for key, value in LLAMA.items() if key != "torch_dtype"} | named
+    assert _get_and_verify_dtype(config, "auto").itemsize == 2
+    assert ModelShape.from_config(config, "m").hidden_dtype_bytes == 2
 
 
 def test_of_experts_those_count_that_a_token_goes_through():

@@ -80,7 +80,7 @@ def _served(hidden_size: int, kv_heads: int) -> ServedModel:
         ffn=FFNKind.GATED, ffn_size=16, hidden_dtype_bytes=4, kv_dtype_bytes=4,
     )  # fmt: skip
     attention = tuple(Attention(_Attends(), "attn", 8, kv_heads, 8) for _ in range(3))
-    return ServedModel(nn.Module(), attention, "Tiny", shape, torch.float32, 100, "{}")
+    return ServedModel(nn.Module(), attention, "Tiny", shape, torch.float32, torch.float32, 100, "{}")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,9 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     decode = SimpleNamespace(backend="full", bs=[1, 4])
     model_runner = SimpleNamespace(
         device="cuda", gpu_id=1, forward_stream=object(), model=None, model_config=None,
-        server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
+        server_args=SimpleNamespace(
+            cuda_graph_config=SimpleNamespace(decode=decode), kv_cache_dtype="auto"
+        ),
     )  # fmt: skip
     buffers = runner.device_buffers(model_runner, PlanKind.HIDDEN)
     assert model_runner.forward_stream is first

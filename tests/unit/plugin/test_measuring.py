@@ -85,7 +85,7 @@ class SlowBus:
 @pytest.mark.parametrize(("seconds_per_byte", "is_slower"), [(1e-6, True), (1e-12, False)])
 def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_slower: bool) -> None:
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
-    model = SimpleNamespace(dtype=torch.float32, row_bytes=lambda _: 8)
+    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
     restorer = SimpleNamespace(stage=SlowBus(seconds_per_byte))
     measured = Bench(model, restorer, Forward(), None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.sglang_plugin.model import ServedModel
 
@@ -73,3 +74,23 @@ def test_layers_are_watched_where_their_input_is_known() -> None:
     modules[1](torch.tensor(2.0))
     modules[2](torch.tensor(0), hidden_states=torch.tensor(3.0))
     assert seen == [(0, 1.0), (2, 3.0)]
+
+
+class RadixAttention(nn.Module):
+    """What is read of SGLang's class of this name."""
+
+    layer_id = 0
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.k_scale_float = self.v_scale_float = scale
+
+
+def test_rounded_kv_is_served_only_where_it_is_rounded_alike() -> None:
+    def namespace(kv_dtype: torch.dtype, scale: float = 1.0) -> bytes:
+        served = replace(model(RadixAttention(scale)), dtype=torch.bfloat16, kv_dtype=kv_dtype)
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert len({namespace(torch.bfloat16), namespace(e4m3), namespace(e5m2), namespace(e4m3, 2.0)}) == 4
+    assert namespace(torch.bfloat16) == namespace(torch.bfloat16, 2.0), "nothing is scaled there"

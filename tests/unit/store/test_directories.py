@@ -112,6 +112,17 @@ def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_
         look_ahead((none,), 9 * 10**18, patience_s=5)
 
 
+def test_looking_ahead_refuses_if_none_can_be_written(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, none = small_config(tmp_path / "mine").dirs[0], tmp_path / "none" / "yet"
+    open_store(small_config(tmp_path / "mine"))
+    monkeypatch.setattr("os.access", lambda place, _mode: place != tmp_path)
+    assert look_ahead((none, mine), 0, patience_s=5), "one that is well is enough"
+    with pytest.raises(StoreFormatError, match=r"cannot write to .*none/yet \(--hcache-dirs\): .*denied"):
+        look_ahead((none,), 0, patience_s=5)
+
+
 def test_others_are_told_the_process_that_they_can_stop(tmp_path: Path, open_store: OpenStore) -> None:
     config = replace(small_config(tmp_path), user_pid=1)
     open_store(config)

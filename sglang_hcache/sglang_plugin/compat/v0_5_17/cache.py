@@ -103,7 +103,7 @@ class HCacheRadixCache(RadixCache):
         config = config_of(self._server_args)
         backend = str(self._server_args.attention_backend)
         machine = machine_name(device_name(self._runner.device, self._runner.gpu_id), backend, config.dirs)
-        model = ServedModel.of(self._runner.model, self._model_config)
+        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype)
         self._bridge = assemble(config, model, device, machine)
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
@@ -292,16 +292,19 @@ class DevicePool:
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
         self._pool = pool
+        self.dtype: torch.dtype = pool.dtype
+        self._holds_bytes = pool.store_dtype is not pool.dtype  # torch cannot index FP8 to write to it
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._pool.k_buffer[layer][slots] = key
-        self._pool.v_buffer[layer][slots] = value
+        for buffer, rows in zip(self.buffers(layer), (key, value), strict=True):
+            buffer[slots] = rows.view(torch.uint8) if self._holds_bytes else rows
 
     def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pool.k_buffer[layer][slots], self._pool.v_buffer[layer][slots]
+        key, value = (buffer[slots].view(self.dtype) for buffer in self.buffers(layer))
+        return key, value
 
 
 class SchedulerOf:

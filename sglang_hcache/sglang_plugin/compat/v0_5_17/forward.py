@@ -10,6 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
 from sglang_hcache.sglang_plugin.model import attention_cores, decoder_layer
 
@@ -72,7 +73,11 @@ class ForwardOf:
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))
-        assert slots is not None, "the KV pool is too small for the checks at start"
+        if slots is None:
+            raise ConfigError(
+                f"the KV pool of {self._cache.capacity():,} tokens is too small for the checks at start, which "
+                f"need {count:,} more at once: raise --max-total-tokens or --mem-fraction-static"
+            )
         return slots
 
     def release(self, slots: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
-from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.model import ServedModel, rounded_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     device = torch.device(runner.device, runner.gpu_id)
     runner.forward_stream = stream_that_goes_first(device)
     streams = partial(CudaStreams, device, [runner.forward_stream])
-    model = ServedModel.of(runner.model, runner.model_config)
+    model = ServedModel.of(
+        runner.model, runner.model_config, rounded_dtype(runner.server_args.kv_cache_dtype)
+    )
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers

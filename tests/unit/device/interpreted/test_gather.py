@@ -9,20 +9,20 @@ from sglang_hcache.device.kv_gather import TorchGather
 from sglang_hcache.device.triton_gather import TritonGather
 
 LAYERS, SLOTS = 4, 30
-UNTOUCHED = -7.0
+UNTOUCHED = -7
 
 
 class Pool:
     def __init__(self, dtype: torch.dtype, heads: int, head_dim: int) -> None:
         draw = torch.Generator().manual_seed(head_dim)
         shape = (2, LAYERS, SLOTS, heads, head_dim)
-        self.memory = torch.randn(shape, generator=draw).to(dtype)
+        self.memory = torch.randn(shape, generator=draw).mul(50).clamp(-120, 120).to(dtype)
 
     def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.memory[0, layer], self.memory[1, layer]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (1, 80), (40, 128)])
 @pytest.mark.parametrize(("first", "count"), [(0, LAYERS), (1, 2), (3, 1)])
 @pytest.mark.parametrize("rows", [1, 7, 0])
