@@ -70,7 +70,8 @@ class Tap:
             # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
         elif self._rows:
-            self._rows[index].copy_(hidden[: self._span.count])
+            whole = len(hidden) == self._span.count  # to cut costs more than to copy a few rows
+            self._rows[index].copy_(hidden if whole else hidden[: self._span.count])
             self._layers_seen += 1
         else:
             self.layers(index, 1, HiddenSource(hidden[None]))
