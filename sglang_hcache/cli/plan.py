@@ -199,8 +199,7 @@ def _shape(model: str, dtype: str) -> ModelShape:
     except OSError as error:
         raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
     except ValueError as error:
-        hint = "; give --dtype" if "no dtype" in str(error) else ""
-        raise ConfigError(f"MODEL: {file}: {error}{hint}") from None
+        raise ConfigError(f"MODEL: {file}: {error}") from None
 
 
 def _read_object(file: Path) -> dict[str, Any]:

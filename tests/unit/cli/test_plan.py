@@ -164,10 +164,10 @@ def test_few_buffers_are_never_faster(plan_json):
 def test_model_folder_and_file(plan_json, tmp_path):
     (tmp_path / "config.json").write_text(config())
     folder = plan_json(tmp_path, *RATES)
-    assert (folder["model"], folder["kv_bytes_per_token"]) == (tmp_path.name, 8 * 2 * 512 * 4)
+    assert (folder["model"], folder["kv_bytes_per_token"]) == (tmp_path.name, 8 * 2 * 512 * 2)
     file = plan_json(tmp_path / "config.json", *RATES)
     assert file | {"model": tmp_path.name} == folder
-    assert plan_json(tmp_path, *RATES, "--dtype", "bfloat16")["kv_bytes_per_token"] == 8 * 2 * 512 * 2
+    assert plan_json(tmp_path, *RATES, "--dtype", "float32")["kv_bytes_per_token"] == 8 * 2 * 512 * 4
 
 
 def write_profile(path, name="llama2-7b", with_host=False, token_range=None):
@@ -231,7 +231,7 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         ),
         (
             ["{dir}/plain.json", *RATES],
-            "it names no dtype; say which one the server computes in; give --dtype",
+            "MODEL: {dir}/plain.json: dtype 'int8' is not allowed; allowed: float32",
         ),
         (["llama2-7b", *RATES, "--tokens", "0"], "--tokens: 0 is not allowed; give a number above 0"),
         (["llama2-7b", "--io-gbps", "nan", "--tflops", "1"], "--io-gbps: nan is not allowed"),
@@ -264,7 +264,7 @@ def test_errors_are_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "list").write_text("[]")
     (tmp_path / "other.json").write_text(config(model_type="mamba"))
-    (tmp_path / "plain.json").write_text(config(dtype=None))
+    (tmp_path / "plain.json").write_text(config(dtype="int8"))
     write_profile(tmp_path / "profile.json")
     status, out, err = plan(*(text.replace("{dir}", str(tmp_path)) for text in arguments))
     assert (status, out) == (2, "")
