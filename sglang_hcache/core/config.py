@@ -162,6 +162,10 @@ class HCacheConfig(BaseModel):
             return max(min(self.disk_size // 8, 256 * 2**20), 2**20)
         return self.segment_size
 
+    def without_hidden_states(self) -> HCacheConfig:
+        """For a model whose hidden states cannot be used: of ``auto`` remain K and V, and recomputing."""
+        return self.model_copy(update={"method": PlanKind.HYBRID}) if self.method is PlanKind.AUTO else self
+
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> HCacheConfig:
         """Validate ``settings`` (field name -> value).

@@ -62,9 +62,8 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     check = _check(config, model, restorer, device)
     if check is not None:
         restorer = check.restorer
-        if config.method is PlanKind.AUTO and restorer.projector is None:
-            # The plan that remains: K and V, and recomputing.
-            config = config.model_copy(update={"method": PlanKind.HYBRID})
+        if restorer.projector is None:
+            config = config.without_hidden_states()
     with ExitStack() as undo:
         settings = store_config(config, model.shape.hidden_size)
         disk = None

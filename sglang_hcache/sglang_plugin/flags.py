@@ -12,7 +12,6 @@ from typing import Any
 
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
-from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.sglang_plugin import stopping, support
 from sglang_hcache.sglang_plugin.budget import pool_share
 from sglang_hcache.sglang_plugin.model import rounded_dtype
@@ -54,7 +53,9 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             _warn_about_ignored(args)
             _ask_for_cpu_fixes(args)
             return original(cls, args, *rest)
-        config = _with_its_cache(config_from(args), args.kv_cache_dtype)
+        config = config_from(args)
+        if rounded_dtype(args.kv_cache_dtype) is not None:
+            config = config.without_hidden_states()  # K and V have as few bytes there, or fewer
         _warn_about_no_directory(args, config)
         support.check_arguments(args)
         _map_onto_sglang(args, config)
@@ -94,26 +95,6 @@ def config_of(server_args: Any) -> HCacheConfig:
     if server_args.hicache_storage_backend != BACKEND or not carried:
         raise ConfigError("--radix-cache-backend hcache is not set by hand: use --hierarchical-cache hcache")
     return HCacheConfig.model_validate(json.loads(carried))
-
-
-def _with_its_cache(config: HCacheConfig, kv_cache_dtype: str) -> HCacheConfig:
-    """Without hidden states where the KV cache rounds: what is projected again might be rounded to a neighbour.
-
-    K and V have as few bytes there as hidden states, or fewer.
-
-    Raises:
-        ConfigError: hidden states are asked for.
-    """
-    if rounded_dtype(kv_cache_dtype) is None:
-        return config
-    if config.method is PlanKind.HIDDEN:
-        raise ConfigError(
-            f"--hcache-method hidden cannot be used with --kv-cache-dtype {kv_cache_dtype}: K and V that are projected "
-            "again may be rounded differently; use auto or kv, which keep them as they are"
-        )
-    if config.method is PlanKind.AUTO:
-        return config.model_copy(update={"method": PlanKind.HYBRID})
-    return config
 
 
 def _ask_for_cpu_fixes(args: argparse.Namespace) -> None:

@@ -12,12 +12,12 @@ from sglang_hcache.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Targets = Mapping[str, tuple[Callable[..., Any], HookType]]
-"""By the dotted name of a function of SGLang: what to hook it with, and how."""
+Hook = tuple[Callable[..., Any], HookType]
+"""What to hook a function with, and how."""
 
 
-def apply(targets: Targets) -> None:
-    """Hook ``targets``, also those that another plugin has hooked before. Idempotent.
+def apply(targets: Mapping[str, Hook]) -> None:
+    """Hook SGLang's functions of these dotted names, also those that another plugin has hooked before. Idempotent.
 
     Raises:
         ConfigError: SGLang, which only logs a hook that fails, did not apply one of them.

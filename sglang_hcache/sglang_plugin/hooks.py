@@ -36,7 +36,7 @@ def install(device: str) -> None:
         ConfigError: as :func:`hooking.apply`.
     """
     register_radix_cache_backend(BACKEND, create_cache)
-    targets: dict[str, tuple[Callable[..., Any], HookType]] = {
+    targets: dict[str, hooking.Hook] = {
         f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),

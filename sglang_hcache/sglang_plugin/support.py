@@ -103,9 +103,15 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype} and a model in {model.dtype}: "
             "K and V that are restored would be rounded differently; use auto"
         )
+    kv_dtype = rounded_dtype(server_args.kv_cache_dtype)
+    if kv_dtype is not None and config.method is PlanKind.HIDDEN:
+        problems.append(
+            f"--hcache-method hidden cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: K and V that "
+            "are projected again may be rounded differently; use auto or kv, which keep them as they are"
+        )
     _raise(problems)
     store_config(config)
-    shape = shape_of(model, rounded_dtype(server_args.kv_cache_dtype))
+    shape = shape_of(model, kv_dtype)
     if config.profile is not None:
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}

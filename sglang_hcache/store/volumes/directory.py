@@ -201,6 +201,13 @@ class StoreDirectory:
             os.rename(SUPERBLOCK_TMP_NAME, SUPERBLOCK_NAME, src_dir_fd=place, dst_dir_fd=place)
             os.fsync(place)
 
+    def place(self) -> Path:
+        """The directory, or the one in which it would be made. Raises OSError."""
+        place = self.path
+        while not place.exists():
+            place = place.parent
+        return place
+
     def is_empty(self) -> bool:
         """Whether the directory holds nothing but what :meth:`acquire` makes. Raises OSError."""
         return all(entry.name in {LOCK_NAME, *_HARMLESS_NAMES} for entry in self._entries())

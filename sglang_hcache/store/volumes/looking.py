@@ -39,23 +39,16 @@ class SeenDirectory(StoreDirectory):
 
     def total_bytes(self) -> int:
         """Size of the file system where the directory is, or would be. Raises OSError."""
-        found = os.statvfs(self._place())
+        found = os.statvfs(self.place())
         return found.f_blocks * found.f_frsize
 
     def check_writable(self) -> None:
         """Whether files may be made here, or the directory itself. Raises OSError."""
-        place = self._place()
+        place = self.place()
         if not os.access(place, os.W_OK | os.X_OK):
             is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
             number = errno.EROFS if is_read_only else errno.EACCES
             raise OSError(number, os.strerror(number), str(place))
-
-    def _place(self) -> Path:
-        """The directory, or where it would be made. Raises OSError."""
-        place = self.path
-        while not place.exists():
-            place = place.parent
-        return place
 
     def try_direct(self) -> None:
         """Set ``direct`` by reading a block of a segment, if there is one."""

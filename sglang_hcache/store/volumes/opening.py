@@ -212,12 +212,9 @@ def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
     Raises:
         OSError: it has no superblock and is, or would be, on another file system than before.
     """
-    place = directory.path
-    if (place / SUPERBLOCK_NAME).exists():
+    if (directory.path / SUPERBLOCK_NAME).exists():
         return
-    while not place.exists():
-        place = place.parent
-    if os.statvfs(place).f_fsid != file_system:
+    if os.statvfs(directory.place()).f_fsid != file_system:
         raise OSError(
             errno.ENODEV,
             "it is empty and on another file system than before: is the disk mounted? If it was replaced, "
