@@ -2,8 +2,9 @@
 
 # Read only when .venv is made: Python 3.11 to 3.13.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Each takes whole files, the slow ones first, in this order. No workers: TEST_WORKERS=0.
-TEST_WORKERS ?= 2
+# Each takes whole files, the slow ones first, in this order; one more than cores, for servers that start or end are waited
+# for. No workers: TEST_WORKERS=0.
+TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 

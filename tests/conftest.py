@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--flips",
         type=int,
-        default=25,
+        default=15,
         metavar="N",
-        help="tests/faults: damage each kind of file N times (25)",
+        help="tests/faults: damage each kind of file N times (15)",
     )
     group.addoption(
         "--fault-seed", type=int, default=0, metavar="N", help="tests/faults: what is damaged, and when (0)"

@@ -14,8 +14,8 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "ablations.py"
 TIERS = ("host", "disk:500MB")
 LENGTHS = (256, 1024)
 LAYERS, HIDDEN = 4, 128
-ROW_BYTES = 2 * HIDDEN
-"""Hidden states of one token and layer, bf16. K and V take twice as much."""
+ROW_BYTES = 4 * HIDDEN
+"""Hidden states of one token and layer, float32. K and V take twice as much."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def data(folder: Path) -> dict[str, Any]:
             str(folder / "out"),
         ),
         *("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--heads", "2", "--kv-layers", "1"),
+        *("--dtype", "float32"),
         *("--tiers", ",".join(TIERS), "--lengths", ",".join(map(str, LENGTHS)), "--rounds", "2"),
         *("--batches", "1,3", "--steps", "8", "--prefill", "128"),
     ]

@@ -48,7 +48,8 @@ def run(folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     command = [
         *(sys.executable, str(BENCHMARK), "--json", "--dir", str(folder), "--tiers", ",".join(LIMITS)),
-        *("--layers", "8", "--hidden", "256", "--heads", "4", "--lengths", "1984", "--rounds", "3"),
+        *("--layers", "8", "--hidden", "256", "--heads", "4", "--dtype", "float32"),
+        *("--lengths", "1984", "--rounds", "3"),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
