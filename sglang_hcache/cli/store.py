@@ -10,7 +10,7 @@ import typer
 
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError, StoreFullError
-from sglang_hcache.core.units import SIZE_HELP, parse_size
+from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
     from sglang_hcache.cli.store_text import Report
@@ -129,18 +129,26 @@ def _gc(
             help="Also evict the chunks that are least dear until the store takes no more, such as 20GB.",
         ),
     ] = "",
+    older_than: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Also delete the chunks that were written longer ago, such as 12h or 30d, "
+            "and some up to an eighth younger.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
 
     A server does this by itself when it starts. --to makes the store smaller once; how large a server lets it
-    grow is set by its --hcache-disk-size.
+    grow is set by its --hcache-disk-size, and how old by its --hcache-disk-max-age.
     """
     from sglang_hcache.cli import store_report
     from sglang_hcache.store.inspect.maintenance import collect
 
     places, to_bytes = _directories(dirs, config), _size(to)
-    change = collect(places, to_bytes)
+    change = collect(places, to_bytes, _age(older_than))
     _show(store_report.collected(change), as_json)
     if to_bytes is not None and change.after.physical_bytes > to_bytes:
         raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
@@ -242,3 +250,12 @@ def _size(text: str) -> int | None:
         return parse_size(text)
     except ValueError:
         raise ConfigError(f"--to: {text!r} is not allowed; write {SIZE_HELP}") from None
+
+
+def _age(text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"--older-than: {text!r} is not allowed; {error}") from None

@@ -116,6 +116,7 @@ def collected(change: Change) -> Report:
         "runs_forgotten": counts.get("store.runs_lost", 0),
         "segments_evicted": evicted,
         "chunks_evicted": counts.get("store.chunks_evicted", 0),
+        "chunks_expired": counts.get("store.chunks_expired", 0),
     }
     details = []
     if data["removed_files"]:
@@ -124,6 +125,8 @@ def collected(change: Change) -> Report:
         details.append(f"{counted(data['runs_forgotten'], 'run')} without files forgotten")
     if evicted:
         details.append(f"{counted(data['chunks_evicted'], 'chunk')} in {counted(evicted, 'segment')} evicted")
+    if data["chunks_expired"]:
+        details.append(f"{counted(data['chunks_expired'], 'chunk')} deleted for age")
     lines = [Text(_freed(change)), *(Text(f"  {detail}") for detail in details)]
     return Report(data, lines)
 
@@ -217,7 +220,8 @@ def _add_totals(table: Table, totals: Mapping[str, int], written_today_bytes: in
     written = f"{counted(of('chunks_written'), 'chunk')} ({format_bytes(of('bytes_written'))}){today}"
     table.add_row("written", f"{written}; {counted(of('writes_refused'), 'write')} refused")
     evicted = f"{counted(of('chunks_evicted'), 'chunk')} with {counted(of('segments_evicted'), 'segment')}"
-    table.add_row("evicted", evicted)
+    expired = f"; {counted(of('chunks_expired'), 'chunk')} deleted for age" if of("chunks_expired") else ""
+    table.add_row("evicted", evicted + expired)
     table.add_row(
         "trouble",
         f"{counted(of('corrupt_extents'), 'corrupt read')}, {counted(of('io_errors'), 'I/O error')}, "

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -26,7 +27,7 @@ from pydantic import (
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.paths import whole_path
-from sglang_hcache.core.units import format_bytes, parse_size
+from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
 
 
 class WritePolicy(StrEnum):
@@ -42,6 +43,9 @@ class IOEngineName(StrEnum):
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; input may be text such as ``8GB`` or ``512MiB``."""
+
+Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
+"""Seconds; outside it is text such as ``12h`` or ``30d``, for a number alone would be a guess."""
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -87,6 +91,9 @@ class HCacheConfig(BaseModel):
     disk_write_budget: Size | None = Field(default=None, gt=0)
     """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
     tries the disk come on top. Near the end of it chunks that were never used again are not written."""
+    disk_max_age: Duration | None = None
+    """Chunks are deleted from disk so long after they were written, such as 12h or 30d, or up to an eighth of that
+    earlier, used or not: for rules on how long prompts may be kept. After a stop the next start deletes them."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)

@@ -84,7 +84,7 @@ COUNTERS = (
             "host.chunks_evicted": "evicted_host", "demote.chunks_written": "demoted",
             "host.chunks_promoted": "promoted",
             "store.chunks_read": "read", "store.chunks_evicted": "evicted_disk",
-            "store.chunks_quarantined": "quarantined",
+            "store.chunks_expired": "expired_disk", "store.chunks_quarantined": "quarantined",
         },
     ),
     CounterMetric(
@@ -114,7 +114,8 @@ COUNTERS = (
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
             "store.directory_trips": "directory_sick", "store.directory_recoveries": "directory_back",
-            "store.segments_evicted": "segment_evicted", "store.unlink_failures": "unlink_failed",
+            "store.segments_evicted": "segment_evicted", "store.segments_expired": "segment_expired",
+            "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
             "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
         },

@@ -47,6 +47,37 @@ def _with_unit(text: object) -> int:
     return int(Decimal(match.group(1)) * factor)
 
 
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+
+_LONGEST_S = 36_500 * 86_400
+
+DURATION_HELP = (
+    "a number with a unit: s, m, h, d or w (seconds, minutes, hours, days, weeks), such as 12h or 30d"
+)
+
+
+def parse_duration(text: object) -> float:
+    """Seconds meant by ``text``: ``"12h"`` is 43,200.
+
+    Raises:
+        ValueError: not a number with a known unit, less than a second or more than a hundred years.
+    """
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a time; write {DURATION_HELP}")
+    seconds = float(match.group(1)) * _SECONDS_OF[match.group(2)]
+    if not 1 <= seconds <= _LONGEST_S:
+        raise ValueError("a time is between a second and 36500d")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """``seconds`` for a human reader, in the largest unit that they are a whole number of: ``43_200`` is ``12h``."""
+    unit = next((name for name in reversed(_SECONDS_OF) if seconds % _SECONDS_OF[name] == 0), "s")
+    return repr(seconds / _SECONDS_OF[unit]).removesuffix(".0") + unit
+
+
 def format_bytes(count: float) -> str:
     """``count`` bytes for a human reader, in powers of 1000: ``format_bytes(1.5e9) == "1.5 GB"``."""
     value = float(count)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import format_bytes
+from sglang_hcache.core.units import format_bytes, format_duration
 from sglang_hcache.device.row_writers import load_row_writer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
@@ -195,6 +195,8 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore) -> None:
     stats = tiers.disk_stats
     if stats is not None:
         disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
+        if config.disk_max_age is not None:
+            disk += f", each kept for {format_duration(config.disk_max_age)} at most"
     logger.info(
         "hcache: host tier %s for %d tokens; %s; %s",
         format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, disk, config.write_policy,

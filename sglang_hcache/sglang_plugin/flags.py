@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
 _FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
-_DISK_FIELDS = ("disk_size", "disk_free_floor", "disk_write_budget", "write_policy", "io_engine")
+_DISK_FIELDS = (
+    *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
+    *("write_policy", "io_engine"),
+)
 
 
 def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:

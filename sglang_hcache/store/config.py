@@ -50,6 +50,8 @@ class StoreConfig:
     """First attempt to take a directory in again, seconds; doubles up to a minute."""
     write_budget_bytes: int | None = None
     """Most bytes written in any 24 hours; None: as many as come."""
+    max_age_s: float | None = None
+    """Chunks are deleted so many seconds after they were written, or up to an eighth of that earlier; None: never."""
     cost_doubling_tokens: int = 24_576
     """Context length at which a token costs twice as much to recompute as at the start: 6 times the hidden size
     (linear layers 24 h^2, attention 4 h a token of context; [HCache §3.2])."""

@@ -46,6 +46,13 @@ class Remover:
                 return True
         return False
 
+    def expire(self, segment: Segment) -> None:
+        """A segment that may not stay goes, its files with the last pin."""
+        chunks = self.retire(segment, only_unpinned=False)
+        if chunks is not None:
+            self._observer.count("store.segments_expired")
+            self._observer.count("store.chunks_expired", chunks)
+
     def retire(self, segment: Segment, *, only_unpinned: bool) -> int | None:
         """A segment in use goes, its files with the last pin.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,8 @@ class Segment:
         self.used = [0] * len(volumes)
         """Bytes handed out in each directory's file: the next run goes here."""
         self.sealed = False
+        self.begun_s = 0.0
+        """When this process began it, seconds since 1970."""
         self.accounted = dict.fromkeys(members, 0)
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
@@ -136,6 +139,7 @@ class Segment:
                 call that hangs may still create.
         """
         self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
+        self.begun_s = time.time()
         try:
             for stripe in self.members:
                 self._volumes[stripe].create_segment(self.number, self.file_bytes)

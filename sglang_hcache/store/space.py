@@ -17,6 +17,7 @@ from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import RunShape, ShapeTable, mask_of, members_of
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.retention import Retention
 from sglang_hcache.store.returning import Returns
 from sglang_hcache.store.room import Room
 from sglang_hcache.store.segments import Segment
@@ -66,6 +67,7 @@ class Space:
         self._shapes = shapes
         self._room = Room(config, volumes, catalog)
         self._remover = Remover(volumes, catalog, ledger, observer)
+        self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
         self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
@@ -80,6 +82,7 @@ class Space:
             self._next_number = next_number
             self._take_over(segments)
             self._catalog.set_floor()
+            self._retention.enforce(None)
             self._shed(leftovers)
 
     def reserve(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Reservation:
@@ -127,11 +130,14 @@ class Space:
             return self._remover.evict_coldest()
 
     def tend(self) -> None:
-        """In the background: delete what could not be deleted, keep the floor, make room for the next segment."""
+        """In the background: delete what could not be deleted, and what is too old; keep the floor; make room."""
         with self._lock:
             if self._closed:
                 return
             self._remover.retry()
+            if self._active is not None and self._retention.is_filled(self._active):
+                self._seal_active()
+            self._retention.enforce(self._active)
             # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
             everywhere = range(len(self._volumes))
             if (short := self._room.short(0, everywhere)) and self._time_to_warn():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreIOError, StoreLockedError
@@ -48,17 +48,17 @@ class Change:
     """Events of the store while it was open, such as ``store.segments_evicted``."""
 
 
-def collect(dirs: Sequence[Path], to_bytes: int | None = None) -> Change:
+def collect(dirs: Sequence[Path], to_bytes: int | None = None, max_age_s: float | None = None) -> Change:
     """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
 
     With ``to_bytes`` also evict the least dear segments until the store takes no more than that, or until
-    nothing but index and directories is left.
+    nothing but index and directories is left. With ``max_age_s`` also delete what is that old.
 
     Raises:
         StoreLockedError: a server runs.
         StoreError: the store cannot be opened, or a directory is out.
     """
-    with _opened(dirs) as (store, before, segment_bytes, counters):
+    with _opened(dirs, max_age_s) as (store, before, segment_bytes, counters):
         if to_bytes is not None:
             _shrink(store, to_bytes, segment_bytes)
     return _change(dirs, before, counters)
@@ -96,7 +96,9 @@ def refuse_if_locked(view: StoreView) -> None:
 
 
 @contextlib.contextmanager
-def _opened(dirs: Sequence[Path]) -> Iterator[tuple[DiskStore, Snapshot, int, Counters]]:
+def _opened(
+    dirs: Sequence[Path], max_age_s: float | None = None
+) -> Iterator[tuple[DiskStore, Snapshot, int, Counters]]:
     """The store, opened as its last server did; what it held before; bytes of a segment; what it counts."""
     with StoreView.open(dirs) as view:
         refuse_if_locked(view)
@@ -108,7 +110,8 @@ def _opened(dirs: Sequence[Path]) -> Iterator[tuple[DiskStore, Snapshot, int, Co
                 f"{item.path}: {item.reason}; this needs all directories, see `hcache store fsck`"
             )
     counters = Counters()
-    store = DiskStore.open(config_of(identity, paths), counters)
+    config = replace(config_of(identity, paths), max_age_s=max_age_s)
+    store = DiskStore.open(config, counters)
     try:
         for path in paths:
             with contextlib.suppress(OSError):

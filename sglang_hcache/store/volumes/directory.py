@@ -149,11 +149,16 @@ class StoreDirectory:
             return OpenFile(self._open(segment, os.O_RDONLY), self.direct)
 
     def trim_segment(self, segment: int, size: int) -> None:
-        """Cut a file behind ``size`` bytes; one of which nothing is used may be gone. Raises OSError."""
+        """Cut a file behind ``size`` bytes; one of which nothing is used may be gone. Raises OSError.
+
+        Its time stays that of the last write: how old chunks are is told from it.
+        """
         path = self.segment_path(segment)
         try:
-            if path.stat().st_size > size:
+            found = path.stat()
+            if found.st_size > size:
                 os.truncate(path, size)
+                os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
         except FileNotFoundError:
             if size:
                 raise
@@ -165,6 +170,13 @@ class StoreDirectory:
         except FileNotFoundError:
             return 0
         return max(found.st_size, found.st_blocks * 512)
+
+    def segment_time(self, segment: int) -> float:
+        """When a file was last written to, seconds since 1970; 0 if it is gone. Raises OSError."""
+        try:
+            return self.segment_path(segment).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def unlink_segment(self, segment: int) -> None:
         """Delete a file; no matter if it is gone. Raises OSError."""

@@ -82,6 +82,11 @@ class Volume:
     def segment_bytes(self, segment: int) -> int:
         return self.call(partial(self.directory.segment_bytes, segment), "cannot measure a segment file")
 
+    def segment_time(self, segment: int) -> float:
+        return self.call(
+            partial(self.directory.segment_time, segment), "cannot ask for a segment file's time"
+        )
+
     def unlink_segment(self, segment: int) -> None:
         """One file that cannot be deleted says nothing about the device."""
         unlink = partial(self.directory.unlink_segment, segment)

@@ -261,3 +261,33 @@ def test_prefill_and_decode_in_one_pass(server: TierServer) -> None:
         restored = server.ask(history)
         assert restored.restored == 704
         assert largest_difference(restored, server.recompute(history)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("api", ["generate", "chat"])
+def test_a_request_that_may_not_be_stored(server: TierServer, api: str) -> None:
+    """Neither its prompt nor its answer; it is served from what others left, and others start on what it left."""
+    text = "Nobody may keep this, whoever asks, for as long as it lasts. " * 16
+
+    def ask(store: object) -> int:
+        """Tokens that came out of the tiers."""
+        params = {"hcache_store": store} if store is not None else {}
+        if api == "generate":
+            sampling = {"custom_params": params, "max_new_tokens": 80}
+            return restored_of(generate(server, random_prompt(31, 500), sampling=sampling)["meta_info"])
+        body = {"model": "m", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "custom_params": params}
+        before = server.counter("restore.tokens")
+        response = server.post(
+            "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
+        )
+        assert response.status_code == 200, response.text
+        return server.counter("restore.tokens") - before
+
+    for store in (False, "no", None):
+        assert ask(store) == 0, "nothing was stored before"
+        server.to_tiers()
+        state = server.state()
+        stored = state["host"]["clean"] + state["host"]["dirty"] + state["disk"]["chunks"]
+        assert (stored > 0) is (store is None)
+    assert ask(False) > 200
+    assert ask(None) == 0, "from the device"
+    server.assert_nothing_left()

@@ -34,7 +34,9 @@ def test_text_as_on_the_command_line() -> None:
 
 
 def test_it_survives_the_way_through_json() -> None:
-    config = HCacheConfig.from_settings({"dirs": ["/a"], "write_policy": "write_through", "host_size": "1GB"})
+    settings = {"dirs": ["/a"], "write_policy": "write_through", "host_size": "1GB", "disk_max_age": "1.5d"}
+    config = HCacheConfig.from_settings(settings)
+    assert config.disk_max_age == 36 * 3600
     assert HCacheConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
@@ -59,6 +61,8 @@ def test_it_survives_the_way_through_json() -> None:
         ({"dirs": {"/a": 1}}, ("--hcache-dirs", "/a", "a list of them")),
         ({"dirs": "~nobody-of-this-name/a"}, ("--hcache-dirs", "~nobody", "from / on")),
         ({"profile": "~nobody-of-this-name/a"}, ("--hcache-profile", "~nobody", "from / on")),
+        ({"disk_max_age": 30}, ("--hcache-disk-max-age", "30 is not allowed", "12h or 30d")),
+        ({"disk_max_age": "0d"}, ("--hcache-disk-max-age", "'0d' is not allowed", "between a second and")),
         ({"disk_sise": "1GB"}, ("disk_sise", "disk_size")),
     ],
 )

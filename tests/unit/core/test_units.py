@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hcache.core.units import format_bytes, parse_size
+from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,29 @@ def test_sizes_for_people() -> None:
         "2.5 GB",
         "3000.0 TB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "again"),
+    [
+        ("1s", 1, "1s"),
+        ("90s", 90, "90s"),
+        ("120s", 120, "2m"),
+        ("1.5h", 5400, "90m"),
+        (" 12 h ", 43_200, "12h"),
+        ("30d", 2_592_000, "30d"),
+        ("2w", 1_209_600, "2w"),
+        ("1.25s", 1.25, "1.25s"),
+    ],
+)
+def test_times(text: str, seconds: float, again: str) -> None:
+    assert parse_duration(text) == seconds
+    assert format_duration(seconds) == again
+    assert parse_duration(again) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "0d", "0.5s", "1y", "1D", "36501d", 30, True, None])
+def test_what_is_not_a_time(text: object) -> None:
+    """A number alone might be seconds or days."""
+    with pytest.raises(ValueError, match="time"):
+        parse_duration(text)

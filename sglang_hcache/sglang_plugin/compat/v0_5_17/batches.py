@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STORE = "hcache_store"
+"""In a request's ``custom_params``: false where nothing of it may be stored."""
+
 
 def keep_apart(req: Req) -> None:
     """Let no request find in the radix tree what the tokens of ``req`` do not determine.
@@ -39,7 +42,7 @@ def prompt_of(req: Req) -> Prompt | None:
 def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Announce the requests of a new extend batch to the save path."""
     for req in batch.reqs:
-        if _is_plain(req) and not bridge.is_capturing(req.rid):
+        if _is_plain(req) and _may_be_stored(req) and not bridge.is_capturing(req.rid):
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 
@@ -99,3 +102,9 @@ def _is_plain(req: Req) -> bool:
         and req.lora_id is None
         and req.session is None
     )
+
+
+def _may_be_stored(req: Req) -> bool:
+    """Whoever writes anything but true does not want it to be."""
+    params = req.sampling_params.custom_params
+    return not isinstance(params, dict) or params.get(_STORE, True) is True

@@ -1,0 +1,64 @@
+"""How long chunks stay on disk at most: segments go as a whole once they are too old, used or not.
+
+A segment's age is that of its files: nothing is written to it for longer than a part of the time that it may stay, so
+its first chunk is hardly older than its last one. The files' own times survive restarts and a lost index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.volume import Volume
+
+_FILLING = 1 / 10
+"""Share of the age for which one segment is filled."""
+_LOOKS = 64
+"""So often in the time of the age files are asked for theirs. Both together are less than an eighth of it."""
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.5, 60.0
+
+
+class Retention:
+    """Not thread-safe: ``Space`` holds its lock.
+
+    Args:
+        max_age_s: chunks are deleted that long after they were written, or up to an eighth of it earlier; None: never.
+    """
+
+    def __init__(
+        self, max_age_s: float | None, volumes: Sequence[Volume], catalog: Catalog, remover: Remover
+    ) -> None:
+        self._max_age_s = max_age_s
+        self._volumes = volumes
+        self._catalog = catalog
+        self._remover = remover
+        self._next_look_s = 0.0
+
+    def is_filled(self, segment: Segment) -> bool:
+        """Whether nothing more may be written to ``segment``, which this process began."""
+        return self._max_age_s is not None and time.time() - segment.begun_s > self._max_age_s * _FILLING
+
+    def enforce(self, active: Segment | None) -> None:
+        """Delete what is too old, all but ``active``. What is being read goes when that ends."""
+        if self._max_age_s is None or time.monotonic() < self._next_look_s:
+            return
+        wait_s = min(max(self._max_age_s / _LOOKS, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+        self._next_look_s = time.monotonic() + wait_s
+        oldest = time.time() - self._max_age_s * (1 - _FILLING) + wait_s
+        for segment in self._catalog.segments():
+            if segment is not active and 0 < self._written_s(segment) < oldest:
+                self._remover.expire(segment)
+
+    def _written_s(self, segment: Segment) -> float:
+        """When the last bytes were written to it, seconds since 1970; 0 if none of its files can be asked."""
+        times = [0.0]
+        for stripe in segment.members:
+            try:
+                times.append(self._volumes[stripe].segment_time(segment.number))
+            except StoreError:
+                continue  # the directory is out
+        return max(times)
