@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _BLOCK = 1 << 24  # int32 words handled at once
 
@@ -18,10 +19,21 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
     not an adversary.
     """
     digest = hashlib.blake2b(digest_size=32, person=b"hcache-wts-1")
-    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
-        plain, weighted = _sums(tensor.detach())
+    parts = (part for name, tensor in named_tensors for part in _parts(name, tensor.detach()))
+    for name, tensor in sorted(parts, key=lambda item: item[0]):
+        plain, weighted = _sums(tensor)
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{plain}|{weighted}\n".encode())
     return digest.digest()
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that ``tensor`` is made of, as a quantised one is of integers and their scales."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in names:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _sums(tensor: torch.Tensor) -> tuple[int, int]:

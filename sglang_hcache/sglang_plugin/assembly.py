@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes, format_duration
@@ -59,6 +60,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     labels = device.scheduler.metric_labels()
     counters = Counters(MetricsObserver(labels) if labels is not None else None)
     restorer, asked = restorer_of(model, device), config
+    config = _without_hidden_states(config, model)
     check = _check(config, model, restorer, device)
     if check is not None:
         restorer = check.restorer
@@ -100,6 +102,16 @@ def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
     stage = None if device.beside is None else device.beside.stage
     return LayerRestorer(model.row_dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
+
+
+def _without_hidden_states(config: HCacheConfig, model: ServedModel) -> HCacheConfig:
+    """``config``, if need be without what ``model`` does not allow."""
+    if model.why_not_hidden is None:
+        return config
+    if config.method is PlanKind.HIDDEN:
+        raise ConfigError(f"--hcache-method hidden cannot be used: {model.why_not_hidden}; use auto or kv")
+    logger.info("hcache: hidden states are not used: %s", model.why_not_hidden)
+    return config.without_hidden_states()
 
 
 def _check(

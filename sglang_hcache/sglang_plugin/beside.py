@@ -58,6 +58,8 @@ class DeviceBuffers:
 
 def may_store_hidden(model: ServedModel, method: PlanKind) -> bool:
     """Whether ``method`` stores hidden states of some layers. ``auto`` does only where those are the smaller ones."""
+    if model.why_not_hidden is not None or not model.attention:
+        return False
     if method is PlanKind.AUTO:
-        return bool(model.attention) and model.shape.hidden_row_bytes < model.shape.kv_row_bytes
-    return method is PlanKind.HIDDEN and bool(model.attention)
+        return model.shape.hidden_row_bytes < model.shape.kv_row_bytes
+    return method is PlanKind.HIDDEN

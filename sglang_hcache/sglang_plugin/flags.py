@@ -14,7 +14,6 @@ from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help,
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.sglang_plugin import stopping, support
 from sglang_hcache.sglang_plugin.budget import pool_share
-from sglang_hcache.sglang_plugin.model import rounded_dtype
 from sglang_hcache.sglang_plugin.settings_file import read_settings
 from sglang_hcache.store import look_ahead
 
@@ -57,8 +56,6 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             _ask_for_cpu_fixes(args)
             return original(cls, args, *rest)
         config = config_from(args)
-        if rounded_dtype(args.kv_cache_dtype) is not None:
-            config = config.without_hidden_states()  # K and V have as few bytes there, or fewer
         _warn_about_no_directory(args, config)
         support.check_arguments(args)
         _map_onto_sglang(args, config)

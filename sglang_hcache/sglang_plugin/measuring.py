@@ -264,8 +264,12 @@ def installed_versions() -> dict[str, str]:
     return {name: version(name) for name in _PACKAGES}
 
 
-def machine_name(device: str, backend: str, directories: Sequence[os.PathLike[str]]) -> str:
-    """Names what the numbers of a profile belong to: processor, attention backend, directories of the disk tier."""
+def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:
+    """Names what the numbers of a profile belong to: processor, device, directories of the disk tier.
+
+    Args:
+        computes_by: attention backend, and how weights are quantised.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -273,7 +277,7 @@ def machine_name(device: str, backend: str, directories: Sequence[os.PathLike[st
         model = os.uname().machine
     cores = len(os.sched_getaffinity(0))
     where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
-    return f"{model}, {cores} cores, {device}, {backend}; {where}"
+    return f"{model}, {cores} cores, {device}, {computes_by}; {where}"
 
 
 def _seconds(work: Callable[[], object], times: int = 1) -> float:

@@ -29,7 +29,8 @@ _ATTENTION = "RadixAttention"
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
-_ROUNDED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+ROUNDED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""``--kv-cache-dtype`` -> what it rounds K and V to."""
 
 OnLayer = Callable[[int, torch.Tensor], None]
 """Receives a layer's index and the input of its attention, (rows, hidden_size)."""
@@ -52,13 +53,22 @@ class ServedModel:
     """Most tokens of a sequence."""
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
+    quantization: str | None = None
+    """How its weights are quantised, as :func:`quantization_of` returns it."""
 
     @classmethod
-    def of(cls, module: nn.Module, model_config: Any, kv_dtype: torch.dtype | None = None) -> ServedModel:
+    def of(
+        cls,
+        module: nn.Module,
+        model_config: Any,
+        kv_dtype: torch.dtype | None = None,
+        quantization: str | None = None,
+    ) -> ServedModel:
         """Describe SGLang's ``module``.
 
         Args:
             kv_dtype: of K and V in the pool; None: as the model computes them.
+            quantization: of its weights, as :func:`quantization_of` returns it.
 
         Raises:
             ConfigError: K and V of a token depend on more than the tokens before it.
@@ -82,6 +92,7 @@ class ServedModel:
             kv_dtype=kv_dtype,
             context_length=int(model_config.context_len),
             config=_canonical(model_config.hf_config),
+            quantization=quantization,
         )
 
     @property
@@ -91,8 +102,17 @@ class ServedModel:
 
     @property
     def keeps_rounded_kv(self) -> bool:
-        """Whether the pool rounds K and V, to FP8. Then they are stored as they are there, and no hidden states."""
+        """Whether the pool rounds K and V, to FP8. Then they are stored as they are there."""
         return self.kv_dtype is not self.dtype
+
+    @property
+    def why_not_hidden(self) -> str | None:
+        """Why K and V are not projected from hidden states, without a look at the attention; None: they may be."""
+        if self.keeps_rounded_kv:
+            return f"K and V are rounded to {self.kv_dtype}, and what is projected again may be rounded to a neighbour"
+        if self.quantization is not None:
+            return f"weights are quantised ({self.quantization}), and products with them may depend on the whole pass"
+        return None
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -109,6 +129,8 @@ class ServedModel:
 
     def projectors(self) -> Iterator[tuple[str, Projector]]:
         """Names and projectors that may be right for this model, the quickest first. The self-check decides."""
+        if self.why_not_hidden is not None:
+            return
         forms = [form for each in self.attention if (form := describe(each)) is not None]
         if forms and len(forms) == len(self.attention):
             yield "described", DescribedProjector(forms)
@@ -126,8 +148,12 @@ class ServedModel:
         configuration, and their last bits need not be the same at every start: with them in it, a start that
         rounds otherwise would find nothing of what was stored.
         """
-        held = self.module.state_dict().items()
-        return weights_fingerprint((name, value) for name, value in held if isinstance(value, torch.Tensor))
+        held = self.module.state_dict()
+        if self.quantization is not None:
+            held |= dict(_loose_weights(self.module))
+        return weights_fingerprint(
+            (name, value) for name, value in held.items() if isinstance(value, torch.Tensor)
+        )
 
     def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
         """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
@@ -137,6 +163,8 @@ class ServedModel:
                 (core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()
             ]
             text += f"|{self.kv_dtype}|{scales}"
+        if self.quantization is not None:
+            text += f"|{self.quantization}"
         return Namespace(model=weights, layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
@@ -175,9 +203,9 @@ def _attention(module: nn.Module, path: str, core: Any) -> Attention:
     )
 
 
-def rounded_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """What ``--kv-cache-dtype`` rounds K and V to; None: they stay as the model computes them."""
-    return _ROUNDED.get(kv_cache_dtype)
+def quantization_of(model_config: Any, torchao_config: str | None) -> str | None:
+    """How the weights of SGLang's model are quantised, in the checkpoint or when it is loaded; None: they are not."""
+    return model_config.quantization or (f"torchao {torchao_config}" if torchao_config else None)
 
 
 def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelShape:
@@ -214,6 +242,17 @@ def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelSha
         )
     except ValueError as error:
         raise ConfigError(f"--hierarchical-cache hcache cannot use the model {name}: {error}") from None
+
+
+def _loose_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Matrices that a quantisation left beside the parameters of ``module``, as SGLang's for GGUF does.
+
+    Not vectors: those are work space and addresses, which no two starts have in common.
+    """
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                yield f"{path}.{name}", value
 
 
 def _pre_hook(

@@ -11,7 +11,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
-from sglang_hcache.sglang_plugin.model import rounded_dtype, shape_of
+from sglang_hcache.sglang_plugin.model import ROUNDED, quantization_of, shape_of
 from sglang_hcache.sglang_plugin.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
@@ -39,7 +39,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
         (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
         (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
-        (args.torchao_config, "--torchao-config", "quantised weights are not projected yet"),
         (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
         (
             args.enable_torch_compile,
@@ -69,7 +68,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         problems.append(
             f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
         )
-    if args.kv_cache_dtype not in (*_AS_COMPUTED, *_BFLOAT16) and rounded_dtype(args.kv_cache_dtype) is None:
+    if args.kv_cache_dtype not in (*_AS_COMPUTED, *_BFLOAT16, *ROUNDED):
         problems.append(
             f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
             "its values there; use auto, fp8_e4m3 or fp8_e5m2"
@@ -103,7 +102,13 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype} and a model in {model.dtype}: "
             "K and V that are restored would be rounded differently; use auto"
         )
-    kv_dtype = rounded_dtype(server_args.kv_cache_dtype)
+    quantization = quantization_of(model, server_args.torchao_config)
+    if quantization is not None and config.method is PlanKind.HIDDEN:
+        problems.append(
+            f"--hcache-method hidden cannot be used with quantised weights ({quantization}): K and V are not projected "
+            "with them; use auto or kv, which keep K and V as they are"
+        )
+    kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
     if kv_dtype is not None and config.method is PlanKind.HIDDEN:
         problems.append(
             f"--hcache-method hidden cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: K and V that "
@@ -115,7 +120,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     if config.profile is not None:
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
-    row_bytes = sizes.get(config.method, min(sizes.values()))
+    stored = PlanKind.KV if quantization is not None else config.method
+    row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     HostBudget.of(config, layout, largest_pass_of(server_args))
 
@@ -168,7 +174,6 @@ def _model(model: Any) -> list[str]:
         (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
-        (model.quantization is not None, f"quantisation {model.quantization!r}"),
         (bool(getattr(model.hf_config, "dual_chunk_attention_config", None)), "dual chunk attention"),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]

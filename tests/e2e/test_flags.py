@@ -60,6 +60,10 @@ REFUSALS = {
     "hidden states beside fp8": Refusal(
         ["--kv-cache-dtype", "fp8_e4m3", "--hcache-method", "hidden"], ("--hcache-method hidden", "fp8_e4m3")
     ),
+    "hidden states of quantised weights": Refusal(
+        ["--torchao-config", "int8wo", "--hcache-method", "hidden"],
+        ("--hcache-method hidden", "torchao int8wo"),
+    ),
     "disaggregation": Refusal(["--disaggregation-mode", "prefill"], ("--disaggregation-mode",)),
     "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
     "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),

@@ -17,6 +17,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
   ends before the switch is off; then it is really done, however late.
 
 Restores get at least ``_PATIENCE_S`` before they are abandoned, for the machine may be busy with something else.
+``HCACHE_TEST_TORCHAO`` gives torchao the names that SGLang 0.5.17 imports: what it pins has only their successors.
 It also hooks ``ModelRunner.forward`` and a method of weight updates when it is loaded, as plugins for timings do.
 At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
@@ -33,6 +34,13 @@ _SLOW_S = 0.15
 _PATIENCE_S = 30.0
 _RETRY_S = 1.0
 _LET_GO_S = 0.05
+_TORCHAO = {
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "int8_dynamic_activation_int8_weight": "Int8DynamicActivationInt8WeightConfig",
+    "int4_weight_only": "Int4WeightOnlyConfig",
+    "float8_weight_only": "Float8WeightOnlyConfig",
+    "float8_dynamic_activation_float8_weight": "Float8DynamicActivationFloat8WeightConfig",
+}
 _UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -42,6 +50,8 @@ def register():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if "HCACHE_TEST_TORCHAO" in os.environ:
+        _name_torchao_as_sglang_does()
     switches = Path(folder)
     # After SGLang has installed the tier's own hooks, which import the classes that are patched here.
     HookRegistry.register(
@@ -52,6 +62,13 @@ def register():
         HookRegistry.register(
             f"sglang.srt.{name}", lambda original, *a, **k: original(*a, **k), HookType.AROUND
         )
+
+
+def _name_torchao_as_sglang_does():
+    from torchao import quantization
+
+    for name, successor in _TORCHAO.items():
+        setattr(quantization, name, getattr(quantization, successor))
 
 
 def _look_and_patch(switches):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,8 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
 def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
     first, made_with = object(), []
 
     def streams(device: torch.device, others: list[object]) -> DelayedStreams:
@@ -121,15 +124,20 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
 
     monkeypatch.setattr(runner, "stream_that_goes_first", lambda device: first)
     monkeypatch.setattr(runner, "CudaStreams", streams)
-    monkeypatch.setattr(runner.ServedModel, "of", lambda *_: _served(64, 8))
+    described: list[object] = []
+    monkeypatch.setattr(runner.ServedModel, "of", lambda *known: described.append(known) or _served(64, 8))
     decode = SimpleNamespace(backend="full", bs=[1, 4])
+    checkpoint = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_quant_algo="FP8"))
+    config = SimpleNamespace(quantization="modelopt_fp8")
     model_runner = SimpleNamespace(
-        device="cuda", gpu_id=1, forward_stream=object(), model=None, model_config=None,
+        device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config,
         server_args=SimpleNamespace(
-            cuda_graph_config=SimpleNamespace(decode=decode), kv_cache_dtype="auto"
+            cuda_graph_config=SimpleNamespace(decode=decode), kv_cache_dtype="auto", torchao_config=""
         ),
     )  # fmt: skip
+    model_runner.configure_kv_cache_dtype = partial(ModelRunner.configure_kv_cache_dtype, model_runner)
     buffers = runner.device_buffers(model_runner, PlanKind.HIDDEN)
+    assert described == [(checkpoint, config, torch.float8_e4m3fn, "modelopt_fp8")]
     assert model_runner.forward_stream is first
     assert made_with == [(torch.device("cuda", 1), [first])] * 3
     assert buffers is not None

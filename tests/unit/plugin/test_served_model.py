@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.core.layout import Method, PlanKind, StateLayout
 from sglang_hcache.device.attention import Attention
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.sglang_plugin.beside import may_store_hidden
 from sglang_hcache.sglang_plugin.model import ServedModel
 
 
@@ -30,10 +33,10 @@ class Layer(nn.Module):
 @contextmanager
 def changed(tensor: torch.Tensor) -> Iterator[None]:
     """One bit of one value is another."""
-    words = tensor.detach().view(torch.int32).view(-1)
-    words[3] ^= 1
+    words = tensor.detach().view(-1).view(torch.int32)
+    words[0] ^= 1
     yield
-    words[3] ^= 1
+    words[0] ^= 1
 
 
 def model(module: nn.Module) -> ServedModel:
@@ -94,3 +97,65 @@ def test_rounded_kv_is_served_only_where_it_is_rounded_alike() -> None:
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     assert len({namespace(torch.bfloat16), namespace(e4m3), namespace(e5m2), namespace(e4m3, 2.0)}) == 4
     assert namespace(torch.bfloat16) == namespace(torch.bfloat16, 2.0), "nothing is scaled there"
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]eprecat:UserWarning")
+def test_weights_that_a_quantisation_made_count() -> None:
+    """torchao's are parameters made of others; SGLang's for GGUF, plain tensors beside the parameters."""
+    module = Layer()
+    quantize_(module, Int8WeightOnlyConfig())
+    module.linear.packed = torch.ones(8, 8)  # type: ignore[assignment]
+    served = replace(model(module), quantization="int8wo", dtype=torch.float32, kv_dtype=torch.float32)
+    parts, before = served.module.linear.weight.tensor_impl, served.weights()
+    for part in (parts.int_data, parts.scale, module.linear.packed):
+        with changed(part):
+            assert served.weights() != before
+    assert served.weights() == before
+    module.linear.workspace = torch.zeros(4)  # type: ignore[assignment]
+    assert served.weights() == before, "a vector is no weight"
+
+
+def test_quantised_weights_are_served_only_where_they_compute_alike() -> None:
+    def namespace(quantization: str | None) -> bytes:
+        served = replace(
+            model(Layer()), dtype=torch.float32, kv_dtype=torch.float32, quantization=quantization
+        )
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    assert len({namespace(None), namespace("torchao int8wo"), namespace("torchao int8dq")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "quantization", "why"),
+    [
+        (torch.float32, None, None),
+        (torch.float8_e4m3fn, None, "rounded"),
+        (torch.float32, "awq", "quantised (awq)"),
+    ],
+)
+def test_hidden_states_of_plain_weights_and_a_plain_pool_only(
+    kv_dtype: torch.dtype, quantization: str | None, why: str | None
+) -> None:
+    large_kv = ModelShape(
+        name="m",
+        num_layers=1,
+        hidden_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        ffn=FFNKind.PLAIN,
+        ffn_size=8,
+        hidden_dtype_bytes=4,
+        kv_dtype_bytes=4,
+    )
+    served = replace(
+        model(Layer()),
+        shape=large_kv,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        attention=(Attention(Attends(), "attn", heads=1, kv_heads=1, head_dim=8),),
+    )
+    assert (served.why_not_hidden is None) == (why is None) == may_store_hidden(served, PlanKind.AUTO)
+    assert (why or "") in (served.why_not_hidden or "")
+    assert why is None or not list(served.projectors())

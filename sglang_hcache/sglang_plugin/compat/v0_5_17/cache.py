@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
-from sglang_hcache.sglang_plugin.model import ServedModel, rounded_dtype, shape_of
+from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, quantization_of, shape_of
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, ForwardModel, SchedulerView
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class HCacheRadixCache(RadixCache):
         super().__init__(context.params)
         self._runner = context.tp_worker.model_runner
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        kv_dtype = rounded_dtype(context.server_args.kv_cache_dtype) or context.model_config.dtype
-        _check_pools(pool, self.req_to_token_pool, shape_of(context.model_config), kv_dtype)
+        kv_dtypes = (context.model_config.dtype, *ROUNDED.values())
+        _check_pools(pool, self.req_to_token_pool, shape_of(context.model_config), kv_dtypes)
         self._pool = DevicePool(pool)
         self._server_args = context.server_args
         self._model_config = context.model_config
@@ -102,9 +102,11 @@ class HCacheRadixCache(RadixCache):
             beside=self._runner.hcache_buffers,
         )
         config = config_of(self._server_args)
-        backend = str(self._server_args.attention_backend)
-        machine = machine_name(device_name(self._runner.device, self._runner.gpu_id), backend, config.dirs)
-        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype)
+        quantization = quantization_of(self._model_config, self._server_args.torchao_config)
+        computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), quantization)))
+        device_is = device_name(self._runner.device, self._runner.gpu_id)
+        machine = machine_name(device_is, computes_by, config.dirs)
+        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization)
         self._bridge = assemble(config, model, device, machine)
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
@@ -245,7 +247,7 @@ class HCacheRadixCache(RadixCache):
         self.bridge.close()
 
 
-def _check_pools(pool: Any, table: Any, shape: ModelShape, dtype: torch.dtype) -> None:
+def _check_pools(pool: Any, table: Any, shape: ModelShape, dtypes: Sequence[torch.dtype]) -> None:
     """Refuse a model whose state is not K and V of each token, in slots of a pool that we know.
 
     Where it is, a restored prefix is to SGLang what a prefix in its own radix cache is: slots with the same bytes.
@@ -258,8 +260,8 @@ def _check_pools(pool: Any, table: Any, shape: ModelShape, dtype: torch.dtype) -
         found = f"its KV pool is a {type(pool).__name__}, not a plain MHATokenToKVPool"
     elif type(table) is not ReqToTokenPool:
         found = f"its requests keep more than K and V ({type(table).__name__})"
-    elif pool.dtype is not dtype:
-        found = f"its KV pool keeps {pool.dtype}, not {dtype}"
+    elif pool.dtype not in dtypes:
+        found = f"its KV pool keeps {pool.dtype}, not {' or '.join(map(str, dtypes))}"
     elif (pool.start_layer, pool.layer_num) != (0, shape.num_layers):
         found = f"{pool.layer_num} of its {shape.num_layers} layers keep K and V"
     elif (pool.head_num, pool.head_dim, pool.v_head_dim) != (shape.num_kv_heads, *(shape.head_size,) * 2):

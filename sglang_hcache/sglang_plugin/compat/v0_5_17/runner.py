@@ -13,7 +13,7 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
-from sglang_hcache.sglang_plugin.model import ServedModel, rounded_dtype
+from sglang_hcache.sglang_plugin.model import ServedModel, quantization_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     device = torch.device(runner.device, runner.gpu_id)
     runner.forward_stream = stream_that_goes_first(device)
     streams = partial(CudaStreams, device, [runner.forward_stream])
-    model = ServedModel.of(
-        runner.model, runner.model_config, rounded_dtype(runner.server_args.kv_cache_dtype)
-    )
-    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(runner.server_args))
+    server_args, config = runner.server_args, runner.model_config
+    runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
+    quantization = quantization_of(config, server_args.torchao_config)
+    model = ServedModel.of(runner.model, config, runner.kv_cache_dtype, quantization)
+    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args))
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers
 
