@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.plan_model import PlannedModel
     from sglang_hcache.cli.plan_report import PlanReport
     from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
-    from sglang_hcache.plan.shapes import ModelShape
 
 Model = Annotated[
     str,
@@ -69,6 +68,10 @@ DtypeName = Annotated[
         help="float32, float16 or bfloat16. Default: as SGLang, what MODEL names, but 16 bits where that is float32."
     ),
 ]
+KVCacheDtypeName = Annotated[
+    str,
+    typer.Option(help="As SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Picture = Annotated[
     Path | None,
@@ -86,6 +89,7 @@ def plan(
     method: MethodName = "auto",
     buffers: Buffers = None,
     dtype: DtypeName = "",
+    kv_cache_dtype: KVCacheDtypeName = "auto",
     as_json: AsJson = False,
     png: Picture = None,
 ) -> None:
@@ -102,13 +106,21 @@ def plan(
     This predicts and changes nothing. The last lines say what a server with `--hcache-method auto` does with these
     costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
     recomputes as many first layers as is fastest then. docs/planner.md explains the model and its limits.
+
+    With quantised weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`) a server
+    stores K and V alone, and so do the plans.
     """
     from sglang_hcache.cli.plan_report import make_report
+    from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
     _check_positive(tokens=tokens, io_gbps=io_gbps, tflops=tflops, buffers=buffers)
-    costs = _profile(model, dtype, io_gbps, tflops, profile)
-    report = make_report(costs, _tier(costs, tier), tokens, kind, buffers)
+    planned = _model(model, dtype, kv_cache_dtype)
+    costs = _profile(planned, io_gbps, tflops, profile)
+    why_not_hidden = None if planned is None else planned.why_not_hidden
+    if kind is PlanKind.HIDDEN and why_not_hidden is not None:
+        raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
+    report = make_report(costs, _tier(costs, tier), tokens, kind, buffers, why_not_hidden)
     if png is not None:
         _draw(png, report)
     if as_json:
@@ -134,21 +146,34 @@ def _check_positive(**values: float | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a number above 0")
 
 
+def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:
+    """None: no MODEL was given."""
+    from sglang_hcache.cli.plan_model import PlannedModel
+
+    if model:
+        return PlannedModel.of(model, dtype, kv_cache_dtype)
+    for flag, value in (("--dtype", dtype), ("--kv-cache-dtype", kv_cache_dtype)):
+        if value not in ("", "auto"):
+            raise ConfigError(f"{flag}: {value} needs a MODEL; a profile names its dtypes itself")
+    return None
+
+
 def _profile(
-    model: str, dtype: str, io_gbps: float | None, tflops: float | None, path: Path | None
+    model: PlannedModel | None, io_gbps: float | None, tflops: float | None, path: Path | None
 ) -> Profile:
     """Measured costs from the file, or costs counted from two rates.
 
     Raises:
-        ConfigError: neither or both ways given, a wrong MODEL or file, or a profile of another model.
+        ConfigError: neither or both ways given, no MODEL, a wrong file, or a profile of another model.
     """
+    from sglang_hcache.cli.plan_model import NAMES
     from sglang_hcache.plan.costs import Hardware
     from sglang_hcache.plan.profile import analytic_profile
 
     if path is not None:
         if io_gbps is not None or tflops is not None:
             raise ConfigError("--profile: it takes the place of --io-gbps and --tflops; leave them out")
-        return _measured(path, model, dtype)
+        return _measured(path, model)
     if io_gbps is None or tflops is None:
         missing = " and ".join(
             flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
@@ -157,62 +182,24 @@ def _profile(
             f"{missing} missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b --io-gbps 26 "
             "--tflops 197`, or --profile FILE"
         )
-    if not model:
-        raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {_names()}")
+    if model is None:
+        raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {NAMES}")
     hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)
     machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
-    return analytic_profile(_shape(model, dtype), hardware, tier="disk", machine=machine)
+    projects = model.why_not_hidden is None
+    return analytic_profile(model.shape, hardware, tier="disk", machine=machine, projects=projects)
 
 
-def _measured(path: Path, model: str, dtype: str) -> Profile:
+def _measured(path: Path, model: PlannedModel | None) -> Profile:
     from sglang_hcache.plan.profile import Profile
 
     found = Profile.read(path, "--profile")
-    if not model and dtype:
-        raise ConfigError(f"--dtype: {dtype} needs a MODEL; a profile names its dtype itself")
-    if model and not found.is_of(_shape(model, dtype)):
+    if model is not None and not found.is_of(model.shape):
         raise ConfigError(
-            f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model}; leave MODEL out"
+            f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model.shape.name}; leave "
+            "MODEL out"
         )
     return found
-
-
-def _shape(model: str, dtype: str) -> ModelShape:
-    """The model meant; a name wins over a folder of that name.
-
-    Raises:
-        ConfigError: not a name, and no readable configuration of a model that we know.
-    """
-    from sglang_hcache.plan.shapes import DTYPE_BYTES, NAMED_SHAPES, ModelShape
-
-    if dtype and dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype: {dtype!r} is not allowed; allowed: {', '.join(DTYPE_BYTES)}")
-    if model in NAMED_SHAPES:
-        shape = NAMED_SHAPES[model]
-        return shape.with_dtype(dtype) if dtype else shape
-    path = given_path("MODEL", model)
-    if not path.exists():
-        raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {_names()}")
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        return ModelShape.from_config(_read_object(file), path.name, dtype or None)
-    except OSError as error:
-        raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"MODEL: {file}: {error}") from None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError("it must hold a JSON object")
-    return config
-
-
-def _names() -> str:
-    from sglang_hcache.plan.shapes import NAMED_SHAPES
-
-    return ", ".join(NAMED_SHAPES)
 
 
 def _tier(profile: Profile, tier: str) -> str:

@@ -63,6 +63,8 @@ class PlanReport:
     pays_from_tokens: int | None
     paper_split: Split | None
     """[HCache §4.1.2]'s closed form; None where it does not apply."""
+    why_not_hidden: str | None = None
+    """Why no plan has hidden states; None: some may have them."""
 
     @property
     def plan(self) -> Plan:
@@ -86,6 +88,7 @@ class PlanReport:
             "tokens": self.num_tokens,
             "method": str(self.kind),
             "buffers": self.buffers,
+            "why_not_hidden": self.why_not_hidden,
             "layers": _counts(self.plan.split),
             "layer_ranges": [
                 {"first": first, "last": last, "method": str(method)}
@@ -130,11 +133,14 @@ class PlanReport:
             f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {heads}, "
             f"{shape.hidden_dtype_bytes} bytes a value"
         )
+        if shape.kv_dtype_bytes != shape.hidden_dtype_bytes:
+            title += f", {shape.kv_dtype_bytes} of K and V"
         history = f"A history of {counted(self.num_tokens, 'token')}; {self.profile.machine}."
         return [
             Text(title, "bold"),
             Text(history),
             *self._range_note(),
+            *([] if self.why_not_hidden is None else [Text(f"No hidden states: {self.why_not_hidden}.")]),
             Text(""),
             self._table(),
             Text(""),
@@ -223,19 +229,29 @@ class PlanReport:
 
 
 def make_report(
-    profile: Profile, tier: str, num_tokens: int, kind: PlanKind, buffers: int | None
+    profile: Profile,
+    tier: str,
+    num_tokens: int,
+    kind: PlanKind,
+    buffers: int | None,
+    why_not_hidden: str | None = None,
 ) -> PlanReport:
-    """Plan all kinds for ``num_tokens`` tokens in ``tier``; show the one of ``kind`` in full."""
+    """Plan all kinds for ``num_tokens`` tokens in ``tier``; show the one of ``kind`` in full.
+
+    Args:
+        why_not_hidden: given where hidden states are not used; then ``profile`` must make them expensive.
+    """
     num_layers = profile.model.num_layers
 
     def costs_of(length: int) -> LayerCosts:
         return profile.costs({tier: length})
 
     costs = costs_of(num_tokens)
-    plans = {each: search(costs, num_layers, each, buffers=buffers) for each in PlanKind}
+    kinds = [each for each in PlanKind if each is not PlanKind.HIDDEN or why_not_hidden is None]
+    plans = {each: search(costs, num_layers, each, buffers=buffers) for each in kinds}
     stored = plan_stored(costs, num_layers, kind)
     try:
-        paper_split = closed_form(costs, num_layers)
+        paper_split = closed_form(costs, num_layers) if why_not_hidden is None else None
     except ValueError:  # K and V are no larger than hidden states
         paper_split = None
     return PlanReport(
@@ -254,6 +270,7 @@ def make_report(
             buffers=buffers,
         ),
         paper_split=paper_split,
+        why_not_hidden=why_not_hidden,
     )
 
 

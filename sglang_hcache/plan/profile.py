@@ -196,14 +196,24 @@ class Profile:
 
 
 def analytic_profile(
-    shape: ModelShape, hardware: Hardware, tier: str = "disk", machine: str = "analytic"
+    shape: ModelShape,
+    hardware: Hardware,
+    tier: str = "disk",
+    machine: str = "analytic",
+    *,
+    projects: bool = True,
 ) -> Profile:
     """A profile that is counted, not measured: the formulas of [HCache §3.2] as curves.
 
     Every method also writes K and V into the pool, which the paper leaves out.
+
+    Args:
+        projects: whether K and V are projected from hidden states. Where they are not, that costs as much as running
+            all layers, so no plan but the one of hidden states alone has it: as in a profile that is measured there.
     """
     write_s = shape.kv_row_bytes / hardware.kv_write_bytes_per_s
     linear_flops = recompute_flops(shape, 1, 0, factor=0.0)
+    hidden_flops = projection_flops(shape, 1) if projects else shape.num_layers * linear_flops
     return Profile(
         source=ProfileSource.ANALYTIC,
         model=shape,
@@ -215,7 +225,7 @@ def analytic_profile(
             )
         },
         compute=ComputeCurves(
-            hidden=CostCurve(per_token_s=projection_flops(shape, 1) / hardware.flops + write_s),
+            hidden=CostCurve(per_token_s=hidden_flops / hardware.flops + write_s),
             kv=CostCurve(per_token_s=write_s),
             recompute=CostCurve(
                 per_token_s=linear_flops / hardware.flops + write_s,

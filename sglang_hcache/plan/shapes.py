@@ -98,6 +98,10 @@ class ModelShape:
         """Bytes of one token's K and V together in one layer."""
         return 2 * self.kv_size * self.kv_dtype_bytes
 
+    def with_fp8_cache(self) -> ModelShape:
+        """The same model with K and V of one byte a value, in the pool and in a tier."""
+        return replace(self, kv_dtype_bytes=1)
+
     def with_dtype(self, dtype: str) -> ModelShape:
         """The same model with hidden states, K and V of ``dtype``, a key of :data:`DTYPE_BYTES`.
 

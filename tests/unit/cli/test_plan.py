@@ -170,6 +170,36 @@ def test_model_folder_and_file(plan_json, tmp_path):
     assert plan_json(tmp_path, *RATES, "--dtype", "float32")["kv_bytes_per_token"] == 8 * 2 * 512 * 4
 
 
+def test_quantised_weights_have_no_hidden_states(plan, plan_json, tmp_path):
+    """As many KV heads as heads: hidden states would be half as large as K and V, and the best plan has them."""
+    (tmp_path / "config.json").write_text(config())
+    assert plan_json(tmp_path, *RATES)["layers"]["hidden"]
+    (tmp_path / "config.json").write_text(config(quantization_config={"quant_method": "fp8"}))
+    data = plan_json(tmp_path, *RATES)
+    assert data["why_not_hidden"] == "weights are quantised"
+    assert data["predicted_ms"].keys() == {"hcache", "kv", "hybrid", "recompute"}
+    assert data["predicted_ms"]["hcache"] == data["predicted_ms"]["hybrid"]
+    assert (
+        data["layers"]["hidden"]
+        == data["stored"]["layers"]["hidden"]
+        == data["server"]["stored"]["hidden"]
+        == 0
+    )
+    assert data["closed_form"] is None
+    assert "No hidden states: weights are quantised." in plan(tmp_path, *RATES)[1]
+
+
+def test_an_fp8_cache_has_half_the_bytes_and_no_hidden_states(plan, plan_json, tmp_path):
+    plain, fp8 = (plan_json("llama3-8b", *RATES, *flag) for flag in ((), ("--kv-cache-dtype", "fp8_e4m3")))
+    assert 2 * fp8["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    assert fp8["why_not_hidden"] == "K and V are fp8_e4m3"
+    assert plan_json("llama2-7b", *RATES, "--kv-cache-dtype", "fp8_e5m2")["stored"]["layers"]["hidden"] == 0
+    assert "2 bytes a value, 1 of K and V" in plan("llama3-8b", *RATES, "--kv-cache-dtype", "fp8_e4m3")[1]
+    plain_profile = write_profile(tmp_path / "profile.json", "llama3-8b")
+    status, _, err = plan("llama3-8b", "--profile", plain_profile, "--kv-cache-dtype", "fp8_e4m3")
+    assert (status, "whose sizes are not those of" in err) == (2, True)
+
+
 def write_profile(path, name="llama2-7b", with_host=False, token_range=None):
     made = analytic_profile(NAMED_SHAPES[name], Hardware(flops=197e12, io_bytes_per_s=25e9))
     tiers = dict(made.tiers)
@@ -238,6 +268,18 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         (["llama2-7b", "--io-gbps", "1", "--tflops", "-1"], "--tflops: -1.0 is not allowed"),
         (["llama2-7b", *RATES, "--buffers", "0"], "--buffers: 0 is not allowed"),
         (["llama2-7b", *RATES, "--dtype", "int8"], "--dtype: 'int8' is not allowed; allowed: float32"),
+        (
+            ["llama2-7b", *RATES, "--kv-cache-dtype", "fp4"],
+            "--kv-cache-dtype: 'fp4' is not allowed; allowed: auto,",
+        ),
+        (
+            ["llama2-7b", *RATES, "--kv-cache-dtype", "fp8_e4m3", "--method", "hidden"],
+            "--method: hidden is not allowed here: K and V are fp8_e4m3; use auto or kv",
+        ),
+        (
+            ["--profile", "{dir}/profile.json", "--kv-cache-dtype", "fp8_e4m3"],
+            "--kv-cache-dtype: fp8_e4m3 needs a",
+        ),
         (["llama2-7b", *RATES, "--tier", "host"], "--tier: 'host' is not in the profile; it has disk"),
         (
             ["llama2-7b", *RATES, "--method", "fast"],

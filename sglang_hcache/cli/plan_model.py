@@ -1,0 +1,66 @@
+"""The model that ``hcache plan`` plans for, and how it is served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hcache.cli.paths import given_path
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.plan.shapes import DTYPE_BYTES, NAMED_SHAPES, ModelShape
+
+NAMES = ", ".join(NAMED_SHAPES)
+_KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """Its sizes, and what a server of it leaves out."""
+
+    shape: ModelShape
+    why_not_hidden: str | None
+    """Why no hidden states are stored; None: they may be."""
+
+    @classmethod
+    def of(cls, model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel:
+        """The values of MODEL, ``--dtype`` and ``--kv-cache-dtype``; a name wins over a folder of that name.
+
+        Raises:
+            ConfigError: not a name, and no readable configuration of a model that we know; or a wrong dtype.
+        """
+        _check("--dtype", dtype, ("", *DTYPE_BYTES))
+        _check("--kv-cache-dtype", kv_cache_dtype, _KV_CACHE_DTYPES)
+        why_not_hidden = None
+        if model in NAMED_SHAPES:
+            shape = NAMED_SHAPES[model].with_dtype(dtype) if dtype else NAMED_SHAPES[model]
+        else:
+            shape, is_quantised = _read(model, dtype)
+            why_not_hidden = "weights are quantised" if is_quantised else None
+        if kv_cache_dtype != "auto":
+            shape, why_not_hidden = shape.with_fp8_cache(), f"K and V are {kv_cache_dtype}"
+        return cls(shape, why_not_hidden)
+
+
+def _check(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag}: {value!r} is not allowed; allowed: {', '.join(filter(None, allowed))}")
+
+
+def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:
+    """Sizes in a folder or file, and whether the weights there are quantised."""
+    path = given_path("MODEL", model)
+    if not path.exists():
+        raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {NAMES}")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it must hold a JSON object")
+        return ModelShape.from_config(config, path.name, dtype or None), bool(
+            config.get("quantization_config")
+        )
+    except OSError as error:
+        raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {file}: {error}") from None
