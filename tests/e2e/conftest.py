@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sglang_hcache.cli import server_process
 from sglang_hcache.cli.tiny_model import FAMILIES, TinyModel, write_tiny_model
+from tests.e2e.forked_servers import ForkServer
 from tests.e2e.harness import PLUGINS, TierServer
 from tests.patched_sglang import installed_sglang
 
@@ -29,6 +33,18 @@ def faster_imports() -> Iterator[None]:
         patch.setenv("PYTHONPATH", str(PLUGINS), prepend=os.pathsep)
         patch.setenv("HCACHE_TEST_FORK", "1")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """Servers that tests start themselves: see ``forked_servers.py``."""
+    server = ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            server_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": server.popen})
+        )
+        yield
+    server.close()
 
 
 @pytest.fixture(scope="module")
