@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,16 @@ class TierServer:
         self.process.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._say_how_it_is()
         self.process.kill()
         self._client.close()
+
+    def _say_how_it_is(self) -> None:
+        """For whoever reads of a test that failed."""
+        with suppress(Exception):  # it may be what the test failed for
+            print(f"the tier's state: {json.dumps(self.state())}")
 
     # -- requests --------------------------------------------------------------------------------
 

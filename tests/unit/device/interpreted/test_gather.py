@@ -24,11 +24,17 @@ class Pool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (1, 80), (40, 128)])
+def test_any_row(dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    check(dtype, heads, head_dim, 1, 2, 7)
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, LAYERS), (1, 2), (3, 1)])
 @pytest.mark.parametrize("rows", [1, 7, 0])
-def test_layers_at_once(
-    dtype: torch.dtype, heads: int, head_dim: int, first: int, count: int, rows: int
-) -> None:
+def test_layers_at_once(first: int, count: int, rows: int) -> None:
+    check(torch.bfloat16, 3, 64, first, count, rows)
+
+
+def check(dtype: torch.dtype, heads: int, head_dim: int, first: int, count: int, rows: int) -> None:
     pool = Pool(dtype, heads, head_dim)
     slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(rows))[:rows]
     expected = torch.full((count, rows, 2 * heads * head_dim), UNTOUCHED, dtype=dtype)
