@@ -225,6 +225,7 @@ class Fio:
         """
         command = [
             *("fio", "--name=store-io", "--output-format=json", "--direct=1", "--invalidate=0"),
+            "--thread",  # one process: where it is killed, nothing of it stays behind
             *(f"--ioengine={self.io_engine}", f"--rw={load.pattern}", f"--bs={load.block_bytes}"),
             *(f"--iodepth={load.depth}", f"--io_size={load.num_ops * load.block_bytes}"),
             *("--filename=" + ":".join(map(str, files)), "--file_service_type=sequential"),

@@ -49,6 +49,8 @@ def end_early(
     assert is_sent, text[-4000:]
     assert process.wait() == 128 + number, text[-4000:]
     assert not any(child.is_running() for child in children)
+    commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(folder) in " ".join(command)], "also no orphan"
     assert [path.name for path in folder.iterdir()] == ["out"]
     return json.loads((folder / "out" / f"{program}.json").read_text()), text[text.rindex(f"{program}: ") :]
 
