@@ -128,6 +128,7 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
                 pieces = score(server, prompt, extra_key=f"pieces-{warm}-{seed}")
                 assert pieces.device == warm
                 among_themselves.append(largest_difference(pieces, whole))
+            server.settle()  # staging has room for two passes of 512 tokens: on a busy machine that is soon too little
             server.ask(prompt, tokens=1)
             server.to_tiers()
             restored = score(server, prompt)
