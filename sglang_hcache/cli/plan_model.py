@@ -57,10 +57,9 @@ def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it must hold a JSON object")
-        return ModelShape.from_config(config, path.name, dtype or None), bool(
-            config.get("quantization_config")
-        )
+        shape = ModelShape.from_config(config, path.name, dtype or None)
     except OSError as error:
         raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"MODEL: {file}: {error}") from None
+    return shape, bool(config.get("quantization_config"))

@@ -218,6 +218,12 @@ def random_prompt(seed: int, length: int, vocabulary: int = 290) -> list[int]:
     return random.Random(seed).choices(range(10, vocabulary), k=length)
 
 
+def assert_same_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tokens: int) -> None:
+    """K and V of the first ``tokens`` tokens of two probes have the same bits."""
+    for name in ("k", "v"):
+        assert torch.equal(found[name][:, :tokens], expected[name][:, :tokens])
+
+
 def largest_difference(one: Answer, other: Answer) -> float:
     """Largest difference of logprobs; infinite where the tokens differ."""
     if one.tokens != other.tokens:

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.harness import TierServer, largest_difference, random_prompt
+from tests.e2e.harness import TierServer, assert_same_bytes, largest_difference, random_prompt
 
 WHOLE = 896  # of 900 tokens, in whole chunks
-
-
-def assert_same_bytes(server: TierServer, one: str, other: str) -> None:
-    left, right = server.probe(one), server.probe(other)
-    for name in ("k", "v"):
-        assert left[name].dtype is torch.uint8
-        assert torch.equal(left[name][:, :WHOLE], right[name][:, :WHOLE])
 
 
 def test_an_fp8_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -31,10 +24,12 @@ def test_an_fp8_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with TierServer(tmp_path, arguments) as server:
         assert set(server.state()["layers"]) == {"kv"}
         computed = server.ask(prompt, rid="probe-computed")
+        expected = server.probe("computed")
+        assert {each.dtype for each in expected.values()} == {torch.uint8}
         server.to_tiers()
         restored = server.ask(prompt, rid="probe-restored")
         assert (restored.device, restored.restored) == (0, WHOLE)
-        assert_same_bytes(server, "computed", "restored")
+        assert_same_bytes(server.probe("restored"), expected, WHOLE)
         assert restored.tokens == computed.tokens
         # Four tokens of the prompt are computed in another pass, and what is rounded there may fall to the other side.
         assert largest_difference(restored, computed) <= 0.05
@@ -43,5 +38,5 @@ def test_an_fp8_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
             wrong = server.ask(prompt, rid="probe-wrong")
         assert wrong.restored == WHOLE
         with pytest.raises(AssertionError):
-            assert_same_bytes(server, "computed", "wrong")
+            assert_same_bytes(server.probe("wrong"), expected, WHOLE)
         server.assert_nothing_left()

@@ -9,15 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.harness import TierServer, random_prompt
+from tests.e2e.harness import TierServer, assert_same_bytes, random_prompt
 
 WHOLE = 896  # of 900 tokens, in whole chunks
-
-
-def assert_same(server: TierServer, one: str, expected: dict[str, torch.Tensor]) -> None:
-    found = server.probe(one)
-    for name in ("k", "v"):
-        assert torch.equal(found[name][:, :WHOLE], expected[name][:, :WHOLE])
 
 
 def values_of_the_first_layer(model: Path, prompt: list[int]) -> torch.Tensor:
@@ -57,16 +51,16 @@ def test_quantised_weights(
         restored = server.ask(prompt, rid="probe-restored")
         assert (restored.device, restored.restored) == (0, WHOLE)
         assert restored.tokens == computed.tokens
-        assert_same(server, "restored", expected)
+        assert_same_bytes(server.probe("restored"), expected, WHOLE)
         server.flush_device()
         with server.switched_on("corrupt_restored_key"):
             server.ask(prompt, rid="probe-wrong")
         with pytest.raises(AssertionError):
-            assert_same(server, "wrong", expected)
+            assert_same_bytes(server.probe("wrong"), expected, WHOLE)
         server.assert_nothing_left()
         server.process.stop()
     with TierServer(tmp_path / "second", arguments) as server:
         again = server.ask(prompt, rid="probe-again")
         assert (again.device, again.disk) == (0, WHOLE)
         assert again.tokens == computed.tokens
-        assert_same(server, "again", expected)
+        assert_same_bytes(server.probe("again"), expected, WHOLE)
