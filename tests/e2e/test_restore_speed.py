@@ -1,8 +1,7 @@
-"""The planner keeps its word: on a slow disk, what it chooses is as fast as the best method, and as predicted.
+"""The planner's choice on slow disks, by ``benchmarks/restore_speed.py``: the disks are as slow as the store limits them.
 
-Times are compared within one run of the benchmark, on a disk whose speed the store itself limits. A machine that does
-something else meanwhile spoils them: then the run is repeated. By default only what no machine explains is an error;
-``--exact-times``, on a quiet machine, holds the planner to 5 % and its predictions to 20 %.
+What load on the machine cannot spoil is tested always; how long it takes only with ``--exact-times``, on a machine that
+does nothing else: ``auto`` as fast as the best single method within 5 %, every method as predicted within 20 %.
 """
 
 from __future__ import annotations
@@ -10,68 +9,74 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "restore_speed.py"
-LIMITS = ("disk:50MB", "disk:200MB")
+LIMITS = {"disk:50MB": 50e6, "disk:200MB": 200e6}
+LENGTH, LAYERS, HIDDEN = 1984, 8, 256
+HIDDEN_BYTES = LENGTH * LAYERS * HIDDEN * 4
+SLOWER, MISPREDICTED = 1.05, 1.2
 ATTEMPTS = 3
 
-
-@dataclass(frozen=True)
-class Tolerance:
-    slower: float
-    """Than the best method, a factor."""
-    mispredicted: float
-    """A factor, either way."""
+Rows = dict[str, dict[str, Any]]
+"""What was measured on one disk, by the way of bringing tokens back."""
 
 
-EXACT, COARSE = Tolerance(1.05, 1.2), Tolerance(1.5, 2.5)
+def test_auto_takes_what_is_predicted_to_be_fastest(tmp_path: Path) -> None:
+    for tier, rows in measured(tmp_path, rounds=1).items():
+        predicted = {name: row["predicted_s"] for name, row in rows.items() if row["predicted_s"] is not None}
+        assert {"kv", "hidden", "auto"} <= set(predicted)
+        # The same plan is priced twice, as what is asked for and as what is chosen.
+        assert predicted["auto"] <= min(predicted.values()) * (1 + 1e-9), (tier, predicted)
+        # A busy machine takes longer; nothing is faster than the disk may be.
+        assert rows["hidden"]["seconds"] > 0.9 * HIDDEN_BYTES / LIMITS[tier]
+        assert rows["kv"]["seconds"] > 0.9 * 2 * HIDDEN_BYTES / LIMITS[tier]
 
 
-def test_auto_is_never_slower_than_the_best_method_and_as_fast_as_predicted(
-    tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    tolerance = EXACT if pytestconfig.getoption("--exact-times") else COARSE
+@pytest.mark.exact_times
+def test_auto_is_never_slower_than_the_best_method_and_as_fast_as_predicted(tmp_path: Path) -> None:
     for attempt in range(ATTEMPTS):
-        found = complaints(run(tmp_path / str(attempt)), tolerance)
+        found = [
+            complaint
+            for tier, rows in measured(tmp_path / str(attempt), rounds=3).items()
+            for complaint in complaints(tier, rows)
+        ]
         print("\n".join(found))
         if not found:
             return
     raise AssertionError("\n".join(found))
 
 
-def run(folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
+def measured(folder: Path, *, rounds: int) -> dict[str, Rows]:
+    """What one run of the benchmark measured, by tier."""
+    folder.mkdir(exist_ok=True)
     command = [
         *(sys.executable, str(BENCHMARK), "--json", "--dir", str(folder), "--tiers", ",".join(LIMITS)),
-        *("--layers", "8", "--hidden", "256", "--heads", "4", "--dtype", "float32"),
-        *("--lengths", "1984", "--rounds", "3"),
+        *("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--heads", "4", "--dtype", "float32"),
+        *("--lengths", str(LENGTH), "--rounds", str(rounds)),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    rows: list[dict[str, Any]] = json.loads(result.stdout[result.stdout.index("{\n") :])["rows"]
-    assert {row["tier"] for row in rows} == set(LIMITS)
-    return rows
+    tiers: dict[str, Rows] = {tier: {} for tier in LIMITS}
+    for row in json.loads(result.stdout[result.stdout.index("{\n") :])["rows"]:
+        tiers[row["tier"]][row["variant"]] = row
+    return tiers
 
 
-def complaints(rows: list[dict[str, Any]], tolerance: Tolerance) -> list[str]:
+def complaints(tier: str, rows: Rows) -> list[str]:
     found = []
-    for tier in LIMITS:
-        of_tier = {row["variant"]: row for row in rows if row["tier"] == tier}
-        assert of_tier.pop("ideal")["seconds"] > 0  # not a way to bring anything back
-        seconds = {name: row["seconds"] for name, row in of_tier.items()}
-        others = {name: taken for name, taken in seconds.items() if name != "auto"}
-        best = min(others, key=others.__getitem__)
-        if seconds["auto"] > tolerance.slower * others[best]:
-            found.append(f"{tier}: auto {seconds['auto']:.4f} s, {best} {others[best]:.4f} s")
-        for name, row in of_tier.items():
-            if name == "recompute" or (name == "auto" and seconds["recompute"] == others[best]):
-                continue  # where recomputing is best, auto declines, whatever a restore would take
-            surprise = seconds[name] / row["predicted_s"]
-            if not 1 / tolerance.mispredicted <= surprise <= tolerance.mispredicted:
-                found.append(f"{tier}: {name} {seconds[name]:.4f} s, predicted {row['predicted_s']:.4f} s")
+    seconds = {name: row["seconds"] for name, row in rows.items() if name != "ideal"}  # ideal restores nothing
+    others = {name: taken for name, taken in seconds.items() if name != "auto"}
+    best = min(others, key=others.__getitem__)
+    if seconds["auto"] > SLOWER * others[best]:
+        found.append(f"{tier}: auto {seconds['auto']:.4f} s, {best} {others[best]:.4f} s")
+    for name, taken in seconds.items():
+        if name == "recompute" or (name == "auto" and best == "recompute"):
+            continue  # where recomputing is best, auto declines, whatever a restore would take
+        predicted = rows[name]["predicted_s"]
+        if not 1 / MISPREDICTED <= taken / predicted <= MISPREDICTED:
+            found.append(f"{tier}: {name} {taken:.4f} s, predicted {predicted:.4f} s")
     return found
