@@ -1,4 +1,4 @@
-"""The planner's choice on slow disks, by ``benchmarks/restore_speed.py``: the disks are as slow as the store limits them.
+"""The planner's choice on slow disks, by ``benchmarks/restore_speed.py``; the store limits the disks' speed.
 
 What load on the machine cannot spoil is tested always; how long it takes only with ``--exact-times``, on a machine that
 does nothing else: ``auto`` as fast as the best single method within 5 %, every method as predicted within 20 %.
@@ -68,7 +68,8 @@ def measured(folder: Path, *, rounds: int) -> dict[str, Rows]:
 
 def complaints(tier: str, rows: Rows) -> list[str]:
     found = []
-    seconds = {name: row["seconds"] for name, row in rows.items() if name != "ideal"}  # ideal restores nothing
+    seconds = {name: row["seconds"] for name, row in rows.items()}
+    del seconds["ideal"]  # restores nothing
     others = {name: taken for name, taken in seconds.items() if name != "auto"}
     best = min(others, key=others.__getitem__)
     if seconds["auto"] > SLOWER * others[best]:

@@ -159,7 +159,7 @@ def test_letting_go_of_a_lease_does_not_wait_for_a_close_that_hangs(
 
     def hang(number: int) -> None:
         if number == fd:
-            go.wait(10)
+            go.wait(60)
         close(number)
 
     monkeypatch.setattr(engine.os, "close", hang)
@@ -168,7 +168,7 @@ def test_letting_go_of_a_lease_does_not_wait_for_a_close_that_hangs(
         lease.close()
         store.touch(keys)
         store.lease(keys).close()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
     finally:
         go.set()
     wait_until(lambda: not os.path.exists(f"/proc/self/fd/{fd}"))

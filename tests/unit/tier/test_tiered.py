@@ -144,12 +144,14 @@ def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(tmp_path:
 
 def test_a_disk_that_hangs_does_not_hold_up_every_chunk(tiers: TieredStore) -> None:
     assert tiers.disk is not None
-    tiers.disk.write_run = lambda *_: time.sleep(1.5)  # type: ignore[method-assign, assignment]
+    go = threading.Event()
+    tiers.disk.write_run = lambda *_: go.wait(60)  # type: ignore[method-assign, assignment]
     for name in range(1, 9):
         put(tiers, name)
     began = time.monotonic()
-    assert [tiers.reserve() for _ in range(5)] == [None] * 5
-    assert time.monotonic() - began < 1.2
+    assert [tiers.reserve() for _ in range(40)] == [None] * 40
+    assert time.monotonic() - began < 10  # each would wait for half a second, but that the first told
+    go.set()
 
 
 def test_a_chunk_is_not_written_twice(tiers: TieredStore) -> None:
