@@ -21,7 +21,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A model folder, its config.json, or a name such as llama2-7b. A profile names its model itself.",
+        help=f"A model folder, its config.json, or one of {NAMES}. A profile names its model itself.",
         show_default=False,
     ),
 ]

@@ -337,9 +337,9 @@ def test_picture_without_matplotlib(plan, monkeypatch, tmp_path):
     assert err == f"hcache: error: --png: {expected}\n"
 
 
-def test_the_readme_shows_what_is_printed(plan):
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    command_line, _, shown = readme.partition("$ hcache plan ")[2].partition("```")[0].partition("\n")
+def test_the_page_shows_what_is_printed(plan):
+    page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
+    command_line, _, shown = page.partition("$ hcache plan ")[2].partition("```")[0].partition("\n")
     _, out, _ = plan(*command_line.split())
     assert [line.rstrip() for line in out.splitlines()] == shown.splitlines()
 
