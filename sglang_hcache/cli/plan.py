@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sglang_hcache.cli.plan_model import NAMES
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -166,7 +167,6 @@ def _profile(
     Raises:
         ConfigError: neither or both ways given, no MODEL, a wrong file, or a profile of another model.
     """
-    from sglang_hcache.cli.plan_model import NAMES
     from sglang_hcache.plan.costs import Hardware
     from sglang_hcache.plan.profile import analytic_profile
 
