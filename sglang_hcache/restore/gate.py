@@ -139,12 +139,22 @@ class RestoreGate:
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
         )
 
-    def pays(self, decision: Decision, backlog_s: float) -> bool:
-        """Whether to start, if restores that take ``backlog_s`` more seconds come first."""
-        pays = backlog_s + decision.restore_s < decision.recompute_s
+    def prefill_s(self, num_tokens: int, start: int) -> float:
+        """What computing ``num_tokens`` tokens from position ``start`` on takes."""
+        layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
+        return len(self._stored) * self._drift[_PREFILL] * layer_s
+
+    def pays(self, decision: Decision, behind_s: float) -> bool:
+        """Whether to start.
+
+        Args:
+            behind_s: seconds of other restores that come first, less those of other prefills before which it would
+                not be recomputed. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
+        """
+        pays = max(0.0, behind_s) + decision.restore_s < decision.recompute_s
         _log.debug(
             "hcache: restore %.1f ms, %d layers recomputed, behind %.1f ms; recompute %.1f ms: %s",
-            1e3 * decision.restore_s, decision.num_recompute, 1e3 * backlog_s, 1e3 * decision.recompute_s,
+            1e3 * decision.restore_s, decision.num_recompute, 1e3 * behind_s, 1e3 * decision.recompute_s,
             "restore" if pays else "recompute",
         )  # fmt: skip
         return pays
@@ -171,8 +181,7 @@ class RestoreGate:
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
         """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``."""
-        layer_s = self._drift[_PREFILL] * self.profile.compute.recompute.seconds(num_tokens, start)
-        self._learn(_PREFILL, seconds / (len(self._stored) * layer_s))
+        self._learn(_PREFILL, seconds / self.prefill_s(num_tokens, start))
 
     def _assume(self, tier: str) -> None:
         tiers = self.profile.tiers

@@ -54,9 +54,13 @@ class Launcher:
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
         return self._gate.decide(tokens, start, loaded=self._device.scheduler.is_running())
 
-    def pays(self, decision: Decision | None, backlog_s: float) -> bool:
-        """Whether to start behind ``backlog_s`` seconds of other restores; who asks does as it is told."""
-        if decision is None or self._gate is None or self._gate.pays(decision, backlog_s):
+    def prefill_s(self, num_tokens: int, start: int) -> float:
+        """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""
+        return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
+
+    def pays(self, decision: Decision | None, behind_s: float) -> bool:
+        """Whether to start, as :meth:`RestoreGate.pays`; who asks does as it is told."""
+        if decision is None or self._gate is None or self._gate.pays(decision, behind_s):
             return True
         self._gate.declined()
         return False

@@ -88,8 +88,8 @@ class SchedulerView(Protocol):
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""
 
-    def is_first_come_first_served(self) -> bool:
-        """Whether requests are admitted in the order in which they came."""
+    def look_again(self) -> None:
+        """At the waiting queue: requests for which there was no room may find some now."""
 
     def metric_labels(self) -> dict[str, str] | None:
         """Labels of this process's metrics; None if there are none (no ``--enable-metrics``)."""

@@ -4,15 +4,16 @@ A request's ticket::
 
     RESOLVED -- a tier continues what the device has --> PENDING
     PENDING --- slots were found, the job is queued ---> RUNNING
-    PENDING --- its chunks are gone -------------------> RESOLVED
-    PENDING --- no slots, would not pay, tiers rest ---> RESOLVED for good
+    PENDING --- its chunks are gone, the tiers rest ---> RESOLVED
+    PENDING --- no slots, would not pay ---------------> RESOLVED for good
     RUNNING --- done, put into the tree ---------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
     RUNNING --- failed, late --------------------------> RESOLVED for good
     PINNED ---- too old, or the queue stands still ----> RESOLVED
     RESOLVED or PINNED: admitted, and the ticket ends
 
-When the tree has evicted something, a RESOLVED ticket is looked up again, unless it is so for good.
+When the tree has evicted something, or the tiers' rest is over, a RESOLVED ticket is looked up again, unless it is so
+for good.
 
 * RESOLVED: nothing to wait for; the request may be admitted.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
@@ -39,7 +40,9 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.launching import Launcher
+from sglang_hcache.sglang_plugin.line import Ahead, Line
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.room import Room
 from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.waiting import Waiting
@@ -47,7 +50,7 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_PENDING_LIMIT_S = 30.0  # a request that finds no slots for so long is recomputed
+_FIRST_LIMIT_S = 30.0  # a request that finds no slots for so long, with nobody before it, is recomputed
 _PIN_LIMIT_S = 10.0
 _LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
 _REST_FACTOR = 10.0  # and the rest is so many times what was lost
@@ -80,15 +83,15 @@ class RestoreCoordinator:
         self._launcher = launcher
         self._tiers = tiers
         self.scheduler = device.scheduler
-        self._config = config
         self._observer = observer
         self._engine = engine
         self._waiting = Waiting(device.tree, device.scheduler, observer)
         self.running = running
+        self._room = Room(device.tree, device.scheduler, running, self._waiting, config.max_inflight_fraction)
         self._stalled = 0
         self._resting_until = 0.0
         self._holding_until = 0.0
-        self._first_in_line: Ticket | None = None
+        self._line = Line()
         self._look_again = 0.0
 
     # -- called by the scheduler -----------------------------------------------------------------
@@ -113,9 +116,11 @@ class RestoreCoordinator:
         ticket = self._waiting.get(rid)
         if ticket is None:
             return True
-        if ticket.phase is Phase.RESOLVED and ticket.seen_evictions != self._tree.evictions:
-            self._resolve(ticket)
-        return ticket.phase in (Phase.RESOLVED, Phase.PINNED) and not self._is_behind(ticket)
+        if ticket.phase is Phase.RESOLVED and ticket.attempts < MOST_ATTEMPTS:
+            is_rest_over = ticket.is_unasked and not self._is_resting
+            if is_rest_over or ticket.seen_evictions != self._tree.evictions:
+                self._resolve(ticket)
+        return ticket.phase in (Phase.RESOLVED, Phase.PINNED) and not self._is_held_back(ticket)
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
@@ -199,69 +204,81 @@ class RestoreCoordinator:
         Returns:
             False if the tiers were not asked: the device has all whole chunks, or nothing is to be restored now.
         """
-        ticket.seen_evictions = self._tree.evictions
-        on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)) // CHUNK_TOKENS
-        is_wanted = ticket.attempts < MOST_ATTEMPTS and on_device < len(ticket.keys)
-        is_asked = is_wanted and time.monotonic() >= self._resting_until
+        ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._is_resting
+        ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+        on_device = ticket.on_device // CHUNK_TOKENS
+        is_asked = on_device < len(ticket.keys) and not ticket.is_unasked
         is_hit = is_asked and ticket.keys[on_device] in self._tiers
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
             ticket.enter(phase)
         return is_asked
 
+    @property
+    def _is_resting(self) -> bool:
+        """Whether nothing is restored for a while, after a restore that was late."""
+        return time.monotonic() < self._resting_until
+
     def _start_pending(self) -> None:
+        """Start restores in the order in which SGLang admits requests, until one finds no room.
+
+        Those behind it must not take what it waits for, nor any of them what the requests before it need.
+        """
         now = time.monotonic()
         if now < self._holding_until or now < self._look_again:
             return
-        self._first_in_line = None
-        for ticket in self._waiting:
-            if ticket.phase is not Phase.PENDING:
-                continue
-            if now < self._resting_until:
-                ticket.give_up()
-            elif not self._start(ticket):
-                if ticket.in_phase_s < _PENDING_LIMIT_S:
-                    self._first_in_line = ticket
-                    self._look_again = now + _LOOK_AGAIN_S
-                    return  # first come, first served: later requests must not take the slots it waits for
-                self._observer.count("restore.no_slots")
-                ticket.note("no room for a restore")
-                ticket.give_up()
+        ahead, refused = Ahead(), None
+        for ticket in self._waiting.in_order() if self._waiting.has_pending() else ():
+            if ticket.phase is Phase.PENDING and not self._start(ticket, ahead):
+                refused = ticket
+                self._look_again = now + _LOOK_AGAIN_S
+                break
+            ahead.add(ticket, self._launcher.prefill_s)
+        self._line.stand(refused, ahead)
+        if refused is not None and self._line.waited_s >= _FIRST_LIMIT_S:
+            self._observer.count("restore.no_slots")
+            refused.note("no room for a restore")
+            refused.give_up()
+            self._look_again = 0.0
 
-    def _is_behind(self, ticket: Ticket) -> bool:
-        """Whether to hold it back, lest the room that an earlier one waits for never grows, as SGLang does.
+    def _is_held_back(self, ticket: Ticket) -> bool:
+        """Whether the room that an earlier one waits for would never grow if this one took it, as SGLang does.
 
         Not while restores or pins are in the way, which go by themselves.
         """
-        first = self._first_in_line
-        if first is None or ticket.life.began <= first.life.began or self._held_tokens():
-            return False
-        return self.scheduler.is_running() and self.scheduler.is_first_come_first_served()
+        return self._line.is_behind(ticket) and self.scheduler.is_running() and not self._room.held_tokens
 
-    def _start(self, ticket: Ticket) -> bool:
+    def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
+        if self._is_resting:
+            ticket.is_unasked = True
+            ticket.enter(Phase.RESOLVED)
+            return True
         if ticket.awaits is not None and self.running.restores(ticket.awaits):
             return True  # many may wait for the same, in each round: nothing is looked up for them
+        if not self._room.has(ticket.least_room, ahead.tokens):
+            return False  # before anything is looked up, for the same reason
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if missing and self.running.restores(missing[0]):
             ticket.awaits = missing[0]
             return True  # somebody restores them already; look again when that is over
         keys = missing[: self._tiers.match(missing)]
+        ticket.on_device = len(match)
         if not keys:
             ticket.enter(Phase.RESOLVED)
             return True
-        decision, backlog_s = self._launcher.decide(keys, len(match)), self.running.backlog_s
-        if not self._launcher.pays(decision, backlog_s):
+        count, decision = CHUNK_TOKENS * len(keys), self._launcher.decide(keys, len(match))
+        # Where there is no room for it now, those before it may be over when there is.
+        backlog_s = self.running.backlog_s if self._room.has(count, ahead.tokens) else 0.0
+        if not self._launcher.pays(decision, backlog_s - ahead.seconds):
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
             ticket.give_up()
             return True
-        count = CHUNK_TOKENS * len(keys)
-        self._tree.lock(match.node)  # first, for what is locked is no room
-        slots = self._tree.allocate(count) if self._has_room(count) else None
+        slots = self._room.take(match, count, ahead.tokens)
         if slots is None:
-            self._tree.unlock(match.node)
+            ticket.refuse(count)
             return False
         try:
             restore = self._launcher.prepare(ticket, match, keys, slots, decision, backlog_s)
@@ -277,23 +294,13 @@ class RestoreCoordinator:
         self._engine.submit(restore.job)
         return True
 
-    def _has_room(self, count: int) -> bool:
-        """Whether ``count`` slots may be taken: within our share, and not those that running requests will need."""
-        held = self._held_tokens()
-        if held and held + count > self._config.max_inflight_fraction * self._tree.capacity():
-            return False
-        return self._tree.room() - count >= self.scheduler.reserved_tokens()
-
-    def _held_tokens(self) -> int:
-        """Slots that restores fill, or have filled for requests that still wait."""
-        return self.running.tokens + self._waiting.pinned_tokens
-
     # -- finishing -------------------------------------------------------------------------------
 
     def reap(self) -> None:
         """Settle the jobs that are over: into the tree, or back to the free slots."""
         for restore in self.running.take_ended():
             self._look_again = 0.0
+            self.scheduler.look_again()
             if isinstance(restore.job.error, RestoreTimeoutError):
                 self._rest(restore.job.deadline_s)
             self._launcher.learn(restore)
@@ -350,5 +357,6 @@ class RestoreCoordinator:
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
         if self._stalled >= _STALLED_TICKS and self._waiting.give_back_pins():
             self._holding_until = time.monotonic() + _HOLD_S
-            self._first_in_line = None
-        self._waiting.give_back_pins(older_than_s=_PIN_LIMIT_S)
+            self._line.clear()
+        if self._waiting.give_back_pins(older_than_s=_PIN_LIMIT_S):
+            self.scheduler.look_again()

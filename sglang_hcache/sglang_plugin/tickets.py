@@ -19,6 +19,9 @@ from sglang_hcache.tier.tiered import HOST
 MOST_ATTEMPTS = 2
 """Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped."""
 
+_REFUSED_S = 0.5
+"""For so long a restore is taken to need as much room as before: others may have computed a part of it since."""
+
 
 class Phase(Enum):
     RESOLVED = "resolved"
@@ -109,7 +112,13 @@ class Ticket:
     entered: float = field(default_factory=time.monotonic)
     """When its phase began."""
     attempts: int = 0
+    on_device: int = 0
+    """Leading tokens of the prompt that were on the device when that was last looked at."""
     seen_evictions: int = 0
+    is_unasked: bool = False
+    """Settled while the tiers rested: they have not been asked."""
+    refused: tuple[float, int] = (0.0, 0)
+    """When its restore last found no room, and for how many tokens."""
     awaits: ChunkKey | None = None
     """The chunk that another request's restore was bringing when it was last looked up."""
 
@@ -125,6 +134,23 @@ class Ticket:
         """The request is recomputed, whatever the tiers have."""
         self.attempts = MOST_ATTEMPTS
         self.enter(Phase.RESOLVED)
+
+    def refuse(self, count: int) -> None:
+        """There is no room for ``count`` tokens."""
+        self.refused = time.monotonic(), count
+
+    @property
+    def least_room(self) -> int:
+        """Tokens that a restore needs at least: one chunk, or what it needed a moment ago."""
+        refused, count = self.refused
+        return count if time.monotonic() - refused < _REFUSED_S else CHUNK_TOKENS
+
+    @property
+    def covered(self) -> int:
+        """Leading tokens of the prompt that need not be computed: on the device, or being restored."""
+        if self.restore is not None and self.phase in (Phase.RUNNING, Phase.PINNED):
+            return self.restore.end
+        return self.on_device
 
     @property
     def in_phase_s(self) -> float:

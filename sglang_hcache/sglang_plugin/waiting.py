@@ -21,6 +21,8 @@ class Waiting:
         self._observer = observer
         self._tickets: dict[str, Ticket] = {}
         self._last_look = time.monotonic()
+        self.pinned_tokens = 0
+        """Those that were restored and are pinned."""
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(list(self._tickets.values()))
@@ -36,6 +38,17 @@ class Waiting:
     def take(self, rid: str) -> Ticket | None:
         """The same; it waits no longer."""
         return self._tickets.pop(rid, None)
+
+    def has_pending(self) -> bool:
+        """Whether one waits for its restore to start."""
+        return any(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
+
+    def in_order(self) -> Iterator[Ticket]:
+        """All of them, in the order in which SGLang admits them."""
+        for rid in self._scheduler.waiting_ids():
+            ticket = self._tickets.get(rid)
+            if ticket is not None:
+                yield ticket
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""
@@ -60,31 +73,33 @@ class Waiting:
 
     def pin(self, ticket: Ticket, node: Node) -> None:
         """The prefix of ``ticket`` is in the tree down to ``node``: keep it there."""
+        assert ticket.restore is not None
         self._tree.lock(node)
+        self.pinned_tokens += ticket.restore.job.num_tokens
         ticket.pinned_node = node
         ticket.enter(Phase.PINNED)
 
     def unpin(self, ticket: Ticket) -> None:
         """Let the device evict it again."""
         assert ticket.pinned_node is not None
+        assert ticket.restore is not None
         self._tree.unlock(ticket.pinned_node)
-        ticket.pinned_node = None
+        self.pinned_tokens -= ticket.restore.job.num_tokens
+        ticket.pinned_node, ticket.on_device = None, ticket.restore.end
         ticket.seen_evictions = self._tree.evictions
         ticket.enter(Phase.RESOLVED)
 
-    @property
-    def pinned_tokens(self) -> int:
-        """Those that were restored and are pinned."""
-        return sum(ticket.restore.job.num_tokens for ticket in self._pinned() if ticket.restore is not None)
-
     def give_back_pins(self, older_than_s: float = 0.0) -> bool:
         """Let the device evict what was restored for requests that still wait; False if there was nothing."""
-        pinned = [ticket for ticket in self._pinned() if ticket.in_phase_s >= older_than_s]
+        if not self.pinned_tokens:
+            return False
+        pinned = [
+            ticket
+            for ticket in self._tickets.values()
+            if ticket.phase is Phase.PINNED and ticket.in_phase_s >= older_than_s
+        ]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")
             ticket.note("what was restored is given back")
             self.unpin(ticket)
         return bool(pinned)
-
-    def _pinned(self) -> list[Ticket]:
-        return [ticket for ticket in self._tickets.values() if ticket.phase is Phase.PINNED]

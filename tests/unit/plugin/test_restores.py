@@ -117,7 +117,8 @@ class ChunkTree:
 class Scheduler:
     running: bool = False
     reserved: int = 0
-    keeps_order: bool = True
+    looks: int = 0
+    """How often it was told that there may be room."""
     waiting: list[str] = field(default_factory=list)
 
     def is_running(self) -> bool:
@@ -126,8 +127,8 @@ class Scheduler:
     def waiting_ids(self) -> list[str]:
         return self.waiting
 
-    def is_first_come_first_served(self) -> bool:
-        return self.keeps_order
+    def look_again(self) -> None:
+        self.looks += 1
 
     def reserved_tokens(self) -> int:
         return self.reserved
@@ -418,10 +419,86 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     world.queue("a", tokens(1, 4))
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("a")
-    monkeypatch.setattr(restores, "_PENDING_LIMIT_S", 0.0)
+    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.0)
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
+
+
+def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait behind the first for as long as it does, and that is no reason to recompute them."""
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    for name in range(1, 6):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.coordinator.tick()
+    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.05)
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.counters["restore.no_slots"] == 1
+    assert world.coordinator.phases()["pending"] == 4
+    assert world.coordinator.may_be_admitted("r1")
+    world.scheduler.waiting.remove("r1")
+    world.coordinator.admitted("r1", 0)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 4
+
+
+def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.05)
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    world.store(tokens(1, 4))
+    world.queue("computed", tokens(8, 4))
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("restored")
+
+
+def test_restores_leave_the_room_that_those_before_them_need(world: World) -> None:
+    """Else what each request that ends leaves goes to restores, and a request to be computed never finds enough."""
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 10 * CHUNK_TOKENS
+    world.queue("computed", tokens(8, 9))
+    world.store(tokens(1, 4))
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.coordinator.admitted("computed", 0)
+    world.scheduler.waiting.remove("computed")
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_restores_start_in_the_order_of_the_queue(world: World) -> None:
+    """With priorities that is not the order of arrival."""
+    for name in (1, 2):
+        world.store(tokens(name, 24))
+        world.queue(f"r{name}", tokens(name, 24))
+    world.scheduler.waiting.reverse()
+    world.coordinator.tick()
+    world.restore()
+    assert world.coordinator.may_be_admitted("r2")
+    assert not world.coordinator.may_be_admitted("r1")
+
+
+def test_sglang_looks_at_the_queue_when_a_restore_is_over(world: World) -> None:
+    """It does so by itself only when a request ends."""
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert world.scheduler.looks == 0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.scheduler.looks == 1
 
 
 def test_new_weights_end_everything(world: World) -> None:
@@ -478,6 +555,11 @@ def test_who_waited_for_it_already_does_not_either(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
+    world.coordinator._resting_until = 0.0
+    assert world.coordinator.may_be_admitted("late")
+    assert not world.coordinator.may_be_admitted("second"), "looked up when the tiers have rested"
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
 
 
 def ends_when_cancelled(world: World) -> None:
@@ -559,8 +641,11 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     assert not world.coordinator.may_be_admitted("later")
     world.scheduler.running = False  # nobody is left who could make room: nothing to hold back for
     assert world.coordinator.may_be_admitted("later")
-    world.scheduler.running, world.scheduler.keeps_order = True, False
-    assert world.coordinator.may_be_admitted("later")
+    world.scheduler.running = True
+    world.scheduler.waiting.insert(0, world.scheduler.waiting.pop())
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
 
 
 def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,12 +685,37 @@ def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
     assert not any(world.tree.locks.values())
 
 
+def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
+    """A request that is not restored waits for the prefills before it, as a restore does for the restores."""
+    world = World(gate_for(recompute_s=5e-4, may_recompute=False))
+    for name in range(8):
+        world.store(tokens(name, 2))
+        world.queue(f"r{name}", tokens(name, 2))
+    world.coordinator.tick()
+    # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth one would end with the prefill, so that is taken.
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 7, "pinned": 0}
+    assert world.coordinator.may_be_admitted("r4")
+
+
+def test_what_is_slower_than_recomputing_is_not_restored_however_long_the_queue() -> None:
+    world = World(gate_for(recompute_s=0.9e-4, may_recompute=False))
+    for name in range(8):
+        world.store(tokens(name, 2))
+        world.queue(f"r{name}", tokens(name, 2))
+    world.coordinator.tick()
+    assert world.coordinator.phases()["resolved"] == 8
+
+
 # -- restores that recompute their first layers --------------------------------------------------
 
 
 def recomputing_gate(num_recompute: int) -> RestoreGate:
     """A gate for which it is best to recompute so many of the three layers: both resources end together then."""
-    share = (LAYERS - num_recompute) / num_recompute
+    return gate_for(recompute_s=1e-4 * (LAYERS - num_recompute) / num_recompute, may_recompute=True)
+
+
+def gate_for(recompute_s: float, *, may_recompute: bool) -> RestoreGate:
+    """A layer of a token is read in 0.1 ms."""
     read = TierCurves(hidden=CostCurve(per_token_s=1e-4), kv=CostCurve(per_token_s=1e-4))
     shape = ModelShape(
         name="x", num_layers=LAYERS, hidden_size=2, num_heads=1, num_kv_heads=1, head_size=2,
@@ -619,10 +729,10 @@ def recomputing_gate(num_recompute: int) -> RestoreGate:
         compute=ComputeCurves(
             hidden=CostCurve(per_token_s=0.0),
             kv=CostCurve(per_token_s=0.0),
-            recompute=CostCurve(per_token_s=share * 1e-4),
+            recompute=CostCurve(per_token_s=recompute_s),
         ),
     )
-    return RestoreGate(profile, LAYOUT.methods, 64 * CHUNK_TOKENS)
+    return RestoreGate(profile, LAYOUT.methods, 64 * CHUNK_TOKENS, may_recompute=may_recompute)
 
 
 @pytest.fixture

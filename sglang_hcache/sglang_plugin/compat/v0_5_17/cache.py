@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -338,9 +337,10 @@ class SchedulerOf:
     def waiting_ids(self) -> list[str]:
         return [req.rid for req in self._scheduler.waiting_queue]
 
-    def is_first_come_first_served(self) -> bool:
-        policy = self._scheduler.policy
-        return policy.policy is CacheAgnosticPolicy.FCFS and not policy.enable_priority_scheduling
+    def look_again(self) -> None:
+        self._scheduler.running_batch.batch_is_full = (
+            False  # else until a request ends: nothing else makes room there
+        )
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
