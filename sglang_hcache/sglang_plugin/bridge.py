@@ -235,9 +235,9 @@ class Bridge:
             logger.warning(
                 "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
             )
-        self.tiers.close()
         written = self.counters.snapshot().get(_WRITTEN, 0) - before
-        logger.info("hcache: closed; %d chunks that were in host memory only are on disk now", written)
+        logger.info("hcache: stopping; %d chunks that were in host memory only are on disk now", written)
+        self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
     def state(self) -> dict[str, Any]:
         """Numbers for ``/server_info``: counters, tiers, requests."""

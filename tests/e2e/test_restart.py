@@ -44,10 +44,10 @@ def signal_all(server: TierServer, number: int) -> int:
     """What a terminal does on Ctrl-C, and systemd: the signal reaches every process. Chunks saved by it."""
     os.killpg(server.process.pid, number)
     server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
-    saved = re.findall(
-        r"(\d+) chunks that were in host memory only are on disk now", server.process.log_text()
-    )
-    return int(saved[0]) if saved else 0
+    log = server.process.log_text()
+    saved = re.search(r"(\d+) chunks that were in host memory only are on disk now", log)
+    assert saved is not None, log[-4000:]
+    return int(saved[1])
 
 
 def check_restored(server: TierServer, prompt: list[int], before: Answer) -> None:
