@@ -26,7 +26,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def test_auto_takes_what_is_predicted_to_be_fastest(tmp_path: Path) -> None:
-    for tier, rows in measured(tmp_path, rounds=1).items():
+    for tier, rows in measured(tmp_path, "--quick", rounds=1).items():
         predicted = {name: row["predicted_s"] for name, row in rows.items() if row["predicted_s"] is not None}
         assert {"kv", "hidden", "auto"} <= set(predicted)
         # The same plan is priced twice, as what is asked for and as what is chosen.
@@ -50,13 +50,13 @@ def test_auto_is_never_slower_than_the_best_method_and_as_fast_as_predicted(tmp_
     raise AssertionError("\n".join(found))
 
 
-def measured(folder: Path, *, rounds: int) -> dict[str, Rows]:
+def measured(folder: Path, *more: str, rounds: int) -> dict[str, Rows]:
     """What one run of the benchmark measured, by tier."""
     folder.mkdir(exist_ok=True)
     command = [
         *(sys.executable, str(BENCHMARK), "--json", "--dir", str(folder), "--tiers", ",".join(LIMITS)),
         *("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--heads", "4", "--dtype", "float32"),
-        *("--lengths", str(LENGTH), "--rounds", str(rounds)),
+        *("--lengths", str(LENGTH), "--rounds", str(rounds), *more),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
