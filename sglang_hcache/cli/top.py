@@ -31,6 +31,7 @@ _RATES = (
     ("  tokens from host memory", "restore.tokens_host", ""),
     ("  tokens from disk", "restore.tokens_disk", ""),
     ("  predicted slower, recomputed", "restore.declined_slower", ""),
+    ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
     ("  failed", "restore.failed", "bad"),
     ("  late", "restore.late", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
@@ -39,6 +40,7 @@ _RATES = (
     ("  dropped: host memory full", "capture.chunks_dropped_host_full", "bad"),
     ("  dropped: disk full", "demote.chunks_dropped_full", "bad"),
     ("  dropped: write budget", "demote.chunks_dropped_budget", "bad"),
+    ("  dropped: disk error", "demote.chunks_dropped_error", "bad"),
     ("bytes read from disk", "store.bytes_read", "bytes"),
     ("bytes written to disk", "store.bytes_written", "bytes"),
     ("I/O errors", "store.io_errors", "bad"),
@@ -62,7 +64,10 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the state as JSON, a line a look; with --once one.")
+        bool,
+        typer.Option(
+            "--json", help="Print the state as JSON: one line per refresh; with --once a single line."
+        ),
     ] = False,
 ) -> None:
     """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.

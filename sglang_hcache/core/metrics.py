@@ -92,6 +92,7 @@ COUNTERS = (
         {
             "capture.chunks_dropped_staging_full": "staging_full",
             "capture.chunks_dropped_host_full": "host_full",
+            "capture.chunks_dropped_beginning_gone": "beginning_gone",
             "demote.chunks_dropped_full": "disk_full",
             "demote.chunks_dropped_budget": "write_budget",
             "demote.chunks_dropped_error": "disk_error",

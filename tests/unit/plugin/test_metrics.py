@@ -30,7 +30,7 @@ NOT_EXPORTED = {
     "restore.tokens",  # by tier
     "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
     "restore.stopped_for_room",
-    "capture.requests_out_of_order", "capture.chunks_dropped_beginning_gone",
+    "capture.requests_out_of_order",
     "demote.requests_dropped", "demote.runs_failed",
     "store.chunks_written",  # demoted
     "store.runs_recovered",
