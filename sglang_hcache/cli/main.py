@@ -192,7 +192,7 @@ def _demo(
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
 
     Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
-    the recomputed one. With `--chat` it is you who talks, until Ctrl-C.
+    the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C.
     """
     from sglang_hcache.cli.demo import DemoSettings, run_demo
     from sglang_hcache.cli.demo_view import choose_view

@@ -32,7 +32,8 @@ ApiKey = Annotated[
     typer.Option(
         envvar=API_KEY_VARIABLE,
         metavar="KEY",
-        help="What the server was given as --api-key. Other users of this machine see arguments: use the variable.",
+        help="What the server was given as --api-key. Other users can see command-line arguments; prefer the "
+        f"{API_KEY_VARIABLE} environment variable.",
         show_default=False,
     ),
 ]

@@ -126,7 +126,7 @@ def _gc(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Also evict the chunks that are least dear until the store takes no more, such as 20GB.",
+            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB.",
         ),
     ] = "",
     older_than: Annotated[

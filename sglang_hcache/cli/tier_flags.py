@@ -14,9 +14,10 @@ from sglang_hcache.core.errors import ConfigError
 
 CONFIG_FLAG = "--hcache-config"
 TIER_FLAG = "--hierarchical-cache"
-_MODES = ("off", "hcache")
+TIER_MODES = ("off", "hcache")
+CPU_FIXES_FLAG = "--hcache-cpu-fixes"
 _FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
-_FLAGS = (*map(flag_of, _FIELDS), CONFIG_FLAG, "--hcache-cpu-fixes")
+_FLAGS = (*map(flag_of, _FIELDS), CONFIG_FLAG, CPU_FIXES_FLAG)
 _PREFIX = "--hcache"
 """No flag of SGLang begins so."""
 
@@ -62,9 +63,9 @@ def check(arguments: Sequence[str]) -> None:
         if argument.startswith(_PREFIX):
             _check_name(argument.partition("=")[0])
     given, _ = parse(arguments)
-    if given.hierarchical_cache not in (None, *_MODES):
+    if given.hierarchical_cache not in (None, *TIER_MODES):
         raise ConfigError(
-            f"{TIER_FLAG}: {given.hierarchical_cache!r} is not allowed; allowed: {', '.join(_MODES)}"
+            f"{TIER_FLAG}: {given.hierarchical_cache!r} is not allowed; allowed: {', '.join(TIER_MODES)}"
         )
     is_whole = not any(one.partition("=")[0] == "--config" for one in arguments)
     if is_whole and given.hierarchical_cache != "off":  # SGLang's own file may hold the rest

@@ -71,7 +71,8 @@ class HCacheConfig(BaseModel):
     disk_size: Size = 64 * 10**9
     """Hard cap on the disk tier's physical bytes, all directories together, index included."""
     disk_free_floor: Size = 8 * 10**9
-    """Free space that the disk tier leaves on each file system; it shrinks when others fill the disk."""
+    """Free space to leave on each file system. If other data fills the disk, the tier deletes its own chunks to keep
+    this much free."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together. Committed as it fills."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
@@ -92,8 +93,8 @@ class HCacheConfig(BaseModel):
     """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
     tries the disk come on top. Near the end of it chunks that were never used again are not written."""
     disk_max_age: Duration | None = None
-    """Chunks are deleted from disk so long after they were written, such as 12h or 30d, or up to an eighth of that
-    earlier, used or not: for rules on how long prompts may be kept. After a stop the next start deletes them."""
+    """Maximum age of a chunk on disk, such as 12h or 30d, whether used or not; deletion may come up to an eighth
+    earlier. If the server was stopped, the next start deletes overdue chunks."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)

@@ -44,7 +44,10 @@ def test_pages_say_what_the_code_says(
 
 def test_flags_has_every_setting() -> None:
     found = {item["name"]: item for item in json.loads(CliRunner().invoke(app, ["flags", "--json"]).stdout)}
-    assert set(found) == set(HCacheConfig.model_fields)
+    assert {name for name, item in found.items() if item["in_file"]} == set(HCacheConfig.model_fields)
+    others = {item["flag"] for item in found.values() if not item["in_file"]}
+    assert others == {"--hierarchical-cache", "--hcache-config", "--hcache-cpu-fixes"}
+    assert found["hierarchical_cache"]["allowed"] == ["off", "hcache"]
     assert {name for name, item in found.items() if item["flag"] is None} == FILE_ONLY_FIELDS
     assert found["segment_size"]["default"] == "an eighth of disk_size, at most 256 MiB"
     assert found["disk_write_budget"]["default"] == "none"
@@ -56,3 +59,5 @@ def test_names_of_flags_are_whole_in_a_narrow_window(command: list[str]) -> None
     shown = CliRunner().invoke(app, command, env={"COLUMNS": "60"}).stdout
     for field in HCacheConfig.model_fields.keys() - FILE_ONLY_FIELDS:
         assert f"{flags.flag_of(field)} " in shown
+    assert "--hierarchical-cache " in shown
+    assert "--hcache-config " in shown

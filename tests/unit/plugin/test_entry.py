@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +66,13 @@ def test_no_fix_on_another_device(installed: list[str], tier: bool) -> None:
     configure("cuda", tier=tier, cpu_fixes=not tier)
     assert not any("attention" in name or "allocator" in name for name in installed)
     assert bool(installed) == tier
+
+
+def test_hcache_flags_lists_what_a_server_takes() -> None:
+    from sglang_hcache.cli.flags import describe
+    from sglang_hcache.sglang_plugin import flags
+
+    parser = ArgumentParser(add_help=False)
+    flags.add_arguments(None, parser)
+    taken = {option for action in parser._actions for option in action.option_strings}
+    assert taken == {setting.flag for setting in describe() if setting.flag is not None}
