@@ -210,7 +210,7 @@ class _Check:
         other = "--hcache-method auto or kv does without hidden states; or serve"
         return (
             f"--hierarchical-cache hcache refuses to serve {self._model.architecture} with the method {method}: {why}. "
-            f"{other if method is Method.HIDDEN else 'Serve'} without --hierarchical-cache, and report this line."
+            f"{other if method is Method.HIDDEN else 'Serve'} with --hierarchical-cache off, and report this line."
         )
 
     def _stored(self, method: Method) -> Iterator[tuple[int, torch.Tensor]]:

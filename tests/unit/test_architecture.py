@@ -38,12 +38,12 @@ OTHERS = {
     "device": {"numpy", "torch", "triton"},
     "capture": {"numpy", "torch"},
     "restore": {"numpy", "torch"},
-    "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "pydantic", "rich", "fastapi", "prometheus_client"},
+    "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "prometheus_client"},
     "cli": {
         *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx"),
         *("transformers", "tokenizers", "safetensors", "matplotlib", "prometheus_client", "nicegui"),
     },
-    "testing": {"numpy", "xxhash", "pytest", "hypothesis"},
+    "testing": {"numpy", "xxhash"},
 }
 """Folder -> distributions that it may import, besides the standard library."""
 

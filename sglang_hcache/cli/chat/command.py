@@ -57,7 +57,7 @@ def chat(
     restores. Without a server at hand: `hcache demo --chat`.
 
     Conversations live in this process: they outlast a reload of the page, not this command. Nothing is written to disk.
-    Needs the extra `chat`: `pip install "sglang-hcache[chat]"`. Ctrl-C ends it.
+    Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Ctrl-C ends it.
     """
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
     serve_page(url, api_key=api_key, host=host, port=port, options=options, opens_browser=opens_browser)
@@ -112,7 +112,7 @@ def require_nicegui() -> None:
         import nicegui  # noqa: F401
     except ImportError:
         raise ConfigError(
-            'the page needs NiceGUI (the extra `chat`); install it with: pip install "sglang-hcache[chat]"'
+            'the page needs NiceGUI (the extra `chat`); install it with: pip install "/path/to/sglang-hcache[chat]"'
         ) from None
 
 

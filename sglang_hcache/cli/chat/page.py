@@ -23,7 +23,7 @@ _NARROW = 1023
 _CLEAR = "Clear the GPU cache"
 _CLEAR_HINT = (
     "Drops the KV cache of all conversations on this server, those of other people too. What the tier holds stays; "
-    "what is in host memory only is written to disk as well. Refused while requests run."
+    "whatever exists only in host memory is also written to disk. Refused while requests run."
 )
 _THEMES = {
     None: ("brightness_auto", "Colours follow the system"),

@@ -76,7 +76,7 @@ def test_without_nicegui_the_extra_is_named() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 2
-    assert 'pip install "sglang-hcache[chat]"' in result.stderr
+    assert 'pip install "/path/to/sglang-hcache[chat]"' in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -240,7 +240,7 @@ class HCacheRadixCache(RadixCache):
         return False, "hcache: the tier is set up at start (--hcache-dirs) and cannot be attached at run time"
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        return False, "hcache: the tier cannot be detached at run time; restart without --hierarchical-cache"
+        return False, "hcache: the tier cannot be detached at run time; restart with --hierarchical-cache off"
 
     def release_host_resources(self) -> None:
         self.bridge.close()
@@ -270,7 +270,7 @@ def _check_pools(pool: Any, table: Any, shape: ModelShape, dtypes: Sequence[torc
         )
     if found is not None:
         raise ConfigError(
-            f"--hierarchical-cache hcache does not support this model: {found}. Serve it without --hierarchical-cache"
+            f"--hierarchical-cache hcache does not support this model: {found}. Serve it with --hierarchical-cache off"
         )
 
 
