@@ -247,6 +247,27 @@ def test_a_running_request_takes_the_room_of_a_restore(server: TierServer) -> No
     server.flush_device()
 
 
+def test_what_is_restored_runs_although_a_prompt_before_found_no_room(server: TierServer) -> None:
+    """SGLang looks for room again only when a request ends."""
+    history = random_prompt(10, 600)
+    server.ask(history)
+    server.to_tiers()
+    with ThreadPoolExecutor(3) as threads:
+        with server.switched_on("linger_restore"):
+            running = threads.submit(server.ask, random_prompt(91, 64), tokens=700)
+            wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
+            returning = threads.submit(server.ask, history)
+            wait_for(lambda: server.state()["requests"]["running"] == 1, "its restore to run")
+            large = threads.submit(server.ask, random_prompt(92, 3400))
+            wait_for(lambda: server.state()["requests"]["resolved"] == 1, "a large prompt to wait")
+            time.sleep(0.5)
+        assert returning.result(120).restored == 576
+        assert not running.done()
+        assert not large.done()
+        assert running.result(120).retractions == large.result(120).retractions == 0
+    server.flush_device()
+
+
 def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
     prompt = random_prompt(6, 600)
     reference = server.recompute(prompt)

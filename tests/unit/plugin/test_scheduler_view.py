@@ -37,6 +37,14 @@ def test_running_requests_reserve_a_share_of_what_they_may_generate() -> None:
     assert reserved(decoding, decoding) == 70, "who decodes is the last batch as well"
 
 
+def test_the_batch_is_full_until_somebody_looks_again() -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+
+    scheduler: Any = SimpleNamespace(running_batch=SimpleNamespace(reqs=[Req(100)], batch_is_full=True))
+    SchedulerOf(scheduler).look_again()
+    assert not scheduler.running_batch.batch_is_full
+
+
 def test_who_was_prefilled_last_is_not_in_the_running_batch_yet() -> None:
     assert reserved([], [Req(100)]) == 50
 

@@ -338,9 +338,8 @@ class SchedulerOf:
         return [req.rid for req in self._scheduler.waiting_queue]
 
     def look_again(self) -> None:
-        self._scheduler.running_batch.batch_is_full = (
-            False  # else until a request ends: nothing else makes room there
-        )
+        # SGLang does so when a request ends: nothing else makes room there.
+        self._scheduler.running_batch.batch_is_full = False
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
