@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,6 +11,7 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
@@ -30,11 +32,17 @@ class Remover:
         self._may_warn = Throttle()
         self.leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
+        self.freed: Counter[int] = Counter()
+        """Bytes of deleted files, by directory, since the last look at their file systems (:class:`Room`)."""
 
     @property
     def leftover_bytes(self) -> int:
         """What they count against the cap."""
         return sum(segment.accounted_bytes for segment in self.leftovers)
+
+    def freed_in(self, within: int) -> int:
+        """Bytes of files deleted ``within`` directories, as bits, since the look."""
+        return sum(size for stripe, size in self.freed.items() if within >> stripe & 1)
 
     def evict_coldest(self, within: int = -1) -> bool:
         """The least dear segment goes, of those with a file ``within`` directories; False if none can."""
@@ -100,7 +108,11 @@ class Remover:
 
     def _unlink(self, segment: Segment) -> None:
         self.leftovers.add(segment)
+        before = dict(segment.accounted)
         error = segment.unlink()
+        for stripe, size in before.items():
+            if size and not segment.accounted[stripe]:
+                self.freed[stripe] += size - FILE_SLACK_BYTES
         if error is None:
             self.leftovers.discard(segment)
             return

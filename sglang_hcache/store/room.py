@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
 from sglang_hcache.core.units import format_bytes
@@ -12,43 +14,107 @@ from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.volumes.volume import Volume
 
+_AWAITED_S = 10.0
+"""So long deleted files may take to show as free space: XFS, ZFS and btrfs free blocks in the background."""
+
+_TAKEN_SHARE = 0.1
+"""Where all but this share of deleted files shows up, others took the rest meanwhile."""
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """What one file system has been freed of and does not show as free yet."""
+
+    size: int = 0
+    _until: float = 0.0
+    _last_free: int = 0
+
+    def look(self, free: int, freed: int) -> None:
+        """``free`` bytes are seen, and ``freed`` ones were deleted since the last look."""
+        self.size = max(0, self.size + freed - max(0, free - self._last_free))
+        self._last_free = free
+        if freed:
+            self._until = time.monotonic() + _AWAITED_S
+        if self.size <= freed * _TAKEN_SHARE or time.monotonic() >= self._until:
+            self.size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _FileSystem:
+    """What a look at one file system says."""
+
+    stripes: list[int]
+    """Directories on it where room can be made."""
+    free: int
+    awaited: int
+    """Bytes that will be free as well, without further evictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Directories that can take another segment's file above the floor."""
+
+    now: tuple[int, ...]
+    soon: tuple[int, ...]
+    """When what was deleted shows up as free."""
+    by_eviction: tuple[int, ...]
+    """If all is evicted that may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A file system with too little free."""
+
+    mask: int
+    """Directories on it, as bits."""
+    missing: int
+    """Bytes to be freed, besides those that were freed and do not show up yet. None if not positive."""
+
 
 class Room:
-    """Measures; changes nothing."""
+    """Measures; changes nothing but ``freed``. Not thread-safe: ``Space`` holds its lock.
 
-    def __init__(self, config: StoreConfig, volumes: Sequence[Volume], catalog: Catalog) -> None:
+    Args:
+        freed: bytes of the files deleted since the last look, by directory; taken out at each look.
+    """
+
+    def __init__(
+        self, config: StoreConfig, volumes: Sequence[Volume], catalog: Catalog, freed: Counter[int]
+    ) -> None:
         self._config = config
         self._volumes = volumes
         self._catalog = catalog
+        self._freed = freed
+        self._awaited: dict[int, _Awaited] = {}
+        """By device."""
 
-    def usable(self, file_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Directories that can take a file of ``file_bytes`` above the floor: now, and if all is evicted that may be.
-
-        Of one look, for a directory that fails between two would seem to lack room.
-        """
+    def usable(self, file_bytes: int) -> Usable:
+        """Of one look, for a directory that fails between two would seem to lack room."""
         freeable = self.freeable()
         now: list[int] = []
+        soon: list[int] = []
         by_eviction: list[int] = []
-        for stripes, free in self._rooms():
-            need = (file_bytes + FILE_SLACK_BYTES) * len(stripes) + self._config.free_floor_bytes
-            if free >= need:
-                now += stripes
-            if free + sum(freeable[stripe] for stripe in stripes) >= need:
-                by_eviction += stripes
-        return tuple(sorted(now)), tuple(sorted(by_eviction))
+        for found in self._look():
+            need = (file_bytes + FILE_SLACK_BYTES) * len(found.stripes) + self._config.free_floor_bytes
+            later = found.free + found.awaited
+            now += found.stripes if found.free >= need else []
+            soon += found.stripes if later >= need else []
+            if later + sum(freeable[stripe] for stripe in found.stripes) >= need:
+                by_eviction += found.stripes
+        return Usable(tuple(sorted(now)), tuple(sorted(soon)), tuple(sorted(by_eviction)))
 
-    def short(self, need: int, members: Iterable[int]) -> int:
-        """Directories, as bits, on file systems that cannot give each of ``members`` ``need`` bytes above the floor."""
+    def shortages(self, need: int, members: Iterable[int]) -> list[Shortage]:
+        """The file systems that cannot give each of ``members`` ``need`` bytes above the floor."""
         wanted = set(members)
-        mask = 0
-        for stripes, free in self._rooms():
-            count = len(wanted.intersection(stripes))
-            if count and free - count * need < self._config.free_floor_bytes:
-                mask |= mask_of(stripes)
-        return mask
+        found = []
+        for item in self._look():
+            count = len(wanted.intersection(item.stripes))
+            missing = self._config.free_floor_bytes + count * need - item.free
+            if count and missing > 0:
+                found.append(Shortage(mask_of(item.stripes), missing - item.awaited))
+        return found
 
-    def _rooms(self) -> list[tuple[list[int], int]]:
-        """Directories where room can be made, by file system, with its free bytes."""
+    def _look(self) -> list[_FileSystem]:
         groups: dict[int, tuple[list[int], int]] = {}
         for volume in self._volumes:
             if not volume.health.can_delete:
@@ -61,7 +127,12 @@ class Room:
             except StoreError:
                 continue  # taken out by now, or asked again at the next segment
             groups.setdefault(device, ([], free))[0].append(volume.stripe)
-        return list(groups.values())
+        found = []
+        for device, (stripes, free) in groups.items():
+            awaited = self._awaited.setdefault(device, _Awaited())
+            awaited.look(free, sum(self._freed.pop(stripe, 0) for stripe in stripes))
+            found.append(_FileSystem(stripes, free, awaited.size))
+        return found
 
     def freeable(self) -> Counter[int]:
         """What evicting everything that may be evicted would free, by directory."""

@@ -19,7 +19,7 @@ from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.retention import Retention
 from sglang_hcache.store.returning import Returns
-from sglang_hcache.store.room import Room
+from sglang_hcache.store.room import Room, Shortage
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -65,8 +65,8 @@ class Space:
         self._catalog = catalog
         self._ledger = ledger
         self._shapes = shapes
-        self._room = Room(config, volumes, catalog)
         self._remover = Remover(volumes, catalog, ledger, observer)
+        self._room = Room(config, volumes, catalog, self._remover.freed)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
         self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
         self._lock = threading.Lock()
@@ -140,8 +140,8 @@ class Space:
             self._retention.enforce(self._active)
             # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
             everywhere = range(len(self._volumes))
-            if (short := self._room.short(0, everywhere)) and self._time_to_warn():
-                self._warn_about_floor(short)
+            if (shortages := self._room.shortages(0, everywhere)) and self._time_to_warn():
+                self._warn_about_floor(shortages)
             self._keep_floor(0, everywhere)
             members = self._next_members()
             if members:
@@ -236,11 +236,14 @@ class Space:
         Those that take no writes only if no other could: they may again when they have room.
         """
         while True:
-            roomy, usable = self._room.usable(self._config.file_bytes)
-            possible = [stripe for stripe in usable if self._volumes[stripe].health.writable] or usable
-            members = tuple(stripe for stripe in roomy if stripe in possible)
-            if members or not possible or not self._evict_to_gain(mask_of(possible)):
+            usable = self._room.usable(self._config.file_bytes)
+            possible = {stripe for stripe in usable.by_eviction if self._volumes[stripe].health.writable}
+            possible = possible or {*usable.by_eviction}
+            members = tuple(stripe for stripe in usable.now if stripe in possible)
+            if members or not possible or not possible.isdisjoint(usable.soon):
                 return members
+            if not self._evict_to_gain(mask_of(possible)):
+                return ()
 
     def _make_room(self, file_bytes: int, members: Sequence[int]) -> str:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
@@ -259,19 +262,32 @@ class Space:
         return ""
 
     def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
-        """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough."""
-        while short := self._room.short(need, members):
-            if not self._evict_to_gain(short):
+        """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough.
+
+        No more than one look found missing: some file systems show what was deleted seconds later.
+        """
+        while shortages := self._room.shortages(need, members):
+            made_up = [self._evict_to_free(item) for item in shortages if item.missing > 0]
+            if not made_up or not all(made_up):
                 return False
         return True
 
-    def _warn_about_floor(self, short: int) -> None:
+    def _warn_about_floor(self, shortages: Sequence[Shortage]) -> None:
         _log.warning(
             "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
             "is given up, and nothing new is stored there until more is free",
             format_bytes(self._config.free_floor_bytes),
-            ", ".join(str(self._volumes[stripe].path) for stripe in members_of(short)),
+            ", ".join(
+                str(self._volumes[stripe].path) for item in shortages for stripe in members_of(item.mask)
+            ),
         )
+
+    def _evict_to_free(self, shortage: Shortage) -> bool:
+        """Evict until so much was deleted since the look; False if that is not possible."""
+        while self._remover.freed_in(shortage.mask) < shortage.missing:
+            if not self._evict_to_gain(shortage.mask):
+                return False
+        return True
 
     def _evict_to_gain(self, within: int = -1) -> bool:
         """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""
