@@ -12,6 +12,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES
+from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
@@ -32,6 +33,8 @@ class Remover:
         self._may_warn = Throttle()
         self.leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
+        self._undeletable: set[Segment] = set()
+        """Those of them that were tried."""
         self.freed: Counter[int] = Counter()
         """Bytes of deleted files, by directory, since the last look at their file systems (:class:`Room`)."""
 
@@ -43,6 +46,13 @@ class Remover:
     def freed_in(self, within: int) -> int:
         """Bytes of files deleted ``within`` directories, as bits, since the look."""
         return sum(size for stripe, size in self.freed.items() if within >> stripe & 1)
+
+    def stuck(self, at_least: int) -> int:
+        """Directories, as bits, in which so many files could not be deleted."""
+        counts = Counter(
+            stripe for item in self._undeletable for stripe, size in item.accounted.items() if size
+        )
+        return mask_of(stripe for stripe, count in counts.items() if count >= at_least)
 
     def evict_coldest(self, within: int = -1) -> bool:
         """The least dear segment goes, of those with a file ``within`` directories; False if none can."""
@@ -99,6 +109,7 @@ class Remover:
             stray.retired = True
             stray.measure()
             self.leftovers.add(stray)
+            self._undeletable.add(stray)
 
     def retry(self) -> None:
         """Delete what could not be deleted before, and what is not pinned any more."""
@@ -115,7 +126,9 @@ class Remover:
                 self.freed[stripe] += size - FILE_SLACK_BYTES
         if error is None:
             self.leftovers.discard(segment)
+            self._undeletable.discard(segment)
             return
+        self._undeletable.add(segment)
         self._observer.count("store.unlink_failures")
         if self._may_warn():
             _log.warning("hcache: segment %d stays for now: %s", segment.number, error)

@@ -26,7 +26,7 @@ from sglang_hcache.store.volumes.volume import Volume
 _log = logging.getLogger(__name__)
 
 _EVICTIONS_IN_VAIN = 3
-"""Segments in a row whose files could not be deleted before a write is refused instead."""
+"""Segments whose files could not be deleted, before nothing more is evicted in that directory."""
 _FLOOR_WARNING_S = 600.0
 
 
@@ -290,12 +290,17 @@ class Space:
         return True
 
     def _evict_to_gain(self, within: int = -1) -> bool:
-        """Evict until something is gained; False if nothing is: a device that fails must not cost the whole cache."""
+        """Evict until something is gained ``within`` directories; False if nothing is.
+
+        A device that fails must not cost the whole cache: what is gained on another one does not count, and nothing
+        more goes where files stay.
+        """
+        within &= ~self._remover.stuck(_EVICTIONS_IN_VAIN)
         for _ in range(_EVICTIONS_IN_VAIN):
-            before = self._used_bytes()
+            before = self._remover.freed_in(within)
             if not self._remover.evict_coldest(within):
                 return False
-            if self._used_bytes() < before:
+            if self._remover.freed_in(within) > before:
                 return True
         return False
 
@@ -312,7 +317,7 @@ class Space:
         for segment in leftovers:
             segment.measure()
             self._remover.remove(segment)
-        while self._used_bytes() > self._config.segments_budget_bytes and self._remover.evict_coldest():
+        while self._used_bytes() > self._config.segments_budget_bytes and self._evict_to_gain():
             pass
 
     def _seal_active(self) -> None:

@@ -12,7 +12,7 @@ from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import Lane
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, Health
+from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
 
 T = TypeVar("T")
 
@@ -44,7 +44,8 @@ class Volume:
         return self.directory.path
 
     def call(self, function: Callable[[], T], doing: str, *, writing: bool = False, blame: bool = True) -> T:
-        """What ``function()`` returns. Without ``blame`` only a device that hangs or is gone moves the health.
+        """What ``function()`` returns. Without ``blame`` one failure says nothing about the device, unless it hangs, is
+        gone or takes no writes.
 
         Raises:
             StoreFullError, StoreIOError, StoreTimeoutError: it failed, or the directory is out.
@@ -57,7 +58,7 @@ class Volume:
             self.check_presence()
             raise storage_error(error, doing) from error
         except OSError as error:
-            if blame or error.errno in GONE_ERRNOS:
+            if blame or error.errno in GONE_ERRNOS | READ_ONLY_ERRNOS:
                 self.health.failed(error, writing=writing)
             raise storage_error(error, doing) from error
         except StoreFullError:
@@ -88,7 +89,7 @@ class Volume:
         )
 
     def unlink_segment(self, segment: int) -> None:
-        """One file that cannot be deleted says nothing about the device."""
+        """Without blame: it may be the file that cannot be deleted (``chattr +i``)."""
         unlink = partial(self.directory.unlink_segment, segment)
         self.call(unlink, "cannot delete a segment file", writing=True, blame=False)
 

@@ -1,7 +1,9 @@
-"""The free-space floor where a file system shows what was deleted only later, as XFS, ZFS and btrfs do."""
+"""The free-space floor: file systems that show later what was deleted (XFS, ZFS, btrfs), disks that delete nothing."""
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +168,68 @@ def test_a_disk_that_shows_all_at_once_takes_one_new_segment_after_the_other(
     for number in range(30):
         write_keys(store, make_keys(1000 + 10 * number, 6), LAYERS)
     assert disk.free() >= 100 * MIB
+
+
+class BadDisk:
+    """Of two disks the first one, which is below the floor and deletes nothing."""
+
+    def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = small_config(base, 2, size=24 * MIB, segment=MIB, floor=100 * MIB)
+        self.free = [200 * MIB, 200 * MIB]
+        self.error_number = 0
+        unlink = StoreDirectory.unlink_segment
+
+        def refuse(directory: StoreDirectory, segment: int) -> None:
+            if self.error_number and self._number(directory) == 0:
+                raise OSError(self.error_number, os.strerror(self.error_number))
+            unlink(directory, segment)
+
+        monkeypatch.setattr(StoreDirectory, "unlink_segment", refuse)
+        monkeypatch.setattr(StoreDirectory, "device", lambda item: self._number(item))
+        monkeypatch.setattr(StoreDirectory, "free_bytes", lambda item: self.free[self._number(item)])
+
+    def _number(self, directory: StoreDirectory) -> int:
+        return self.config.dirs.index(directory.path)
+
+
+@pytest.fixture
+def bad_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BadDisk:
+    return BadDisk(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("error_number", [errno.EPERM, errno.EIO])
+def test_a_disk_that_deletes_nothing_costs_few_segments_however_often_it_is_tried(
+    open_store: OpenStore, bad_disk: BadDisk, error_number: int
+) -> None:
+    """Their files on the other disk go, which helps the first one in nothing."""
+    store = open_store(bad_disk.config)
+    written = [make_keys(10 * number, 6) for number in range(12)]
+    for keys in written:
+        write_keys(store, keys, LAYERS)
+    bad_disk.error_number = error_number
+    bad_disk.free[0] = 99 * MIB
+    for _ in range(5):
+        store._space.tend()
+    there = [keys for keys in written if store.match(keys)]
+    assert len(there) == 9
+    for keys in there:
+        read_keys(store, keys)
+    bad_disk.error_number = 0
+    store._space.tend()
+    assert 6 <= sum(bool(store.match(keys)) for keys in written) < 9, "now it does: two more make 1 MiB"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_file_system_that_turns_read_only_is_noticed_when_nothing_can_be_deleted(
+    open_store: OpenStore, bad_disk: BadDisk
+) -> None:
+    store = open_store(bad_disk.config)
+    for number in range(12):
+        write_keys(store, make_keys(10 * number, 6), LAYERS)
+    bad_disk.error_number = errno.EROFS
+    bad_disk.free[0] = 99 * MIB
+    for _ in range(5):
+        store._space.tend()
+    assert [item.condition for item in store.stats().directories] == ["read-only", "healthy"]
+    assert store.stats().chunks == 9 * 6
