@@ -1,13 +1,15 @@
 """How long chunks stay on disk at most: segments go as a whole once they are too old, used or not.
 
 A segment's age is that of its files: nothing is written to it for longer than a part of the time that it may stay, so
-its first chunk is hardly older than its last one. The files' own times survive restarts and a lost index.
+its first chunk is hardly older than its last one. The files' own times survive restarts and a lost index. A time in the
+future, left by a clock that was set back, is set to the present one: else what was written then would never be too old.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
@@ -40,7 +42,7 @@ class Retention:
 
     def is_filled(self, segment: Segment) -> bool:
         """Whether nothing more may be written to ``segment``, which this process began."""
-        return self._max_age_s is not None and time.time() - segment.begun_s > self._max_age_s * _FILLING
+        return self._max_age_s is not None and time.monotonic() - segment.begun_s > self._max_age_s * _FILLING
 
     def enforce(self, active: Segment | None) -> None:
         """Delete what is too old, all but ``active``. What is being read goes when that ends."""
@@ -48,17 +50,29 @@ class Retention:
             return
         wait_s = min(max(self._max_age_s / _LOOKS, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
         self._next_look_s = time.monotonic() + wait_s
-        oldest = time.time() - self._max_age_s * (1 - _FILLING) + wait_s
+        now = time.time()
+        oldest = now - self._max_age_s * (1 - _FILLING) + wait_s
         for segment in self._catalog.segments():
-            if segment is not active and 0 < self._written_s(segment) < oldest:
+            if segment is active:
+                continue
+            written = written_s(segment.number, segment.members, self._volumes)
+            if 0 < written < oldest:
                 self._remover.expire(segment)
+            elif written > now:
+                self._bring_back(segment, now)
 
-    def _written_s(self, segment: Segment) -> float:
-        """When the last bytes were written to it, seconds since 1970; 0 if none of its files can be asked."""
-        times = [0.0]
+    def _bring_back(self, segment: Segment, now: float) -> None:
         for stripe in segment.members:
-            try:
-                times.append(self._volumes[stripe].segment_time(segment.number))
-            except StoreError:
-                continue  # the directory is out
-        return max(times)
+            with contextlib.suppress(StoreError):  # the next look tries again
+                self._volumes[stripe].limit_segment_time(segment.number, now)
+
+
+def written_s(number: int, members: Iterable[int], volumes: Sequence[Volume]) -> float:
+    """When segment ``number`` was written to last, seconds since 1970; 0 if none of its files can be asked."""
+    times = [0.0]
+    for stripe in members:
+        try:
+            times.append(volumes[stripe].segment_time(number))
+        except StoreError:
+            continue  # the directory is out
+    return max(times)

@@ -98,7 +98,7 @@ class Segment:
         """Bytes handed out in each directory's file: the next run goes here."""
         self.sealed = False
         self.begun_s = 0.0
-        """When this process began it, seconds since 1970."""
+        """When this process began it, by a clock that nobody sets (``time.monotonic``)."""
         self.accounted = dict.fromkeys(members, 0)
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
@@ -139,7 +139,7 @@ class Segment:
                 call that hangs may still create.
         """
         self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
-        self.begun_s = time.time()
+        self.begun_s = time.monotonic()
         try:
             for stripe in self.members:
                 self._volumes[stripe].create_segment(self.number, self.file_bytes)

@@ -22,6 +22,7 @@ from sglang_hcache.store.format.rows import IndexContents, RunRow
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.ledger import is_partial
+from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import RunPlace
 from sglang_hcache.store.tally import Tally
@@ -243,15 +244,7 @@ class StoreView:
 
     def written_at(self, row: RunRow) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
-        times = []
-        for stripe in row.members:
-            volume = self.volumes[stripe]
-            path = volume.directory.segment_path(row.segment)
-            try:
-                times.append(volume.call(lambda path=path: path.stat().st_mtime, "cannot ask"))  # type: ignore[misc]
-            except StoreError:
-                continue
-        return max(times, default=None)
+        return written_s(row.segment, row.members, self.volumes) or None
 
     def _use_ranks(self) -> dict[int, int]:
         """Segment -> its rank by last use, 1 for the latest."""

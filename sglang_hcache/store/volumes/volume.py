@@ -88,6 +88,10 @@ class Volume:
             partial(self.directory.segment_time, segment), "cannot ask for a segment file's time"
         )
 
+    def limit_segment_time(self, segment: int, latest_s: float) -> None:
+        limit = partial(self.directory.limit_segment_time, segment, latest_s)
+        self.call(limit, "cannot set a segment file's time", writing=True, blame=False)
+
     def unlink_segment(self, segment: int) -> None:
         """Without blame: it may be the file that cannot be deleted (``chattr +i``)."""
         unlink = partial(self.directory.unlink_segment, segment)

@@ -14,6 +14,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store import retention as retention_module
 from sglang_hcache.store.inspect.maintenance import collect
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
@@ -44,10 +45,11 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
+        self.set_back_s = 0.0
         monkeypatch.setattr(retention_module, "time", self)
 
     def time(self) -> float:
-        return time.time() + self.ahead_s
+        return time.time() + self.ahead_s - self.set_back_s
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead_s
@@ -158,6 +160,38 @@ def test_one_directory_is_out(
     monkeypatch.undo()
     wait_until(lambda: not segment_files(config))
     assert again.match(OLD) == 0
+
+
+def test_a_time_in_the_future_is_no_way_to_stay(
+    tmp_path: Path, open_store: OpenStore, store: DiskStore, clock: Clock
+) -> None:
+    """The clock was a hundred days ahead when it was written, and was set right."""
+    store.close()
+    config = config_of(tmp_path)
+    grow_old(config, -100, segment_files(config)[1:])
+    again = open_store(config)
+    assert again.match(OLD) == 4
+    assert all(abs(path.stat().st_mtime - time.time()) < 60 for path in segment_files(config))
+    clock.ahead_s = 28 * DAY
+    again._keeper.wake()
+    wait_until(lambda: not again.contains(OLD[0]))
+
+
+def test_who_only_looks_changes_no_time(tmp_path: Path, store: DiskStore) -> None:
+    store.close()
+    config = config_of(tmp_path)
+    grow_old(config, -100)
+    before = [path.stat().st_mtime_ns for path in segment_files(config)]
+    with StoreView.open(config.dirs) as view:
+        assert view.namespaces()[0].written_at == max(before) / 1e9
+    assert [path.stat().st_mtime_ns for path in segment_files(config)] == before
+
+
+def test_a_segment_is_filled_no_longer_though_the_clock_is_set_back(store: DiskStore, clock: Clock) -> None:
+    clock.set_back_s = 50 * DAY
+    clock.ahead_s = 4 * DAY  # over a tenth of the age
+    store._keeper.wake()
+    wait_until(lambda: store._space._active is None)
 
 
 def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:
