@@ -9,7 +9,7 @@ from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.store.catalog import RunSlice
 from sglang_hcache.store.format.geometry import BLOCK, round_up
 from sglang_hcache.store.format.record import bad_chunks, check_header, parse_header
-from sglang_hcache.store.io.engine import IOKind, IOOp, IOResult
+from sglang_hcache.store.io.engine import IOKind, IOOp, IOResult, OpenFile
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, is_aligned
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import storage_error
@@ -84,15 +84,10 @@ class _Job:
 
 
 class LayerReader:
-    """Stateless but for one scratch buffer a thread.
+    """Stateless but for one scratch buffer a thread."""
 
-    Args:
-        direct: which directories' files want aligned transfers.
-    """
-
-    def __init__(self, transfers: Transfers, direct: Sequence[bool]) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._direct = direct
         self._scratch = ScratchPool()
 
     def read(self, slices: Sequence[RunSlice], into: Mapping[int, ByteArray]) -> list[SliceFailure]:
@@ -123,36 +118,32 @@ class LayerReader:
     def _prepare(
         self, slices: Sequence[RunSlice], into: Mapping[int, ByteArray]
     ) -> tuple[list[_Job], list[SliceFailure]]:
-        wanted = [
-            (item, layer, target, self._plan(item, layer, target))
-            for layer, out in into.items()
-            for item, target in _targets(slices, layer, out)
-        ]
+        wanted: list[tuple[RunSlice, int, ByteArray, OpenFile, SlicePlan]] = []
+        failures: list[SliceFailure] = []
+        for layer, out in into.items():
+            for item, target in _targets(slices, layer, out):
+                try:
+                    file = item.run.segment.file(item.run.place.shape.stripe(layer))
+                except StoreError as error:
+                    failures.append(SliceFailure(item, error))
+                    continue
+                wanted.append((item, layer, target, file, _plan(item, layer, target, file)))
         scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for *_, plan in wanted))
         jobs: list[_Job] = []
-        failures: list[SliceFailure] = []
-        for item, layer, target, plan in wanted:
+        for item, layer, target, file, plan in wanted:
             header, scratch = scratch[:BLOCK], scratch[BLOCK:]
             bounce, scratch = scratch[: plan.scratch_bytes], scratch[plan.scratch_bytes :]
             landing = target if plan.straight else bounce
-            try:
-                ops = tuple(_ops(item, layer, plan, header, landing))
-            except StoreError as error:
-                failures.append(SliceFailure(item, error))
-                continue
+            ops = tuple(_ops(item, layer, plan, file, header, landing))
             payload = landing[plan.skip : plan.skip + target.size]
             jobs.append(_Job(item, layer, target, header, payload, ops))
         return jobs, failures
 
-    def _plan(self, item: RunSlice, layer: int, target: ByteArray) -> SlicePlan:
-        shape = item.run.place.shape
-        return plan_slice(
-            item.start,
-            item.stop,
-            shape.chunk_layer_bytes[layer],
-            direct=self._direct[shape.stripe(layer)],
-            aligned=is_aligned(target),
-        )
+
+def _plan(item: RunSlice, layer: int, target: ByteArray, file: OpenFile) -> SlicePlan:
+    """By the file itself: its directory may have come back with or without O_DIRECT since it was opened."""
+    chunk_bytes = item.run.place.shape.chunk_layer_bytes[layer]
+    return plan_slice(item.start, item.stop, chunk_bytes, direct=file.direct, aligned=is_aligned(target))
 
 
 def _targets(slices: Sequence[RunSlice], layer: int, out: ByteArray) -> Iterator[tuple[RunSlice, ByteArray]]:
@@ -163,12 +154,11 @@ def _targets(slices: Sequence[RunSlice], layer: int, out: ByteArray) -> Iterator
 
 
 def _ops(
-    item: RunSlice, layer: int, plan: SlicePlan, header: ByteArray, landing: ByteArray
+    item: RunSlice, layer: int, plan: SlicePlan, file: OpenFile, header: ByteArray, landing: ByteArray
 ) -> Iterator[IOOp]:
     """The header's block together with the first piece where they are neighbours, then the rest."""
     place = item.run.place
     stripe = place.shape.stripe(layer)
-    file = item.run.segment.file(stripe)
     base = place.extent_offset(layer)
     parts = [
         (begin, landing[begin - plan.begin : end - plan.begin])

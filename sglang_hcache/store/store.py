@@ -76,9 +76,8 @@ class DiskStore:
         self._allowance = WriteAllowance.from_json(config.write_budget_bytes, recovered.meta.get("written"))
         self._space = Space(config, volumes, self._catalog, self._ledger, shapes, tally)
         transfers = Transfers(engine, volumes, config.io_timeout_s)
-        direct = [volume.directory.direct for volume in volumes]
-        self._reader = LayerReader(transfers, direct)
-        self._writer = RunWriter(transfers, direct)
+        self._reader = LayerReader(transfers)
+        self._writer = RunWriter(transfers)
         self._judge = Judge(self._catalog, self._ledger, tally)
         self._operations = Operations()
         self._health_lock = threading.Lock()

@@ -24,9 +24,8 @@ Payload = Callable[[int], Sequence[ByteArray]]
 class RunWriter:
     """Stateless but for one scratch buffer a thread."""
 
-    def __init__(self, transfers: Transfers, direct: Sequence[bool]) -> None:
+    def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._direct = direct
         self._scratch = ScratchPool()
 
     def write(self, segment: Segment, place: RunPlace, payload: Payload) -> None:
@@ -62,9 +61,9 @@ class RunWriter:
             digests = tuple(digest(chunk.data) for chunk in chunks)
             extent[:BLOCK] = np.frombuffer(pack_header(place.header(layer, digests)), np.uint8)
             stripe = shape.stripe(layer)
-            buffers = _buffers(extent, chunks, chunk_bytes, self._direct[stripe])
-            offset = place.extent_offset(layer)
-            ops.append(IOOp(IOKind.WRITE, stripe, segment.file(stripe), offset, buffers))
+            file = segment.file(stripe)
+            buffers = _buffers(extent, chunks, chunk_bytes, file.direct)
+            ops.append(IOOp(IOKind.WRITE, stripe, file, place.extent_offset(layer), buffers))
         self._run(ops)
 
     def _run(self, ops: Sequence[IOOp]) -> None:

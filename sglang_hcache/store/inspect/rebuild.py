@@ -71,7 +71,8 @@ def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]
     with contextlib.ExitStack() as stack:
         locked: dict[Path, StoreDirectory] = {}
         for path in dirs:
-            locked[path] = StoreDirectory.acquire(path)
+            locked[path] = StoreDirectory(path)
+            locked[path].acquire()
             stack.callback(locked[path].lock.release)
         seen = look_at_each(dirs)  # again: now nobody changes it
         identity, done = _take_in(seen)

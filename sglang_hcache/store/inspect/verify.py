@@ -65,10 +65,7 @@ class Verification:
                     item.volume.probe(item.directory.try_direct)
         self._sizes = view.segment_sizes()
         self._engine = PosixEngine(len(view.volumes), _IO_THREADS)
-        self._reader = LayerReader(
-            Transfers(self._engine, view.volumes, _PATIENCE_S),
-            [volume.directory.direct for volume in view.volumes],
-        )
+        self._reader = LayerReader(Transfers(self._engine, view.volumes, _PATIENCE_S))
         self._memory = ScratchPool()
 
     def steps(self) -> Iterator[int]:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class StoreDirectory:
     """One private directory of a store; plain file operations, which may fail and may hang.
 
-    Holds the lock from :meth:`acquire` or :meth:`reacquire` on; ``looking.SeenDirectory`` does without.
+    Holds the lock from :meth:`acquire` on; ``looking.SeenDirectory`` does without.
 
     Args:
         user_pid: the process that others are told to stop, if it is not this one.
@@ -45,27 +45,19 @@ class StoreDirectory:
     def __init__(self, path: Path, user_pid: int | None = None) -> None:
         self.path = path
         self.direct = False
-        """Whether segment files are opened with O_DIRECT; set by :meth:`probe_direct`."""
+        """Whether segment files are opened with O_DIRECT; set by :meth:`probe`."""
+        self._has_warned = False
         self.lock = DirectoryLock(path, user_pid)
 
-    @classmethod
-    def acquire(cls, path: Path) -> StoreDirectory:
-        """Create ``path`` if it is missing, check that it is ours, make it private, and lock it.
+    def acquire(self) -> None:
+        """Create the directory if it is missing, check that it is ours, make it private, and lock it.
+
+        Also after it was away: keeps the lock where it is still the same directory.
 
         Raises:
             StoreFormatError: not a directory of our own; nothing is changed.
             StoreLockedError: another process has it.
             OSError: the file system refuses.
-        """
-        directory = cls(path)
-        directory.reacquire()
-        return directory
-
-    def reacquire(self) -> None:
-        """Take the directory again after it was away; keeps the lock where it is still the same directory.
-
-        Raises:
-            StoreFormatError, StoreLockedError, OSError: as :meth:`acquire`.
         """
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(mode=0o700, parents=True)
@@ -263,32 +255,25 @@ class StoreDirectory:
                 f"{path} holds other files ({strangers[0]!r}); give --hcache-dirs an empty or a new directory"
             )
 
-    def probe_direct(self) -> None:
-        """Try O_DIRECT with a real write and read, and warn once if the file system refuses.
+    def probe(self) -> None:
+        """Write a block durably and read it back, with O_DIRECT if the file system has it; warns once if not.
 
         Raises:
             OSError: not even an ordinary write works.
         """
         try:
-            self.direct = self._write_probe(os.O_DIRECT)
+            is_well, self.direct = self._write_probe(os.O_DIRECT), True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            self.direct = False
-            self._write_probe(0)
-        if not self.direct:
+            is_well, self.direct = self._write_probe(0), False
+        if not is_well:
+            raise OSError(errno.EIO, "what was written did not come back")
+        if not self.direct and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "hcache: %s does not support O_DIRECT; its reads and writes use the page cache", self.path
             )
-
-    def probe(self) -> None:
-        """Write a block durably and read it back.
-
-        Raises:
-            OSError: the device is still not well.
-        """
-        if not self._write_probe(os.O_DIRECT if self.direct else 0):
-            raise OSError(errno.EIO, "what was written did not come back")
 
     def _write_probe(self, flags: int) -> bool:
         """Whether a block written to a temporary file comes back."""

@@ -101,7 +101,7 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     """
     directory = volume.directory
     _check_mounted(directory, identity.file_systems[volume.stripe])
-    directory.reacquire()
+    directory.acquire()
     found = directory.read_superblock()
     if found is None:
         directory.write_superblock(Superblock(identity, volume.stripe))
@@ -124,7 +124,7 @@ def _acquire_all(volumes: Sequence[Volume]) -> list[_Found]:
 def _acquire(volume: Volume) -> _Found:
     """Lock the directory and read its superblock; a device that fails is taken out."""
     try:
-        volume.probe(volume.directory.reacquire)
+        volume.probe(volume.directory.acquire)
         try:
             return _Found(volume, volume.probe(volume.directory.read_superblock))
         except StoreFormatError as error:
@@ -226,7 +226,7 @@ def _probe(directory: StoreDirectory) -> None:
     """Try O_DIRECT; on a full disk the oldest segments go first: without room not even the index opens."""
     while True:
         try:
-            directory.probe_direct()
+            directory.probe()
             return
         except OSError as error:
             oldest = min(directory.segment_sizes(), default=None)

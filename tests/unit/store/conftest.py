@@ -30,14 +30,14 @@ def kill(store: DiskStore) -> None:
 
 def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories of these names cannot be opened."""
-    reacquire = StoreDirectory.reacquire
+    acquire = StoreDirectory.acquire
 
     def fail(self: StoreDirectory) -> None:
         if self.path.name in names:
             raise OSError(errno.EIO, "sick")
-        reacquire(self)
+        acquire(self)
 
-    monkeypatch.setattr(StoreDirectory, "reacquire", fail)
+    monkeypatch.setattr(StoreDirectory, "acquire", fail)
 
 
 @pytest.fixture

@@ -23,10 +23,11 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 4096, 8192)
+UNALIGNED = (5000, 5000, 5000)
 OLD, NEW = make_keys(0, 4), make_keys(10, 4)
 
 
@@ -272,14 +273,14 @@ def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     store.close()
-    real = StoreDirectory.reacquire
+    real = StoreDirectory.acquire
 
     def gone(self: StoreDirectory) -> None:
         if self.path == config.dirs[1]:
             raise OSError(errno.ENODEV, "No such device")
         real(self)
 
-    monkeypatch.setattr(StoreDirectory, "reacquire", gone)
+    monkeypatch.setattr(StoreDirectory, "acquire", gone)
     store = open_store(config)
     assert conditions(store) == ["healthy", "out"]
     assert store.match(OLD) == 0
@@ -287,6 +288,43 @@ def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later
     monkeypatch.undo()
     wait_until(lambda: all_well(store))
     read_keys(store, (*OLD, *NEW))
+
+
+@pytest.mark.parametrize("came_back_without", [False, True])
+def test_o_direct_is_tried_anew_where_a_directory_comes_back(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, came_back_without: bool
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    if not store._volumes[1].directory.direct:
+        pytest.skip("no O_DIRECT here")
+    if came_back_without:
+        with store.lease(OLD) as lease:
+            store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
+            monkeypatch.setattr(StoreDirectory, "_write_probe", _without_direct)
+            store._volumes[1].health.take_out("the test says so")
+            wait_until(lambda: all_well(store))
+            read_keys(store, OLD)
+    else:
+        store.close()
+        with monkeypatch.context() as patch:
+            sick({"disk1"}, patch)
+            store = open_store(config)
+        wait_until(lambda: all_well(store))
+    assert store._volumes[1].directory.direct is not came_back_without
+    write_keys(store, NEW, UNALIGNED)
+    for keys in (OLD, NEW):
+        read_keys(store, keys)
+    run = store._catalog._chunks[NEW[0]]
+    with store.lease(NEW):
+        assert [run.segment.file(stripe).direct for stripe in (0, 1)] == [True, not came_back_without]
+
+
+def _without_direct(directory: StoreDirectory, flags: int) -> bool:
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return True
 
 
 def test_a_directory_that_goes_read_only_serves_on(tmp_path: Path, open_store: OpenStore) -> None:

@@ -14,6 +14,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.reader import pieces, plan_slice
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
     find_extents,
@@ -40,9 +41,7 @@ LAYERS = {
 @pytest.fixture(params=["direct", "buffered"])
 def io_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "buffered":
-        monkeypatch.setattr(
-            "sglang_hcache.store.volumes.directory.StoreDirectory.probe_direct", lambda self: None
-        )
+        monkeypatch.setattr(StoreDirectory, "probe", lambda self: None)
     return str(request.param)
 
 

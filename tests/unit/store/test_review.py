@@ -72,14 +72,14 @@ def test_large_files_in_a_directory_that_is_out_count_in_full(
     for number in range(40):
         write_keys(store, make_keys(8 * number, 8), (32768, 32768))
     store.close()
-    reacquire = StoreDirectory.reacquire
+    acquire = StoreDirectory.acquire
 
     def sick(self: StoreDirectory) -> None:
         if self.path.name == "disk1":
             raise OSError(errno.EIO, "sick")
-        reacquire(self)
+        acquire(self)
 
-    monkeypatch.setattr(StoreDirectory, "reacquire", sick)
+    monkeypatch.setattr(StoreDirectory, "acquire", sick)
     config = small_config(tmp_path, 2, size=size)  # with smaller segments than those that are there
     store = open_store(config)
     assert store._space.reserved_bytes() >= physical_bytes(config.dirs)
@@ -300,7 +300,8 @@ def test_two_changes_of_condition_at_once_leave_the_mask_right(tmp_path: Path, o
 
 
 def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
-    directory = StoreDirectory.acquire(tmp_path / "disk")
+    directory = StoreDirectory(tmp_path / "disk")
+    directory.acquire()
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -308,7 +309,9 @@ def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
     try:
         directory.lock.release()  # as the end of this process would
         wait_until(lambda: directory.lock.holder() is None)
-        StoreDirectory.acquire(tmp_path / "disk").lock.release()
+        other = StoreDirectory(tmp_path / "disk")
+        other.acquire()
+        other.lock.release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
