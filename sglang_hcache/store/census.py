@@ -118,7 +118,7 @@ def _sizes(volume: Volume) -> dict[int, int] | None:
     if not volume.health.readable:
         return None
     try:
-        return volume.call(volume.directory.segment_sizes, "cannot list the segments")
+        return volume.segment_sizes()
     except StoreError as error:
         volume.health.take_out(str(error))
         return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -26,7 +25,7 @@ from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment
-from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
+from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -66,7 +65,7 @@ def recover(
     files = Files.listed(identity.first_segment, volumes)
     found, identity = _find_index(config, volumes, identity, files, observer)
     if found.is_partial:
-        found = _read_files(found, volumes, files)
+        found = _read_files(found, volumes, files, volumes[identity.index_stripe], shapes)
     catalog = Catalog(config.cost_doubling_tokens)
     ledger = Ledger(found.index, volumes, identity, catalog, config, is_partial=found.is_partial)
     contents = found.contents
@@ -126,7 +125,7 @@ def _find_index(
         if isinstance(error, TimeoutError):
             home.health.take_out(error.strerror or str(error))
         _refuse_if_all_are_out(volumes, home)
-        if files.numbers() or (home.path / INDEX_NAME).exists():
+        if files.numbers() or _has_index(home):
             _log.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
             observer.count("store.index_rebuilds")
     index, identity = _new_index(config, volumes, identity)
@@ -145,6 +144,13 @@ def _refuse_if_all_are_out(volumes: Sequence[Volume], home: Volume) -> None:
             f"cannot use {home.path} (--hcache-dirs), which holds the index: {home.health.reason}; nothing was "
             "changed, start again when its disk answers"
         )
+
+
+def _has_index(home: Volume) -> bool:
+    try:
+        return home.call((home.path / INDEX_NAME).exists, "cannot ask for the index")
+    except StoreError:
+        return False
 
 
 def _remove_old_index(volume: Volume) -> None:
@@ -185,11 +191,11 @@ def _new_index(
     for volume in (home, *volumes):
         if not volume.health.writable:
             continue
-        path = volume.path / INDEX_NAME
+        create = partial(Index.create, volume.path / INDEX_NAME, identity.store_id, config.index_file_bytes)
         try:
-            index = Index.create(path, identity.store_id, config.index_file_bytes)
+            index = volume.call(create, "cannot create the index", writing=True)
         except StoreError as error:
-            volume.health.failed(OSError(errno.EIO, str(error)), writing=True)
+            _log.warning("hcache: %s cannot hold the index: %s", volume.path, error)
             continue
         if volume is not home:
             identity = identity.next(index_stripe=volume.stripe)
@@ -199,12 +205,20 @@ def _new_index(
     return None, identity
 
 
-def _read_files(found: _FoundIndex, volumes: Sequence[Volume], files: Files) -> _FoundIndex:
-    """Add the runs that the segments hold. Those with a directory that is out wait for it."""
+def _read_files(
+    found: _FoundIndex, volumes: Sequence[Volume], files: Files, home: Volume, shapes: ShapeTable
+) -> _FoundIndex:
+    """Add the runs that the segments hold. Those with a directory that is out wait for it.
+
+    Args:
+        home: the directory of ``found.index``.
+    """
+    scanned = scan_segments(files.uncleared(), volumes, shapes)
+    _refuse_if_all_are_out(volumes, home)
     well = {volume.stripe for volume in volumes if volume.health.readable}
     known = {row.run_id for row in found.contents.runs}
     last = max([*found.contents.bad_rows, *(row.number for row in found.contents.runs)], default=0)
-    fresh = [row for row in _scan(volumes, files) if row.run_id not in known and well.issuperset(row.members)]
+    fresh = [row for row in scanned if row.run_id not in known and well.issuperset(row.members)]
     rows = [replace(row, number=number) for number, row in enumerate(fresh, last + 1)]
     is_partial = len(well) < len(volumes)
     if is_partial:
@@ -212,36 +226,35 @@ def _read_files(found: _FoundIndex, volumes: Sequence[Volume], files: Files) -> 
     index = found.index
     if index is not None:
         try:
-            rows = _fill(index, rows, is_partial)
+            rows = _fill(index, home, rows, is_partial)
         except StoreError as error:
             _log.warning("hcache: the new index cannot be written yet: %s", error)
+            with contextlib.suppress(OSError):
+                home.probe(index.close)
             index = None  # the ledger makes another one, from memory
     contents = replace(found.contents, runs=[*found.contents.runs, *rows])
     return _FoundIndex(index, contents, found.meta, is_partial)
 
 
-def _scan(volumes: Sequence[Volume], files: Files) -> Iterator[RunRow]:
-    directories: dict[int, StoreDirectory] = {
-        volume.stripe: volume.directory for volume in volumes if volume.health.readable
-    }
-    return chain.from_iterable(scan_segments(files.uncleared(), directories, len(volumes)))
-
-
-def _fill(index: Index, rows: Sequence[RunRow], is_partial: bool) -> list[RunRow]:
+def _fill(index: Index, home: Volume, rows: Sequence[RunRow], is_partial: bool) -> list[RunRow]:
     """Put ``rows`` into an index that lacks them; returns those that it has room for.
 
     Raises:
         StoreError: it cannot be written.
     """
+
+    def put(function: Callable[[], None]) -> None:
+        home.call(function, "cannot write the index", writing=True)
+
     kept: list[RunRow] = []
     try:
         for batch in batches(rows):
-            index.insert(batch, {})
+            put(partial(index.insert, batch, {}))
             kept += batch
     except StoreFullError as error:
         _log.warning("hcache: not all stored runs fit the index: %s", error)
-    index.save_meta(partial_meta(is_partial))
-    index.mark_complete()
+    put(partial(index.save_meta, partial_meta(is_partial)))
+    put(index.mark_complete)
     return kept
 
 

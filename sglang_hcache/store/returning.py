@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import ShapeTable
-from sglang_hcache.store.format.rows import Recency, RunRow
+from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
-from sglang_hcache.store.scan import scan_segment
+from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -84,8 +83,11 @@ class Returns:
         in_use = {
             item.number for item in [*self._catalog.segments(), *self._remover.leftovers]
         } - loose.keys()
-        files = self._files().without(in_use)
-        rows = list(self._read_headers(files))
+        sizes = [volume.segment_sizes() for volume in self._volumes]
+        files = Files(self._ledger.identity.first_segment, sizes).without(in_use)
+        rows = scan_segments(files.uncleared(), self._volumes, self._shapes)
+        if not all(volume.health.readable for volume in self._volumes):
+            return [], []
         for segment in loose.values():
             self._catalog.retire(segment, only_unpinned=False)
         census = Census(files, self._volumes, self._catalog, self._shapes, self._config.file_bytes)
@@ -96,21 +98,6 @@ class Returns:
         _log.info("hcache: all directories are there; %d runs are whole again", len(rows))
         _, useless = census.strays(is_partial=False)
         return list(census.segments.values()), useless
-
-    def _files(self) -> Files:
-        sizes = [
-            volume.call(volume.directory.segment_sizes, "cannot list the segments")
-            for volume in self._volumes
-        ]
-        return Files(self._ledger.identity.first_segment, sizes)
-
-    def _read_headers(self, files: Files) -> Iterator[RunRow]:
-        """The complete runs that ``files`` hold, without their own numbers (0)."""
-        directories = {volume.stripe: volume.directory for volume in self._volumes}
-        for number in files.uncleared():
-            stripe = next(stripe for stripe, sizes in enumerate(files.sizes) if sizes and number in sizes)
-            scan = partial(scan_segment, number, directories, self._shapes)
-            yield from self._volumes[stripe].call(scan, "cannot read headers", blame=False)
 
     def _keep(self, segment: Segment | None, volume: Volume, number: int, size: int) -> None:
         """A file that may be of a run which is not whole yet. ``segment``: what is known of its number."""

@@ -7,20 +7,29 @@ O_DIRECT does.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
 from sglang_hcache.store.format.rows import RunRow
-from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.io.workers import WorkerPool
+from sglang_hcache.store.volumes.health import GONE_ERRNOS
+from sglang_hcache.store.volumes.volume import Volume
 
 _SCAN_THREADS = 8
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
+_LOOK_S = 0.05
+"""So often threads are looked after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,53 +41,151 @@ class Part:
     """Layer, chunk bytes and offset inside the part, of each extent in order."""
 
 
-def scan_segments(
-    numbers: Sequence[int], directories: Mapping[int, StoreDirectory], num_stripes: int
-) -> Iterator[list[RunRow]]:
-    """The complete runs of each segment, in the order of ``numbers``, without their own numbers (0).
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunRow]:
+    """The complete runs of segments, in the order of ``numbers`` and of their files, without their own numbers (0).
 
-    Reads several segments at a time: what takes long is waiting for the device.
+    Reads several segments at a time: what takes long is waiting for the device. A directory that hangs or is gone is
+    taken out, and no more is read there. Files that cannot be read hold no runs.
 
-    Args:
-        directories: those that can be read, by stripe.
+    Raises:
+        OSError: the system gives no thread.
     """
-    shapes = ShapeTable(num_stripes)
-    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="hcache-scan") as pool:
-        yield from pool.map(lambda number: scan_segment(number, directories, shapes), numbers)
+    todo = deque(numbers)
+    done: _Done = queue.SimpleQueue()
+    found: dict[int, list[RunRow]] = {}
+    scanners = [_Scanner(todo, done, volumes, shapes) for _ in range(min(_SCAN_THREADS, len(todo)))]
+    while len(found) < len(numbers):
+        with suppress(queue.Empty):
+            number, rows = done.get(timeout=_LOOK_S)
+            if isinstance(rows, Exception):
+                todo.clear()
+                raise rows
+            found[number] = rows
+        for index, scanner in enumerate(scanners):
+            if scanner.is_given_up():
+                todo.append(scanner.number)
+                scanners[index] = _Scanner(todo, done, volumes, shapes)
+    return [row for number in numbers for row in found[number]]
 
 
-def scan_segment(number: int, directories: Mapping[int, StoreDirectory], shapes: ShapeTable) -> list[RunRow]:
-    """The complete runs of segment ``number``, in file order. Files that cannot be read hold none."""
-    parts: dict[bytes, dict[int, Part]] = {}
-    for stripe, directory in directories.items():
+_Done = queue.SimpleQueue[tuple[int, list[RunRow] | Exception]]
+
+
+class _Scanner:
+    """Scans one segment after the other on a thread of its own, which a device that hangs may keep."""
+
+    def __init__(self, todo: deque[int], done: _Done, volumes: Sequence[Volume], shapes: ShapeTable) -> None:
+        self.number = -1
+        """What it scans."""
+        self._todo = todo
+        self._done = done
+        self._volumes = volumes
+        self._shapes = shapes
+        self._lock = threading.Lock()
+        self._where: Volume | None = None
+        self._since = 0.0
+        self._late = False
+        pool = WorkerPool("hcache-scan", 1)
+        pool.submit(self._run)
+        pool.close(0.0)  # it ends behind this job
+
+    def is_given_up(self) -> bool:
+        """Whether one of its calls takes longer than it may. Then its directory is taken out, and it stops."""
+        with self._lock:
+            volume = self._where
+            if volume is None or time.monotonic() - self._since < volume.patience_s:
+                return False
+            self._late = True
+            volume.health.hangs()
+        reason = f"no answer within {volume.patience_s:g} s"
+        volume.health.failed(TimeoutError(errno.ETIMEDOUT, reason), writing=False)
+        return True
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.number = self._todo.popleft()
+            except IndexError:
+                return
+            rows: list[RunRow] | Exception
+            try:
+                rows = self._scan()
+            except Exception as error:  # our bug, or no memory: for the caller, who waits
+                rows = error
+            if self._late:
+                return  # others do it
+            self._done.put((self.number, rows))
+
+    def _scan(self) -> list[RunRow]:
+        parts: dict[bytes, dict[int, Part]] = {}
+        for volume in self._volumes:
+            if self._late or not volume.health.readable:
+                continue
+            with self._lock:
+                self._where, self._since = volume, time.monotonic()
+            try:
+                self._read(volume, parts)
+            except OSError as error:
+                if error.errno in GONE_ERRNOS:
+                    volume.health.failed(error, writing=False)
+            finally:
+                with self._lock:
+                    self._where = None
+                if self._late:
+                    volume.health.returned()
+        rows = (_join(found, self._shapes) for found in parts.values())
+        return sorted((row for row in rows if row is not None), key=lambda row: max(row.offsets))
+
+    def _read(self, volume: Volume, parts: dict[bytes, dict[int, Part]]) -> None:
+        path = volume.directory.segment_path(self.number)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            fd = os.open(directory.segment_path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            for part in _scan_file(fd, number, stripe, shapes.num_stripes):
-                parts.setdefault(part.first.run_id, {})[stripe] = part
-        except OSError:
-            continue
+            file = _File(fd, self._go_on)
+            for part in _scan_file(file, self.number, volume.stripe, self._shapes.num_stripes):
+                parts.setdefault(part.first.run_id, {})[volume.stripe] = part
         finally:
             os.close(fd)
-    rows = (_join(found, shapes) for found in parts.values())
-    return sorted((row for row in rows if row is not None), key=lambda row: max(row.offsets))
+
+    def _go_on(self) -> None:
+        """A call has ended. Raises OSError if it was given up."""
+        self._since = time.monotonic()
+        if self._late:
+            raise OSError(errno.ECANCELED, "given up")
 
 
-def _scan_file(fd: int, number: int, stripe: int, num_stripes: int) -> Iterator[Part]:
-    size = os.fstat(fd).st_size
+class _File:
+    """A segment's file; after each call it says that it goes on. Raises OSError."""
+
+    def __init__(self, fd: int, go_on: Callable[[], None]) -> None:
+        self._fd = fd
+        self._go_on = go_on
+        self.size = os.fstat(fd).st_size
+
+    def read(self, size: int, offset: int) -> bytes:
+        data = os.pread(self._fd, size, offset)
+        self._go_on()
+        return data
+
+    def next_data(self, offset: int) -> int:
+        """Where the hole ends that ``offset`` may lie in; the size if nothing follows."""
+        try:
+            return os.lseek(self._fd, offset, os.SEEK_DATA)
+        except OSError:  # ENXIO: no data behind here
+            return self.size
+
+
+def _scan_file(file: _File, number: int, stripe: int, num_stripes: int) -> Iterator[Part]:
     at = 0
-    while at + BLOCK <= size:
-        first = _header_at(fd, at)
+    while at + BLOCK <= file.size:
+        first = _header_at(file, at)
         in_place = first is not None and (
             (first.segment, first.stripe, first.num_stripes, first.part_offset, first.extent_offset)
             == (number, stripe, num_stripes, at, 0)
         )
         if first is None or not in_place or first.part_bytes < first.extent_bytes:
-            at = _next_candidate(fd, at + BLOCK, size)
+            at = _next_candidate(file, at + BLOCK)
             continue
-        part = _walk_part(fd, first)
+        part = _walk_part(file, first)
         if part:
             yield part
             at += first.part_bytes
@@ -86,12 +193,12 @@ def _scan_file(fd: int, number: int, stripe: int, num_stripes: int) -> Iterator[
             at += first.extent_bytes
 
 
-def _walk_part(fd: int, first: ExtentHeader) -> Part | None:
+def _walk_part(file: _File, first: ExtentHeader) -> Part | None:
     """The part that ``first`` begins; None if an extent is missing or out of place."""
     extents = [(first.layer, first.chunk_bytes, 0)]
     at = first.extent_bytes
     while at < first.part_bytes:
-        found = peek_extent(os.pread(fd, PEEK_BYTES, first.part_offset + at), first)
+        found = peek_extent(file.read(PEEK_BYTES, first.part_offset + at), first)
         if found is None or found[2] != at:
             return None
         extents.append(found)
@@ -99,26 +206,23 @@ def _walk_part(fd: int, first: ExtentHeader) -> Part | None:
     return Part(first, tuple(extents)) if at == first.part_bytes else None
 
 
-def _header_at(fd: int, offset: int) -> ExtentHeader | None:
+def _header_at(file: _File, offset: int) -> ExtentHeader | None:
     try:
-        return parse_header(os.pread(fd, BLOCK, offset))
+        return parse_header(file.read(BLOCK, offset))
     except CorruptExtentError:
         return None
 
 
-def _next_candidate(fd: int, at: int, size: int) -> int:
-    """The next block from ``at`` on that begins like a header, or ``size``. Skips holes."""
-    while at < size:
-        try:
-            at = os.lseek(fd, at, os.SEEK_DATA) // BLOCK * BLOCK
-        except OSError:  # ENXIO: no data behind here
-            return size
-        window = os.pread(fd, _WINDOW_BYTES, at)
+def _next_candidate(file: _File, at: int) -> int:
+    """The next block from ``at`` on that begins like a header, or the end. Skips holes."""
+    while at < file.size:
+        at = file.next_data(at) // BLOCK * BLOCK
+        window = file.read(_WINDOW_BYTES, at)
         for offset in range(0, len(window), BLOCK):
             if window.startswith(MAGIC, offset):
                 return at + offset
         at += max(len(window), BLOCK)
-    return size
+    return file.size
 
 
 def _join(parts: dict[int, Part], shapes: ShapeTable) -> RunRow | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from sglang_hcache.core.errors import StoreError, StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
+from sglang_hcache.store.census import Files
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, RunRow
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -174,7 +175,7 @@ class StoreView:
         found = {}
         for volume in self.volumes:
             with contextlib.suppress(StoreError):
-                found[volume.stripe] = volume.call(volume.directory.segment_sizes, "cannot list the segments")
+                found[volume.stripe] = volume.segment_sizes()
         return found
 
     def totals(self) -> dict[str, int] | None:
@@ -298,20 +299,9 @@ def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
 
 def _read_headers(sight: Sight) -> IndexContents:
     """The runs that are complete in the directories that can be read, numbered by age."""
-    directories = {item.volume.stripe: item.directory for item in sight.seen if item.volume.health.readable}
-    numbers: set[int] = set()
-    for stripe in list(directories):
-        volume = sight.volumes[stripe]
-        try:
-            numbers |= set(volume.call(volume.directory.segment_sizes, "cannot list the segments"))
-        except StoreError as error:
-            volume.health.take_out(str(error))
-            del directories[stripe]
-    rows: list[RunRow] = []
-    wanted = sorted(number for number in numbers if number >= sight.identity.first_segment)
-    for found in scan_segments(wanted, directories, sight.identity.num_stripes):
-        rows += [replace(row, number=len(rows) + place) for place, row in enumerate(found, 1)]
-    return IndexContents(rows, [], {}, {})
+    files = Files.listed(sight.identity.first_segment, sight.volumes)
+    rows = scan_segments(files.uncleared(), sight.volumes, ShapeTable(sight.identity.num_stripes))
+    return IndexContents([replace(row, number=number) for number, row in enumerate(rows, 1)], [], {}, {})
 
 
 def _mounted(path: Path) -> tuple[str, str]:

@@ -36,7 +36,7 @@ class Volume:
         self.directory = directory
         self.stripe = stripe
         self.health = health
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._lane = Lane(f"hcache-dir{stripe}")
 
     @property
@@ -83,6 +83,9 @@ class Volume:
     def segment_bytes(self, segment: int) -> int:
         return self.call(partial(self.directory.segment_bytes, segment), "cannot measure a segment file")
 
+    def segment_sizes(self) -> dict[int, int]:
+        return self.call(self.directory.segment_sizes, "cannot list the segments")
+
     def segment_time(self, segment: int) -> float:
         return self.call(
             partial(self.directory.segment_time, segment), "cannot ask for a segment file's time"
@@ -107,7 +110,7 @@ class Volume:
         Raises:
             OSError, StoreError: whatever it raises; TimeoutError if it is late.
         """
-        return self._lane.call(function, patience_s or self._patience_s)
+        return self._lane.call(function, patience_s or self.patience_s)
 
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
@@ -127,7 +130,7 @@ class Volume:
         return idle
 
     def _guarded(self, function: Callable[[], T]) -> T:
-        return self._lane.call(function, self._patience_s)
+        return self._lane.call(function, self.patience_s)
 
 
 def volume_stats(volume: Volume) -> DirectoryStats:

@@ -1,0 +1,200 @@
+"""Directories that hang while a lost index is rebuilt: they are left out, and the server starts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.format.rows import RunRow
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes import looking
+from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from tests.unit.store.conftest import wait_until
+
+LAYERS = (8192, 4096, 8192)
+OLD, NEW = make_keys(0, 40), make_keys(100, 4)
+
+
+class Hang:
+    """Calls that name a file under a folder stand still until :meth:`let_go`."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._go_on = threading.Event()
+
+    def wait(self, path: Path) -> None:
+        if self.folder is not None and self.folder in path.parents:
+            self._go_on.wait(30)
+
+    def let_go(self) -> None:
+        self.folder = None
+        self._go_on.set()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    """Holds up reading of segments, and whatever else a test has wait for it."""
+    found = Hang()
+    pread = os.pread
+
+    def hanging_pread(fd: int, size: int, offset: int) -> bytes:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.suffix == ".seg":
+            found.wait(path)
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", hanging_pread)
+    yield found
+    found.let_go()
+
+
+def without_index(base: Path, num_dirs: int = 2) -> StoreConfig:
+    """A closed store with ten runs in some segments."""
+    config = replace(small_config(base, num_dirs), io_timeout_s=0.5)
+    store = DiskStore.open(config, Counters())
+    for first in range(0, 40, 4):
+        write_keys(store, OLD[first : first + 4], LAYERS)
+    assert store.stats().segments > 2
+    store.close()
+    (config.dirs[0] / "index.sqlite").unlink()
+    return config
+
+
+class Opening:
+    """A start on a thread of its own: what it waits for must not hold up the test."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self.store: DiskStore | None = None
+        self.error: Exception | None = None
+        self._config = config
+        self._thread = threading.Thread(target=self._open, daemon=True)
+        self._thread.start()
+
+    def result(self) -> DiskStore | None:
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the start hangs"
+        return self.store
+
+    def _open(self) -> None:
+        try:
+            self.store = DiskStore.open(self._config, Counters())
+        except Exception as error:
+            self.error = error
+
+
+def conditions(store: DiskStore) -> list[str]:
+    return [item.condition for item in store.stats().directories]
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
+    tmp_path: Path, hang: Hang, stripe: int
+) -> None:
+    config = without_index(tmp_path)
+    hang.folder = config.dirs[stripe]
+    store = Opening(config).result()
+    assert store is not None
+    try:
+        assert conditions(store)[stripe] == "out"
+        assert conditions(store)[1 - stripe] == "healthy"
+        assert store.match(OLD) == 0
+        wait_until(lambda: (config.dirs[1 - stripe] / "index.sqlite").exists())
+        wait_until(lambda: not store._ledger._lost)
+        write_keys(store, NEW, LAYERS)
+        assert conditions(store)[stripe] == "out", "not tried while something hangs there"
+        hang.let_go()
+        wait_until(lambda: store.match(OLD) == 40)
+        read_keys(store, OLD)
+        read_keys(store, NEW)
+    finally:
+        hang.let_go()
+        store.close()
+
+
+def test_without_any_other_directory_the_start_is_refused(tmp_path: Path, hang: Hang) -> None:
+    config = without_index(tmp_path, 1)
+    hang.folder = config.dirs[0]
+    opening = Opening(config)
+    assert opening.result() is None
+    assert isinstance(opening.error, StoreIOError)
+    assert "nothing was changed" in str(opening.error)
+    hang.let_go()
+    store = DiskStore.open(config, Counters())
+    read_keys(store, OLD)
+    store.close()
+
+
+@pytest.mark.parametrize("what", ["create", "insert"])
+def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
+    tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    config = without_index(tmp_path)
+    create, insert = Index.create, Index.insert
+
+    def hanging_create(path: Path, store_id: str, max_bytes: int) -> Index:
+        hang.wait(path)
+        return create(path, store_id, max_bytes)
+
+    def hanging_insert(self: Index, rows: list[RunRow], recency: dict[int, object]) -> None:
+        hang.wait(self._log_path)
+        insert(self, rows, recency)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, what, hanging_create if what == "create" else hanging_insert)
+    hang.folder = config.dirs[0]
+    store = Opening(config).result()
+    assert store is not None
+    try:
+        assert conditions(store)[0] == "out"
+        wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
+        hang.let_go()
+        wait_until(lambda: store.match(OLD) == 40)
+        read_keys(store, OLD)
+    finally:
+        hang.let_go()
+        store.close()
+
+
+def test_looking_at_a_store_without_index_does_not_hang(
+    tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = without_index(tmp_path)
+    monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
+    hang.folder = config.dirs[1]
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        with StoreView.open(config.dirs) as view:
+            seen.append([item.condition for item in view.directories()])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(15)
+    assert seen == [["healthy", "out"]]
+
+
+def test_a_device_that_is_slow_but_goes_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it takes longer than one operation may."""
+    config = without_index(tmp_path)
+    pread = os.pread
+
+    def slow_pread(fd: int, size: int, offset: int) -> bytes:
+        time.sleep(0.2)
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", slow_pread)
+    store = DiskStore.open(config, Counters())
+    assert conditions(store) == ["healthy", "healthy"]
+    read_keys(store, OLD)
+    store.close()
