@@ -16,6 +16,7 @@ from sglang_hcache.cli.chat_client import ChatClient, Message
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
+from sglang_hcache.cli.kept_sizes import with_room_in_store
 from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, ServerPair, launch_together
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
@@ -177,7 +178,7 @@ def _servers(
     ]
     return (
         ServerProcess(
-            [*common, *settings_arguments(folder / "hcache.yaml", settings)],
+            [*common, *settings_arguments(folder / "hcache.yaml", with_room_in_store(settings, dirs))],
             log=folder / "server-with-tier.log",
             extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,

@@ -11,6 +11,7 @@ from rich.console import Console
 from sglang_hcache.cli.chat.command import require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
 from sglang_hcache.cli.demo import MODEL, demo_folder
+from sglang_hcache.cli.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model import write_tiny_model
@@ -80,7 +81,7 @@ def run_chat_demo(
 def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> ServerProcess:
     settings = {
         "dirs": [str(directory) for directory in dirs],
-        "disk_size": "1GiB",
+        "disk_size": 2**30,
         "disk_free_floor": "256MiB",
         "segment_size": "32MiB",
         "host_size": _HOST_BYTES,
@@ -89,7 +90,7 @@ def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> Se
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--served-model-name", "random-model"),
         *("--max-total-tokens", str(_POOL_TOKENS), "--chunked-prefill-size", str(_PASS_TOKENS)),
-        *settings_arguments(folder / "hcache-chat.yaml", settings),
+        *settings_arguments(folder / "hcache-chat.yaml", with_room_in_store(settings, dirs)),
         *("--enable-metrics", "--sleep-on-idle"),
     ]
     return ServerProcess(

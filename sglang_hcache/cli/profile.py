@@ -86,8 +86,10 @@ def profile(
 
     Servers use what is saved if model sizes, machine, versions and directories are the same; measured again, it is
     replaced. Without `--hcache-dirs` only host memory is measured. No server may use the directories meanwhile. What
-    is written there for the measurement, about 128 MB, is deleted at the end.
+    is written there for the measurement, about 128 MB, is deleted at the end. A disk tier that is there already keeps
+    its sizes unless you give others.
     """
+    from sglang_hcache.cli.kept_sizes import with_sizes_of_store
     from sglang_hcache.cli.profile_report import ProfileReport
     from sglang_hcache.cli.profile_run import measure
 
@@ -97,6 +99,8 @@ def profile(
     tier_flags.check(arguments or [])
     settings, rest = server_settings(arguments or [], seconds)
     config = HCacheConfig.from_settings(settings)
+    settings = with_sizes_of_store(settings, config.dirs)
+    HCacheConfig.from_settings(settings)  # a segment_size that is given may not fit
     target = profile_dir() if out is None else given_path("--out", out)
     _check_target(target, is_folder=out is None)
     command = ["--model-path", model_path, "--max-total-tokens", str(_POOL_TOKENS), *rest]

@@ -1,0 +1,52 @@
+"""Sizes of a store that exists: a command that opens it with smaller ones would evict what a server keeps there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.store.volumes.agreement import agreed
+from sglang_hcache.store.volumes.looking import look_at_each
+
+_CLOSE_S = 0.5
+
+
+def sizes_of_store(dirs: Sequence[Path]) -> dict[str, int]:
+    """``disk_size``, ``disk_free_floor`` and ``segment_size`` that the store in ``dirs`` was last opened with.
+
+    Empty where there is none, or one that a server refuses.
+    """
+    try:
+        seen = look_at_each(dirs)
+    except StoreFormatError:
+        return {}
+    try:
+        if all(item.superblock is None for item in seen):
+            return {}
+        identity = agreed(seen)
+    except StoreFormatError:
+        return {}
+    finally:
+        for item in seen:
+            item.volume.close(_CLOSE_S)
+    return {
+        "disk_size": identity.size_bytes,
+        "disk_free_floor": identity.free_floor_bytes,
+        "segment_size": identity.segment_bytes,
+    }
+
+
+def with_sizes_of_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:
+    """``settings``, and where they name no size that of the store in ``dirs``."""
+    kept = sizes_of_store(dirs)
+    if "disk_size" in settings:
+        kept.pop("segment_size", None)  # it may be too large for another cap
+    return {**kept, **settings}
+
+
+def with_room_in_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:
+    """``settings`` with the sizes of the store in ``dirs``, its ``disk_size`` raised to theirs if it is smaller."""
+    kept = sizes_of_store(dirs)
+    return {**settings, **kept, "disk_size": max(settings["disk_size"], kept.get("disk_size", 0))}
