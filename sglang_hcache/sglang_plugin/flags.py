@@ -57,7 +57,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             return original(cls, args, *rest)
         config = config_from(args)
         _warn_about_no_directory(args, config)
-        support.check_arguments(args)
+        support.check_arguments(args, cls)
         _map_onto_sglang(args, config)
         server_args = original(cls, args, *rest)
         support.check_server_args(server_args, config)

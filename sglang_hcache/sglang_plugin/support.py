@@ -17,10 +17,22 @@ from sglang_hcache.sglang_plugin.planning import profile_of
 _FLAG = "--hierarchical-cache hcache"
 _AS_COMPUTED = (None, "auto")
 _BFLOAT16 = ("bf16", "bfloat16")
+_HICACHE = "hicache_"
+_IN_PLACE_OF_HICACHE = {
+    "hicache_size": "use --hcache-host-size",
+    "hicache_ratio": "use --hcache-host-size",
+    "hicache_write_policy": "use --hcache-write-policy",
+    "hicache_storage_backend": "use --hcache-dirs for the disk tier",
+    "hicache_storage_backend_extra_config": "use --hcache-dirs for the disk tier, and --hcache-config",
+}
+"""What the tier has instead; of the rest nothing."""
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, defaults: type) -> None:
     """Refuse arguments that SGLang itself would reject or change before we could explain.
+
+    Args:
+        defaults: ``ServerArgs``.
 
     Raises:
         ConfigError: one line per refusal.
@@ -32,7 +44,6 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--enable-hierarchical-cache",
             "SGLang's HiCache takes the same place",
         ),
-        (args.hicache_storage_backend, "--hicache-storage-backend", "use --hcache-dirs for the disk tier"),
         (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
         (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
         (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
@@ -73,7 +84,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
             "its values there; use auto, fp8_e4m3 or fp8_e5m2"
         )
-    _raise([*problems, *_parallelism(args)])
+    _raise([*problems, *_hicache(args, defaults), *_parallelism(args)])
 
 
 def check_server_args(server_args: Any, config: HCacheConfig) -> None:
@@ -149,6 +160,16 @@ def determinism_problems(method: PlanKind) -> list[str]:
     return [
         f"{_FLAG} cannot be used with --enable-deterministic-inference: K and V that are projected again may differ "
         "in their last bits from those of a prefill; add --hcache-method kv, which keeps the bits"
+    ]
+
+
+def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
+    """Settings of SGLang's HiCache, which would say nothing."""
+    return [
+        f"{_FLAG} cannot be used with --{field.replace('_', '-')} {value}: "
+        + _IN_PLACE_OF_HICACHE.get(field, "it sets SGLang's HiCache, in whose place the tier is")
+        for field, value in vars(args).items()
+        if field.startswith(_HICACHE) and value != getattr(defaults, field, None)
     ]
 
 

@@ -68,6 +68,25 @@ REFUSALS = {
     "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
     "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),
     "hicache": Refusal(["--enable-hierarchical-cache"], ("--enable-hierarchical-cache",)),
+    "memory of HiCache": Refusal(
+        ["--hicache-size", "200", "--hicache-ratio", "3"],
+        ("--hicache-size 200: use --hcache-host-size", "--hicache-ratio 3.0: use --hcache-host-size"),
+    ),
+    "policy of HiCache": Refusal(
+        ["--hicache-write-policy", "write_back"],
+        ("--hicache-write-policy write_back: use --hcache-write-policy",),
+    ),
+    "transfers of HiCache": Refusal(
+        ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"],
+        ("--hicache-io-backend direct: it sets SGLang's HiCache", "--hicache-mem-layout layer_first"),
+    ),
+    "storage of HiCache": Refusal(
+        ["--hicache-storage-backend", "file"], ("--hicache-storage-backend file: use --hcache-dirs",)
+    ),
+    "settings of HiCache's storage": Refusal(
+        ["--hicache-storage-prefetch-policy", "best_effort", "--hicache-storage-backend-extra-config", "{}"],
+        ("--hicache-storage-prefetch-policy best_effort", "--hicache-storage-backend-extra-config {}"),
+    ),
     "preemption": Refusal(["--enable-priority-scheduling"], ("--disable-priority-preemption",)),
     "forward hooks": Refusal(["--forward-hooks", '[{"name": "x"}]'], ("--forward-hooks",)),
     "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
