@@ -55,13 +55,15 @@ class _KeyValueRows(_StandIn):
 
 
 class _KeyRotation(_StandIn):
-    """The rotation, of one head of the query: the least that it takes."""
+    """The rotation, of as few heads of the query as it takes: one; on a GPU kernels may want a multiple of K's."""
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        small = query[:, :1] if query.dim() > 2 else query[:, : self.original.head_size]
-        _, key = self.original(positions, small.contiguous(), key, *more, **named)
+        size = self.original.head_size
+        heads = 1 if key.device.type == "cpu" else key.shape[1:].numel() // size
+        few = query[:, : heads if query.dim() > 2 else heads * size]
+        _, key = self.original(positions, few.contiguous(), key, *more, **named)
         return query, key
 
 

@@ -76,8 +76,10 @@ class DescribedProjector:
         form = self.forms[layer]
         key, value = self.project_unrotated(layer, hidden)
         if form.rotary is not None:
-            # The rotary module wants a query as well; one head of it is the least it takes.
-            query = key.new_zeros(key.shape[0], form.head_dim)
+            # The rotary module wants a query as well. One head is enough, but for kernels: those of a GPU may want a
+            # multiple of K's heads.
+            heads = 1 if key.device.type == "cpu" else form.kv_heads
+            query = key.new_zeros(key.shape[0], heads * form.head_dim)
             _, key = form.rotary(positions, query, key.contiguous())
         shape = (-1, form.kv_heads, form.head_dim)
         return key.reshape(shape), value.reshape(shape)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sglang_hcache.device.attention import Attention, describe
-from sglang_hcache.device.generic import GenericProjector
+from sglang_hcache.device.generic import GenericProjector, _KeyRotation
 from sglang_hcache.device.projector import DescribedProjector
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, ROWS = 4, 2, 8, 24, 11
@@ -39,6 +39,18 @@ class Rotation(nn.Module):
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return query + positions[:, None], key + positions[:, None]
+
+
+class KernelOfAGpu(Rotation):
+    """Takes what SGLang's kernel for heads of odd sizes takes (``pos_enc.cuh``)."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert query.is_contiguous()
+        heads, kv_heads = (each[0].numel() // HEAD_DIM for each in (query, key))
+        assert heads % kv_heads == 0
+        return query, key
 
 
 class Core(nn.Module):
@@ -137,6 +149,21 @@ def test_memory_that_is_there_already_gets_the_same_bits(kind: str, dtype: torch
     assert torch.equal(key, expected_key)
     assert torch.equal(value, expected_value)
     assert value.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def test_a_gpus_rotation_gets_as_many_heads_of_the_query_as_of_the_key() -> None:
+    """On torch's device without memory, which is no CPU either."""
+    attention = layer("plain")
+    attention.module.rotary_emb = KernelOfAGpu()
+    attention.module.to("meta")
+    hidden, positions = torch.empty(ROWS, HIDDEN, device="meta"), torch.arange(ROWS, device="meta")
+    form = describe(attention)
+    assert form is not None
+    for projector in (DescribedProjector([form]), GenericProjector([attention], drop_query=True)):
+        assert projector.project(0, hidden, positions)[0].shape == (ROWS, KV_HEADS, HEAD_DIM)
+    query, key = (torch.empty(ROWS, heads, HEAD_DIM, device="meta") for heads in (HEADS, KV_HEADS))
+    assert _KeyRotation(KernelOfAGpu())(positions, query, key)[0] is query
 
 
 @torch.no_grad()
