@@ -135,6 +135,8 @@ class _Check:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
+        # Attention may read whole pages and mask what is of nobody: a NaN outlives a product with 0.
+        self._blank(self._layers, 0.0)
         self._forward.release(self._slots)
         self._forward.release(self._others)
 
@@ -242,9 +244,10 @@ class _Check:
         if _as_rank(_relative(beside[:_ALONE], alone)) > self.tolerance:
             raise ValueError(f"a token's K in layer {layer} depends on the other tokens of its pass")
 
-    def _blank(self, layers: Iterable[int]) -> None:
+    @torch.inference_mode()
+    def _blank(self, layers: Iterable[int], value: float = math.nan) -> None:
         for layer in layers:
-            nothing = torch.full_like(self._pool.read(layer, self._others)[0], torch.nan)
+            nothing = torch.full_like(self._pool.read(layer, self._others)[0], value)
             self._pool.write(layer, self._others, nothing, nothing)
 
     def _difference(self, layer: int) -> float:

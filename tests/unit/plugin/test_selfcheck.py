@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from sglang_hcache.sglang_plugin.selfcheck import _relative, tolerance
+from sglang_hcache.core.layout import Method
+from sglang_hcache.sglang_plugin.selfcheck import _Check, _relative, tolerance
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -41,3 +44,53 @@ def test_what_is_no_number_is_the_worst(key: torch.Tensor) -> None:
     wrong = key.clone()
     wrong[0, 0, 0] = math.nan
     assert math.isnan(_relative(wrong, key))
+
+
+class Pool:
+    """Of two layers, and the model that writes to it: ones. Pages of 64 slots are lent."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(2, 2, 256, 1, 8)  # layer, K and V, slot
+        self.taken = 0
+        self.given_back: list[torch.Tensor] = []
+
+    def forward(self, tokens: list[int]) -> torch.Tensor:
+        slots = self.allocate(len(tokens))
+        self.memory[:, :, slots] = 1
+        return slots
+
+    def allocate(self, count: int) -> torch.Tensor:
+        first, self.taken = self.taken, self.taken + -(-count // 64) * 64
+        return torch.arange(first, self.taken)
+
+    def release(self, slots: torch.Tensor) -> None:
+        self.given_back.append(self.memory[:, :, slots].clone())
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.memory[layer, 0, slots], self.memory[layer, 1, slots] = key, value
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.memory[layer, 0, slots], self.memory[layer, 1, slots]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_slots_are_given_back_without_a_nan(fails: bool) -> None:
+    pool = Pool()
+    model: Any = SimpleNamespace(
+        dtype=torch.float32,
+        row_dtype=torch.float32,
+        vocabulary=100,
+        shape=SimpleNamespace(num_layers=2),
+        watch=lambda *_: (),
+    )
+    idle: Any = SimpleNamespace(restore=lambda *_: None)
+    try:
+        with _Check(model, pool, pool, watch=False) as check:  # type: ignore[arg-type]
+            assert check.worst(idle, Method.KV).error == math.inf
+            assert pool.memory.isnan().any()
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert [slots.shape[2] for slots in pool.given_back] == [128, 128]
+    assert not any(slots.isnan().any() for slots in pool.given_back)
