@@ -32,13 +32,16 @@ def utc_now() -> str:
 
 
 def commit() -> str | None:
-    """Of this repository, with ``-dirty`` where files differ from it; None outside of one."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Of this repository, with ``-dirty`` where files differ from it; None outside of one, or without git."""
+    try:
+        git = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
     return git.stdout.strip() or None
 
 

@@ -213,3 +213,10 @@ def test_the_header_says_what_one_must_know(bench: Import) -> None:
     assert header["machine"]["processor"]
     assert set(header["versions"]) == {"python", "sglang", "sglang-hcache", "torch"}
     assert "/" not in json.dumps(header["versions"])
+
+
+def test_a_machine_without_git_has_no_commit_to_tell(
+    bench: Import, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench("common.header").commit() is None
