@@ -115,11 +115,14 @@ def measure_of(name: str) -> Callable[[Report], None]:
     return functools.partial(models.measure, shape_named(shape))
 
 
-def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) -> dict[str, Any]:
+def run_apart(
+    part: Part, command: Sequence[str], log: Path, output: Path, on_result: Report
+) -> dict[str, Any]:
     """Run ``command``, which prints results as lines ``RESULT {...}``, within the part's budget.
 
     Args:
-        log: receives what else it says.
+        log: receives its standard error.
+        output: receives its standard output.
         on_result: gets each result as soon as it is there.
 
     Returns:
@@ -129,7 +132,7 @@ def run_apart(part: Part, command: Sequence[str], log: Path, on_result: Report) 
         KeyboardInterrupt: the run is ended; so is the part then.
     """
     began = time.monotonic()
-    told = _Told(log.with_suffix(".out"), on_result)
+    told = _Told(output, on_result)
     with log.open("wb") as errors, told.output.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         status = None

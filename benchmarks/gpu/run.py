@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tarfile
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ from gpu.parts import NOT_SHOWN, PARTS, Part, part_command, run_apart, run_here
 from gpu.results import told
 
 UNAVAILABLE = "not available here: no CUDA device"
+LOGS = "logs.tar.gz"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,16 +111,34 @@ class GpuResults:
 
 def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
     left_s = 0.0
-    for part in parts:
-        log = out / f"{part.name.replace(' ', '-')}.log"
-        with_left = replace(part, budget_s=part.budget_s + left_s)  # of what those before did not use
-        outcome = run_apart(with_left, part_command(part.name), log, partial(results.add, part.name))
-        left_s = max(0.0, with_left.budget_s - outcome["seconds"])
-        results.end(part.name, outcome)
-        print(
-            f"{part.name}: {outcome['status']} in {outcome['seconds']:.0f} s {outcome.get('why', '')}",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as folder:
+        said = Path(folder)
+        for part in parts:
+            name = part.name.replace(" ", "-")
+            log, output = out / f"{name}.log", said / f"{name}.out"
+            with_left = replace(part, budget_s=part.budget_s + left_s)  # of what those before did not use
+            command, add = part_command(part.name), partial(results.add, part.name)
+            try:
+                outcome = run_apart(with_left, command, log, output, add)
+            finally:
+                _put_away(log, said, out / LOGS)
+            left_s = max(0.0, with_left.budget_s - outcome["seconds"])
+            results.end(part.name, outcome)
+            print(
+                f"{part.name}: {outcome['status']} in {outcome['seconds']:.0f} s {outcome.get('why', '')}",
+                flush=True,
+            )
+
+
+def _put_away(log: Path, said: Path, archive: Path) -> None:
+    """``log`` to what the parts have said, and all of that anew into one file: machines are lent that send few back."""
+    if log.exists():
+        shutil.move(log, said / log.name)
+    new = archive.with_name(f".{archive.name}")
+    with tarfile.open(new, "w:gz") as file:
+        for path in sorted(said.iterdir()):
+            file.add(path, path.name)
+    new.replace(archive)
 
 
 def _draw(data: dict[str, Any], path: Path) -> None:
@@ -134,7 +156,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     names = [part.name for part in PARTS]
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu-results"), help="folder for gpu.json, gpu.png and logs"
+        "--out", type=Path, default=Path("gpu-results"), help=f"folder for gpu.json, gpu.png and {LOGS}"
     )
     parser.add_argument(
         "--only", action="append", choices=names, help="this part; may be given several times"

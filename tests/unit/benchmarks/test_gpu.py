@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ EXPECTED = {
 }
 
 
+def logs_in(out: Path) -> dict[str, str]:
+    """Of the parts, by name; there is nothing else in ``out`` that a machine that is lent would have to send back."""
+    assert {path.name for path in out.iterdir()} <= {"gpu.json", "gpu.png", "logs.tar.gz"}
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+
+
 def test_one_part_stops_no_other(
     bench: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -105,6 +113,10 @@ def test_one_part_stops_no_other(
     assert data["parts"]["hanging"]["results"] == {"a": {"ok": True}}
     assert data["not_shown"] == parts.NOT_SHOWN
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    logs = logs_in(tmp_path)
+    assert logs.keys() == {f"{name}.{kind}" for name in SCRIPTS for kind in ("log", "out")}
+    assert "ValueError: it broke" in logs["broken.log"]
+    assert logs["wrong.out"].startswith("RESULT ")
     assert "hanging: timeout in" in capsys.readouterr().out
     while_it_hung = [each["parts"]["hanging"] for each in seen if "hanging" in each["parts"]]
     assert {"status": "running", "results": {"a": {"ok": True}}} in while_it_hung, (
@@ -127,8 +139,8 @@ time.sleep(600)
 def test_a_part_says_what_it_has_before_its_time_is_over(bench: Callable[[str], Any], tmp_path: Path) -> None:
     """Such as the rows of a command, which come when it ends."""
     parts, found = bench("gpu.parts"), {}
-    part = parts.Part("late", 10.0, "")
-    outcome = parts.run_apart(part, [sys.executable, "-c", LATE], tmp_path / "late.log", found.__setitem__)
+    part, files = parts.Part("late", 10.0, ""), (tmp_path / "late.log", tmp_path / "late.out")
+    outcome = parts.run_apart(part, [sys.executable, "-c", LATE], *files, found.__setitem__)
     assert (outcome["status"], outcome["results"], found) == ("timeout", 1, {"last": {"ok": True}})
     assert outcome["seconds"] < part.budget_s
 
@@ -193,6 +205,9 @@ def test_a_run_that_is_ended_has_what_was_there(
     data = json.loads((tmp_path / "gpu.json").read_text())
     assert data["header"]["complete"] is False
     ok = {"ok": True}
+    assert logs_in(tmp_path).keys() == {
+        f"{name}.{kind}" for name in (first, "ended")[: 1 + (first == "good")] for kind in ("log", "out")
+    }
     if first == "silent":  # and so nothing was finished, but what it says when it is ended counts
         assert data["parts"] == {"silent": {"status": "ended early", "results": {"last": ok}}}
         assert data["header"]["missing"] == ["silent: the rest of it", "ended", "later"]
