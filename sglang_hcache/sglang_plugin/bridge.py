@@ -63,7 +63,7 @@ class Bridge:
         self._model = model
         self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
-        self._on_device: Namespace | None = namespace  # whose KV is on the device; None: there is none
+        self._on_device: Namespace | None = None  # whose KV came to the device last; None: there is none
         self._device_is_stale = False  # what is there was not all computed with the present weights
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
@@ -147,7 +147,7 @@ class Bridge:
             slots: where it writes K and V, (rows,) int64.
         """
         if self._captures:
-            self._weights_in_use()  # whoever's pass it is: its KV may stay on the device
+            self.kv_arrives()  # whoever's pass it is: its KV may stay on the device
         is_wanted = any(rid in self._capturing for rid in rids)
         if is_wanted:
             self._passes.begin(tokens, slots)
@@ -181,9 +181,13 @@ class Bridge:
         root = self._namespace_of(tenant).root_key()
         self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk), len(tokens))
 
+    def kv_arrives(self) -> None:
+        """The device gets KV of the weights in use: of a pass, or restored."""
+        self._on_device = self._weights_in_use()
+
     def device_reset(self) -> None:
         """The device dropped everything."""
-        self._on_device, self._device_is_stale = self._namespace, False
+        self._on_device, self._device_is_stale = None, False
         self.tiers.demote_all()
 
     def weights_will_change(self) -> None:
@@ -283,7 +287,6 @@ class Bridge:
         if self._namespace is None:
             self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
             self._device_is_stale |= self._on_device not in (None, self._namespace)
-            self._on_device = self._namespace
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
         return self._namespace
 

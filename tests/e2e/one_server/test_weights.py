@@ -92,6 +92,23 @@ def test_nothing_is_saved_behind_old_kv_on_the_device(
         server.to_tiers()
 
 
+def test_behind_new_kv_on_a_device_that_was_empty_all_is_saved(
+    server: TierServer, models: tuple[Path, Path]
+) -> None:
+    """Flushed before an update that flushes nothing."""
+    prompt, more = random_prompt(11, 400), random_prompt(12, 300)
+    server.ask(prompt)
+    server.flush_device()
+    from_disk(server, models[1], flush_cache=False)
+    server.ask(prompt)
+    whole = server.ask([*prompt, *more])
+    assert whole.device == 400
+    server.to_tiers()
+    again = server.ask([*prompt, *more])
+    assert again.restored == 640
+    assert largest_difference(again, whole) <= TOLERANCE
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_requests_that_run_or_restore_meanwhile(
     server: TierServer, models: tuple[Path, Path], mode: str

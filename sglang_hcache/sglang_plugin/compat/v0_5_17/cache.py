@@ -194,6 +194,7 @@ class HCacheRadixCache(RadixCache):
     def insert_tokens(
         self, tokens: array[int], tenant: str | None, slots: torch.Tensor
     ) -> tuple[int, TreeNode]:
+        self.bridge.kv_arrives()
         result = super().insert(InsertParams(key=RadixKey(tokens, tenant), value=slots))
         return result.prefix_len, result.last_device_node
 
