@@ -148,6 +148,7 @@ class Assembler:
             case RequestEnds(rid=str() as rid):
                 self._end(rid)
             case TiersCleared():
+                self._tiers.clear()  # of what earlier events have sealed since; only memory, as the first time
                 self.beginnings.clear()
 
     def _taken(self, event: RowsCaptured) -> _Pass:

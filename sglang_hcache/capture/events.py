@@ -59,7 +59,7 @@ class RequestEnds:
 
 @dataclass(frozen=True, slots=True)
 class TiersCleared:
-    """Both tiers were emptied: what unfinished chunks keep goes too."""
+    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep."""
 
 
 Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared

@@ -222,7 +222,7 @@ class Bridge:
 
     def clear(self) -> None:
         """Empty both tiers."""
-        self.tiers.clear()
+        self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
         self._assembler.publish(TiersCleared())
 
     def close(self) -> None:

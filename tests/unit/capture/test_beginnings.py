@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hcache.capture.events import TiersCleared
+from sglang_hcache.capture.events import RowsCaptured, TiersCleared
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from tests.unit.capture.test_assembler import NAMESPACE, SavePath
@@ -28,10 +32,15 @@ def path() -> Iterator[SavePath]:
 
 def run(path: SavePath, rid: str, tokens: list[int], prefix: int = 0) -> None:
     """A request that finds ``prefix`` tokens on the device and computes the others, until all is saved."""
+    ask(path, rid, tokens, prefix)
+    path.settle()
+
+
+def ask(path: SavePath, rid: str, tokens: list[int], prefix: int = 0) -> None:
+    """The same, and nobody waits."""
     path.begin(rid, tokens[:prefix])
     path.forward([(rid, prefix, tokens[prefix:])])
     path.end(rid)
-    path.settle()
 
 
 def covers(path: SavePath, tokens: list[int]) -> bool:
@@ -192,6 +201,21 @@ def test_cleared_tiers_keep_nothing(path: SavePath) -> None:
     assert not covers(path, [1] * 100)
     assert not covers(path, [1] * 10)
     assert path.tiers.host.counts() == (64, 0, 0)
+
+
+def test_rows_that_were_on_their_way_are_cleared_with_the_rest(path: SavePath) -> None:
+    arrived = threading.Event()
+    slow: Any = SimpleNamespace(wait=arrived.wait)
+    path.assembler.publish(RowsCaptured((), torch.zeros(0), None, slow))
+    ask(path, "a", [1] * 100)
+    path.tiers.clear()
+    path.assembler.publish(TiersCleared())
+    ask(path, "b", [2] * 100)
+    arrived.set()
+    path.settle()
+    assert path.sealed([1] * 100) == [False]
+    assert path.sealed([2] * 100) == [True]
+    assert not covers(path, [1] * 10)
 
 
 def test_a_failed_event_leaves_no_beginning(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:
