@@ -226,7 +226,7 @@ class Bridge:
         self._assembler.publish(TiersCleared())
 
     def close(self) -> None:
-        """Write what is in host memory only, within the configured time, and stop. Idempotent."""
+        """Write to disk what exists only in host memory, within the configured time, and stop. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -240,7 +240,7 @@ class Bridge:
                 "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
             )
         written = self.counters.snapshot().get(_WRITTEN, 0) - before
-        logger.info("hcache: stopping; %d chunks that were in host memory only are on disk now", written)
+        logger.info("hcache: stopping; %d chunks that existed only in host memory are on disk now", written)
         self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A signal to stop is for the server's main process, which lets the tier save before all of it ends.
 
 A terminal sends Ctrl-C, and systemd its SIGTERM, to every process of a server. SGLang's other processes would
-end at once, and with the scheduler's what is in host memory only.
+end at once, and with the scheduler what exists only in host memory.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def signal_all(server: TierServer, number: int) -> int:
     os.killpg(server.process.pid, number)
     server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
     log = server.process.log_text()
-    saved = re.search(r"(\d+) chunks that were in host memory only are on disk now", log)
+    saved = re.search(r"(\d+) chunks that existed only in host memory are on disk now", log)
     assert saved is not None, log[-4000:]
     return int(saved[1])
 

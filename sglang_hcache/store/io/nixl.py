@@ -61,7 +61,7 @@ def nixl_problem() -> str | None:
         version = importlib.metadata.version("nixl")
     except (ImportError, OSError) as error:  # OSError: a library that its wheel needs is missing
         if isinstance(error, ModuleNotFoundError) and error.name == "nixl":
-            return "NIXL is not installed (pip install 'sglang-hcache[nixl]')"
+            return "NIXL is not installed (pip install '/path/to/sglang-hcache[nixl]')"
         return f"NIXL cannot be loaded: {error}"
     if tuple(map(int, version.split(".")[:2])) < OLDEST_NIXL:
         return f"NIXL {version} is too old, {'.'.join(map(str, OLDEST_NIXL))} or newer is needed"

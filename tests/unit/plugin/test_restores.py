@@ -692,7 +692,7 @@ def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
         world.store(tokens(name, 2))
         world.queue(f"r{name}", tokens(name, 2))
     world.coordinator.tick()
-    # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth one would end with the prefill, so that is taken.
+    # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth would end with the prefill, which is taken.
     assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 7, "pinned": 0}
     assert world.coordinator.may_be_admitted("r4")
 

@@ -66,7 +66,7 @@ def test_auto_without_nixl_is_posix(
     monkeypatch.setitem(sys.modules, "nixl", None)
     assert choose("auto", tmp_path) == "posix"
     assert messages.messages == [
-        "hcache: NIXL is not installed (pip install 'sglang-hcache[nixl]'); using the posix engine"
+        "hcache: NIXL is not installed (pip install '/path/to/sglang-hcache[nixl]'); using the posix engine"
     ]
 
 

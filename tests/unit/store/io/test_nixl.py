@@ -269,7 +269,7 @@ assert not engine.close(0.01)
 
 def test_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    assert nixl_problem() == "NIXL is not installed (pip install 'sglang-hcache[nixl]')"
+    assert nixl_problem() == "NIXL is not installed (pip install '/path/to/sglang-hcache[nixl]')"
     with pytest.raises(ConfigError, match="--hcache-io-engine nixl: NIXL is not installed"):
         NixlEngine(1, 4)
 
