@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from sglang_hcache.sglang_plugin.tickets import Phase, Ticket
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.protocols import QueuedRequest
+from sglang_hcache.sglang_plugin.tickets import Ticket
+
+_FIRST_LIMIT_S = 30.0
+"""A request that finds no slots for so long, with nobody before it, is recomputed."""
+_REFUSED_LIMIT_S = 120.0
+"""Or for so long in all, where the policy lets others come before it."""
 
 
-@dataclass(slots=True)
 class Ahead:
-    """The requests before one in the queue, and what they will need when they are admitted."""
+    """The requests before one in the queue, and what they will need when they are admitted.
 
-    rids: set[str] = field(default_factory=set)
-    tokens: int = 0
-    """Slots."""
-    seconds: float = 0.0
-    """Of computing what does not come back."""
+    What several of them begin with is counted once. What is on the device is counted too: nobody has locked it, and
+    it is worth more there than what would take its place.
 
-    def add(self, ticket: Ticket, prefill_s: Callable[[int, int], float]) -> None:
-        """One more. ``prefill_s``: what computing so many tokens behind a prefix takes."""
-        self.rids.add(ticket.prompt.rid)
-        if ticket.phase is Phase.PENDING:
-            return  # it awaits what another one's restore brings: how much it lacks then, nobody knows
-        covered = ticket.covered
-        missing = len(ticket.prompt.tokens) - covered
-        if missing > 0:
-            self.tokens += missing
-            self.seconds += prefill_s(missing, covered)
+    Args:
+        prefill_s: what computing so many tokens behind a prefix of so many takes, seconds.
+    """
+
+    def __init__(self, prefill_s: Callable[[int, int], float]) -> None:
+        self.rids: set[str] = set()
+        self.tokens = 0
+        """Slots."""
+        self.seconds = 0.0
+        """Of computing what does not come back."""
+        self._prefill_s = prefill_s
+        self._keys: set[ChunkKey] = set()
+
+    def add(self, request: QueuedRequest, ticket: Ticket | None) -> None:
+        """One more."""
+        self.rids.add(request.rid)
+        allocated = covered = 0
+        if ticket is not None:
+            # A key names all tokens before it as well, so what is shared is at the beginning.
+            shared = bisect_left(ticket.keys, True, key=lambda key: key not in self._keys)
+            self._keys.update(ticket.keys[shared:])
+            allocated = max(CHUNK_TOKENS * shared, ticket.restored)
+            covered = max(allocated, ticket.on_device)
+        self.tokens += request.num_tokens - allocated + request.new_tokens
+        if covered < request.num_tokens:
+            self.seconds += self._prefill_s(request.num_tokens - covered, covered)
 
 
 class Line:
@@ -39,11 +59,15 @@ class Line:
         self._before: set[str] = set()
         self._since = 0.0
 
-    def stand(self, first: Ticket | None, ahead: Ahead) -> None:
-        """``first`` (None: nobody) found no room behind ``ahead``."""
-        if first is not self._first or ahead.tokens:
-            self._since = time.monotonic()  # while others come first, it is those whom SGLang has no room for
+    def stand(self, first: Ticket | None, ahead: Ahead) -> bool:
+        """``first`` (None: nobody) found no room behind ``ahead``; True if it has waited for too long."""
+        now = time.monotonic()
+        if first is not self._first or ahead.rids:
+            self._since = now  # while others come first, it is those whom SGLang has no room for
         self._first, self._before = first, ahead.rids
+        if first is None:
+            return False
+        return now - self._since >= _FIRST_LIMIT_S or first.refused_s >= _REFUSED_LIMIT_S
 
     def clear(self) -> None:
         """Nobody waits."""
@@ -53,8 +77,3 @@ class Line:
         """Whether it comes later than the first."""
         first = self._first
         return first is not None and ticket is not first and ticket.prompt.rid not in self._before
-
-    @property
-    def waited_s(self) -> float:
-        """How long the first has waited with nobody before it."""
-        return 0.0 if self._first is None else time.monotonic() - self._since

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -41,6 +42,15 @@ class DeviceMatch:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """What SGLang wants room for before it admits a request: all of its tokens, and some that it will generate."""
+
+    rid: str
+    num_tokens: int
+    new_tokens: int
 
 
 class DeviceTree(Protocol):
@@ -82,8 +92,8 @@ class SchedulerView(Protocol):
     def is_running(self) -> bool:
         """Whether a forward pass will follow without our doing."""
 
-    def waiting_ids(self) -> list[str]:
-        """Ids of the requests in the waiting queue, in order."""
+    def waiting(self) -> Iterator[QueuedRequest]:
+        """The requests in the waiting queue, in order."""
 
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""

@@ -43,19 +43,16 @@ from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.line import Ahead, Line
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.room import Room
-from sglang_hcache.sglang_plugin.running import Running
+from sglang_hcache.sglang_plugin.running import Rest, Running
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.waiting import Waiting
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LIMIT_S = 30.0  # a request that finds no slots for so long, with nobody before it, is recomputed
 _PIN_LIMIT_S = 10.0
-_LONGEST_REST_S = 30.0  # a tier that was too late once would let everyone wait for the deadline
-_REST_FACTOR = 10.0  # and the rest is so many times what was lost
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
-_HOLD_S = 0.25  # and time in which nobody takes the room they leave, so that the head of the queue gets it
+_HOLD_S = 0.25  # time in which nobody takes the room that pins leave, so that the head of the queue gets it
 _INVALIDATE_S = 30.0  # jobs that are stopped end far sooner
 _STOP_S = 1.0  # for a restore to end whose slots a running request needs
 _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
@@ -89,7 +86,7 @@ class RestoreCoordinator:
         self.running = running
         self._room = Room(device.tree, device.scheduler, running, self._waiting, config.max_inflight_fraction)
         self._stalled = 0
-        self._resting_until = 0.0
+        self._rest = Rest()
         self._holding_until = 0.0
         self._line = Line()
         self._look_again = 0.0
@@ -116,11 +113,13 @@ class RestoreCoordinator:
         ticket = self._waiting.get(rid)
         if ticket is None:
             return True
+        if self._is_held_back(ticket):
+            return False
         if ticket.phase is Phase.RESOLVED and ticket.attempts < MOST_ATTEMPTS:
-            is_rest_over = ticket.is_unasked and not self._is_resting
+            is_rest_over = ticket.is_unasked and not self._rest.is_on
             if is_rest_over or ticket.seen_evictions != self._tree.evictions:
                 self._resolve(ticket)
-        return ticket.phase in (Phase.RESOLVED, Phase.PINNED) and not self._is_held_back(ticket)
+        return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
@@ -204,20 +203,16 @@ class RestoreCoordinator:
         Returns:
             False if the tiers were not asked: the device has all whole chunks, or nothing is to be restored now.
         """
-        ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._is_resting
+        ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._rest.is_on
         ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
         on_device = ticket.on_device // CHUNK_TOKENS
         is_asked = on_device < len(ticket.keys) and not ticket.is_unasked
         is_hit = is_asked and ticket.keys[on_device] in self._tiers
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
+            self._look_again = 0.0
             ticket.enter(phase)
         return is_asked
-
-    @property
-    def _is_resting(self) -> bool:
-        """Whether nothing is restored for a while, after a restore that was late."""
-        return time.monotonic() < self._resting_until
 
     def _start_pending(self) -> None:
         """Start restores in the order in which SGLang admits requests, until one finds no room.
@@ -227,15 +222,19 @@ class RestoreCoordinator:
         now = time.monotonic()
         if now < self._holding_until or now < self._look_again:
             return
-        ahead, refused = Ahead(), None
-        for ticket in self._waiting.in_order() if self._waiting.has_pending() else ():
-            if ticket.phase is Phase.PENDING and not self._start(ticket, ahead):
+        self._look_again = now + _LOOK_AGAIN_S
+        self._room.look()
+        ahead, refused = Ahead(self._launcher.prefill_s), None
+        is_full = not self._room.is_left(CHUNK_TOKENS)
+        for request in self.scheduler.waiting() if self._waiting.has_pending() else ():
+            ticket = self._waiting.get(request.rid)
+            is_pending = ticket is not None and ticket.phase is Phase.PENDING
+            if ticket is not None and is_pending and (is_full or not self._start(ticket, ahead)):
                 refused = ticket
-                self._look_again = now + _LOOK_AGAIN_S
                 break
-            ahead.add(ticket, self._launcher.prefill_s)
-        self._line.stand(refused, ahead)
-        if refused is not None and self._line.waited_s >= _FIRST_LIMIT_S:
+            ahead.add(request, ticket)
+            is_full = is_full or not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
+        if self._line.stand(refused, ahead) and refused is not None:
             self._observer.count("restore.no_slots")
             refused.note("no room for a restore")
             refused.give_up()
@@ -250,7 +249,7 @@ class RestoreCoordinator:
 
     def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
-        if self._is_resting:
+        if self._rest.is_on:
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return True
@@ -302,7 +301,8 @@ class RestoreCoordinator:
             self._look_again = 0.0
             self.scheduler.look_again()
             if isinstance(restore.job.error, RestoreTimeoutError):
-                self._rest(restore.job.deadline_s)
+                self._observer.count("restore.rests")
+                self._rest.begin(restore.job.deadline_s)
             self._launcher.learn(restore)
             ticket = restore.ticket
             if ticket is not None and restore.is_complete:
@@ -324,11 +324,6 @@ class RestoreCoordinator:
             self.running.wait()
             self.reap()
         return True
-
-    def _rest(self, lost_s: float) -> None:
-        """After a restore that was late: start none for a while, in which the tier may recover."""
-        self._observer.count("restore.rests")
-        self._resting_until = time.monotonic() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
 
     def _insert(self, ticket: Ticket, restore: Restore) -> None:
         self._stalled = 0
@@ -355,8 +350,8 @@ class RestoreCoordinator:
         """Give pins back that are old, or that keep the queue from moving."""
         waiting_for_nothing = not self.running.tokens and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
-        if self._stalled >= _STALLED_TICKS and self._waiting.give_back_pins():
+        patience_s = 0.0 if self._stalled >= _STALLED_TICKS else _PIN_LIMIT_S
+        if self._waiting.give_back_pins(older_than_s=patience_s):
             self._holding_until = time.monotonic() + _HOLD_S
             self._line.clear()
-        if self._waiting.give_back_pins(older_than_s=_PIN_LIMIT_S):
             self.scheduler.look_again()

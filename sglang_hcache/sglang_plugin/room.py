@@ -24,6 +24,11 @@ class Room:
         self._running = running
         self._waiting = waiting
         self._most_held = most_held
+        self._reserved = 0
+
+    def look(self) -> None:
+        """What running requests need may have changed: once a round."""
+        self._reserved = self._scheduler.reserved_tokens()
 
     @property
     def held_tokens(self) -> int:
@@ -35,7 +40,11 @@ class Room:
         held = self.held_tokens
         if held and held + count > self._most_held * self._tree.capacity():
             return False
-        return self._tree.room() - count - ahead >= self._scheduler.reserved_tokens()
+        return self.is_left(count + ahead)
+
+    def is_left(self, count: int) -> bool:
+        """Whether ``count`` slots are not needed by running requests."""
+        return self._tree.room() - count >= self._reserved
 
     def take(self, match: DeviceMatch, count: int, ahead: int) -> torch.Tensor | None:
         """``count`` slots behind ``match``, which is locked then; None if there is no room."""

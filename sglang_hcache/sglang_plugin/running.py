@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 from sglang_hcache.core.keys import ChunkKey
@@ -10,6 +11,9 @@ from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.tickets import Restore
 
 _WAIT_S = 0.005
+_LONGEST_REST_S = 30.0
+_REST_FACTOR = 10.0
+"""A rest takes so many times what was lost."""
 
 
 class Running:
@@ -80,3 +84,21 @@ class Running:
     def backlog_s(self) -> float:
         """Predicted seconds of all of them: one that starts now comes behind them."""
         return sum(restore.decision.restore_s for restore in self._restores if restore.decision is not None)
+
+
+class Rest:
+    """After a restore that was late none starts for a while, in which the tier may recover.
+
+    Else everyone would wait for the deadline of one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+
+    def begin(self, lost_s: float) -> None:
+        """So much time was lost."""
+        self.until = time.monotonic() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
+
+    @property
+    def is_on(self) -> bool:
+        return time.monotonic() < self.until

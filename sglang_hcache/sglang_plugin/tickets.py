@@ -119,6 +119,8 @@ class Ticket:
     """Settled while the tiers rested: they have not been asked."""
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
+    refused_since: float | None = None
+    """When its restore first found no room."""
     awaits: ChunkKey | None = None
     """The chunk that another request's restore was bringing when it was last looked up."""
 
@@ -140,17 +142,24 @@ class Ticket:
         self.refused = time.monotonic(), count
 
     @property
+    def refused_s(self) -> float:
+        """For how long its restore has found no room, at times at least."""
+        if self.refused_since is None:
+            self.refused_since = time.monotonic()
+        return time.monotonic() - self.refused_since
+
+    @property
     def least_room(self) -> int:
         """Tokens that a restore needs at least: one chunk, or what it needed a moment ago."""
         refused, count = self.refused
         return count if time.monotonic() - refused < _REFUSED_S else CHUNK_TOKENS
 
     @property
-    def covered(self) -> int:
-        """Leading tokens of the prompt that need not be computed: on the device, or being restored."""
-        if self.restore is not None and self.phase in (Phase.RUNNING, Phase.PINNED):
-            return self.restore.end
-        return self.on_device
+    def restored(self) -> int:
+        """Leading tokens of the prompt that have slots by its restore, or will by that of another request."""
+        if self.phase is Phase.PENDING:
+            return CHUNK_TOKENS * len(self.keys)
+        return self.restore.end if self.restore is not None and self.phase is not Phase.RESOLVED else 0
 
     @property
     def in_phase_s(self) -> float:

@@ -43,20 +43,13 @@ class Waiting:
         """Whether one waits for its restore to start."""
         return any(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
 
-    def in_order(self) -> Iterator[Ticket]:
-        """All of them, in the order in which SGLang admits them."""
-        for rid in self._scheduler.waiting_ids():
-            ticket = self._tickets.get(rid)
-            if ticket is not None:
-                yield ticket
-
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""
         now = time.monotonic()
         if now - self._last_look < _LOOK_EVERY_S:
             return []
         self._last_look = now
-        waiting = set(self._scheduler.waiting_ids())
+        waiting = {request.rid for request in self._scheduler.waiting()}
         gone = [rid for rid in self._tickets if rid not in waiting]
         if gone:
             self._observer.count("restore.tickets_pruned", len(gone))

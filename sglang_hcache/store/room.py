@@ -27,11 +27,12 @@ class _Awaited:
 
     size: int = 0
     _until: float = 0.0
-    _last_free: int = 0
+    _last_free: int | None = None
 
     def look(self, free: int, freed: int) -> None:
         """``free`` bytes are seen, and ``freed`` ones were deleted since the last look."""
-        self.size = max(0, self.size + freed - max(0, free - self._last_free))
+        shown = 0 if self._last_free is None else max(0, free - self._last_free)
+        self.size = max(0, self.size + freed - shown)
         self._last_free = free
         if freed:
             self._until = time.monotonic() + _AWAITED_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,9 +21,9 @@ from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, Ti
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin import restores, waiting
+from sglang_hcache.sglang_plugin import line, restores, waiting
 from sglang_hcache.sglang_plugin.launching import Launcher
-from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -119,13 +120,15 @@ class Scheduler:
     reserved: int = 0
     looks: int = 0
     """How often it was told that there may be room."""
-    waiting: list[str] = field(default_factory=list)
+    line: list[str] = field(default_factory=list)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Tokens of a request, and those that it may generate."""
 
     def is_running(self) -> bool:
         return self.running
 
-    def waiting_ids(self) -> list[str]:
-        return self.waiting
+    def waiting(self) -> Iterator[QueuedRequest]:
+        return (QueuedRequest(rid, *self.sizes[rid]) for rid in list(self.line))
 
     def look_again(self) -> None:
         self.looks += 1
@@ -203,9 +206,10 @@ class World:
             self.tiers.seal(slot, ChunkInfo(key, parent, index, bytes(16)))
             parent = key
 
-    def queue(self, rid: str, tokens: list[int]) -> None:
+    def queue(self, rid: str, tokens: list[int], new_tokens: int = 0) -> None:
         self.coordinator.queue(Prompt(rid, array("q", tokens), None), chunk_keys(ROOT, tokens))
-        self.scheduler.waiting.append(rid)
+        self.scheduler.sizes[rid] = len(tokens), new_tokens
+        self.scheduler.line.append(rid)
 
     def restore(self, state: RestoreState = RestoreState.DONE) -> None:
         self.coordinator.tick()
@@ -374,6 +378,7 @@ def test_restores_share_the_pool_with_the_rest(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs  # the first one is pinned
     world.coordinator.admitted("r1", 24 * CHUNK_TOKENS)
+    world.scheduler.line.remove("r1")
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
 
@@ -403,7 +408,7 @@ def test_a_request_that_vanished_does_not_hold_anything(
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
     world.restore()
-    world.scheduler.waiting.clear()
+    world.scheduler.line.clear()
     monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 0.0)
     world.coordinator.tick()
     world.assert_clean()
@@ -419,7 +424,7 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     world.queue("a", tokens(1, 4))
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("a")
-    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.0)
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.0)
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
@@ -433,14 +438,14 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytes
         world.store(tokens(name, 4))
         world.queue(f"r{name}", tokens(name, 4))
     world.coordinator.tick()
-    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.05)
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
     time.sleep(0.06)
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.counters["restore.no_slots"] == 1
     assert world.coordinator.phases()["pending"] == 4
     assert world.coordinator.may_be_admitted("r1")
-    world.scheduler.waiting.remove("r1")
+    world.scheduler.line.remove("r1")
     world.coordinator.admitted("r1", 0)
     world.scheduler.reserved = 0
     world.coordinator.tick()
@@ -450,7 +455,7 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytes
 def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restores, "_FIRST_LIMIT_S", 0.05)
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
     world.scheduler.running = True
     world.scheduler.reserved = CAPACITY
     world.store(tokens(1, 4))
@@ -473,9 +478,83 @@ def test_restores_leave_the_room_that_those_before_them_need(world: World) -> No
     world.coordinator.tick()
     assert not world.engine.jobs
     world.coordinator.admitted("computed", 0)
-    world.scheduler.waiting.remove("computed")
+    world.scheduler.line.remove("computed")
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
+
+
+def test_what_those_before_it_may_generate_is_left_too(world: World) -> None:
+    """SGLang admits a request only if that has room as well."""
+    world.store(tokens(1, 4))
+    world.queue("computed", tokens(8, 4), new_tokens=CAPACITY - 7 * CHUNK_TOKENS)
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+
+
+def test_what_those_before_it_have_on_the_device_is_not_evicted_for_it(world: World) -> None:
+    world.tree.compute(tokens(8, 30))
+    world.store(tokens(1, 12))
+    world.queue("continued", [*tokens(8, 30), *tokens(9, 1)])
+    world.queue("restored", tokens(1, 12))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert world.tree.evictions == 0
+
+
+def test_what_many_requests_begin_with_is_counted_once(world: World) -> None:
+    for name in range(10, 15):
+        world.queue(f"r{name}", [*tokens(8, 20), *tokens(name, 1)])
+    world.store(tokens(1, 14))
+    world.queue("restored", tokens(1, 14))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_one_that_others_always_come_before_is_recomputed_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With policies that change the order."""
+    monkeypatch.setattr(line, "_REFUSED_LIMIT_S", 0.05)
+    world.store(tokens(1, 24))
+    world.queue("large", tokens(1, 24))
+    for name in range(2, 5):
+        world.store(tokens(name, 1))
+        world.queue(f"small{name}", tokens(name, 1))
+        world.scheduler.line.remove("large")
+        world.scheduler.line.append("large")
+        world.coordinator.tick()
+        assert not world.coordinator.may_be_admitted("large")
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+    assert world.coordinator.may_be_admitted("large")
+
+
+def test_who_is_held_back_is_not_looked_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks for each of the queue in each round, and each eviction changes what would be found."""
+    waiting_for_room(world)
+    world.tree.evictions += 1
+    monkeypatch.delattr(ChunkTree, "match_tokens")
+    assert not world.coordinator.may_be_admitted("later")
+
+
+def test_pins_that_are_too_old_are_not_taken_by_the_next_restore(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.scheduler.running = True
+    world.store(tokens(1, 18))
+    world.store(tokens(2, 18))
+    world.queue("a", tokens(1, 18))
+    world.queue("b", tokens(2, 18))
+    world.restore()
+    monkeypatch.setattr(restores, "_PIN_LIMIT_S", 0.0)
+    looks = world.scheduler.looks
+    world.coordinator.tick()
+    assert not any(world.tree.locks.values())
+    assert not world.engine.jobs
+    assert world.scheduler.looks > looks
 
 
 def test_restores_start_in_the_order_of_the_queue(world: World) -> None:
@@ -483,7 +562,7 @@ def test_restores_start_in_the_order_of_the_queue(world: World) -> None:
     for name in (1, 2):
         world.store(tokens(name, 24))
         world.queue(f"r{name}", tokens(name, 24))
-    world.scheduler.waiting.reverse()
+    world.scheduler.line.reverse()
     world.coordinator.tick()
     world.restore()
     assert world.coordinator.may_be_admitted("r2")
@@ -535,7 +614,7 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world.queue("next", tokens(2, 4))
     assert world.coordinator.may_be_admitted("next")
     world.coordinator.drop("next")
-    world.coordinator._resting_until = 0.0
+    world.coordinator._rest.until = 0.0
     world.queue("later", tokens(2, 4))
     assert not world.coordinator.may_be_admitted("later")
     world.coordinator.drop("late")
@@ -555,7 +634,7 @@ def test_who_waited_for_it_already_does_not_either(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
-    world.coordinator._resting_until = 0.0
+    world.coordinator._rest.until = 0.0
     assert world.coordinator.may_be_admitted("late")
     assert not world.coordinator.may_be_admitted("second"), "looked up when the tiers have rested"
     world.coordinator.tick()
@@ -642,7 +721,7 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     world.scheduler.running = False  # nobody is left who could make room: nothing to hold back for
     assert world.coordinator.may_be_admitted("later")
     world.scheduler.running = True
-    world.scheduler.waiting.insert(0, world.scheduler.waiting.pop())
+    world.scheduler.line.insert(0, world.scheduler.line.pop())
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"

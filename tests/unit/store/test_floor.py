@@ -128,10 +128,10 @@ def test_what_was_freed_long_ago_is_not_waited_for(
     disk.others = 9 * MIB
     store._space.tend()
     first = counters["store.segments_evicted"]
-    disk.wait(9)
+    disk.wait(5)
     store._space.tend()
     assert counters["store.segments_evicted"] == first
-    disk.wait(2)
+    disk.wait(6)
     store._space.tend()
     assert counters["store.segments_evicted"] == 2 * first
 

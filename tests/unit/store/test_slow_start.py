@@ -60,14 +60,14 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 
 def without_index(base: Path, num_dirs: int = 2) -> StoreConfig:
     """A closed store with ten runs in some segments."""
-    config = replace(small_config(base, num_dirs), io_timeout_s=0.5)
+    config = small_config(base, num_dirs)
     store = DiskStore.open(config, Counters())
     for first in range(0, 40, 4):
         write_keys(store, OLD[first : first + 4], LAYERS)
     assert store.stats().segments > 2
     store.close()
     (config.dirs[0] / "index.sqlite").unlink()
-    return config
+    return replace(config, io_timeout_s=2.0)
 
 
 class Opening:
@@ -190,11 +190,13 @@ def test_a_device_that_is_slow_but_goes_on_is_waited_for(
     pread = os.pread
 
     def slow_pread(fd: int, size: int, offset: int) -> bytes:
-        time.sleep(0.2)
+        time.sleep(0.5)
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", slow_pread)
+    began = time.monotonic()
     store = DiskStore.open(config, Counters())
+    assert time.monotonic() - began > config.io_timeout_s
     assert conditions(store) == ["healthy", "healthy"]
     read_keys(store, OLD)
     store.close()

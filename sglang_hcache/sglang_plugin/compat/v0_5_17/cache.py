@@ -31,7 +31,13 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
 from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, quantization_of, shape_of
-from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, ForwardModel, SchedulerView
+from sglang_hcache.sglang_plugin.protocols import (
+    Device,
+    DeviceMatch,
+    ForwardModel,
+    QueuedRequest,
+    SchedulerView,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -335,8 +341,10 @@ class SchedulerOf:
             return None
         return {name: str(value) for name, value in collector.labels.items()}
 
-    def waiting_ids(self) -> list[str]:
-        return [req.rid for req in self._scheduler.waiting_queue]
+    def waiting(self) -> Iterator[QueuedRequest]:
+        for req in self._scheduler.waiting_queue:
+            new_tokens = _remaining_tokens(req) + self._scheduler.page_size
+            yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens)
 
     def look_again(self) -> None:
         # SGLang does so when a request ends: nothing else makes room there.
