@@ -15,6 +15,7 @@ from sglang_hcache.core.errors import StoreLockedError
 LOCK_NAME = "lock"
 _ATTEMPTS = 3
 _PAUSE_S = 0.05
+_LOOKS = 20
 
 
 class DirectoryLock:
@@ -108,7 +109,11 @@ class DirectoryLock:
 
 
 def _written_in(fd: int) -> str:
-    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    for _ in range(_LOOKS):
+        if found := os.pread(fd, 32, 0).decode(errors="replace").strip():
+            return found
+        time.sleep(_PAUSE_S)  # who has just taken it is about to write
+    return "unknown"
 
 
 def _release(reference: weakref.ref[DirectoryLock]) -> None:
