@@ -120,7 +120,7 @@ class HCacheConfig(BaseModel):
     exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
     """Seconds after which a restore is given up and its request recomputed, waiting for earlier restores included; at
-    most 3600. For up to 30 s after that nothing is restored."""
+    most 3600. After one from disk nothing is restored for up to 30 s."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
     15 s after it asked them to stop."""

@@ -46,7 +46,7 @@ from sglang_hcache.sglang_plugin.room import Room
 from sglang_hcache.sglang_plugin.running import Rest, Running
 from sglang_hcache.sglang_plugin.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.waiting import Waiting
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import DISK, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +300,8 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._look_again = 0.0
             self.scheduler.look_again()
-            if isinstance(restore.job.error, RestoreTimeoutError):
+            is_late = isinstance(restore.job.error, RestoreTimeoutError)
+            if is_late and DISK in restore.job.sources:  # memory is not sick; what was late there is load
                 self._observer.count("restore.rests")
                 self._rest.begin(restore.job.deadline_s)
             self._launcher.learn(restore)

@@ -28,7 +28,7 @@ from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import DISK, TieredStore
 
 LAYERS = 3
 LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
@@ -604,6 +604,7 @@ def test_new_weights_end_everything(world: World) -> None:
 def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
     for name in (1, 2):
         world.store(tokens(name, 4))
     world.queue("late", tokens(1, 4))
@@ -622,8 +623,21 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world.assert_clean()
 
 
-def test_who_waited_for_it_already_does_not_either(world: World) -> None:
+def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: World) -> None:
+    world.store(tokens(1, 4))
+    for rid in ("late", "next"):
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.jobs[0].error = RestoreTimeoutError()
+    world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("late")
+    assert len(world.engine.jobs) == 1
+
+
+def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one prefix wait for the first one's restore; they must not be late one after the other."""
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
     world.store(tokens(1, 4))
     for rid in ("late", "second", "third"):
         world.queue(rid, tokens(1, 4))
