@@ -28,7 +28,6 @@ class Ahead:
     """
 
     def __init__(self, prefill_s: Callable[[int, int], float]) -> None:
-        self.rids: set[str] = set()
         self.tokens = 0
         """Slots."""
         self.seconds = 0.0
@@ -38,7 +37,6 @@ class Ahead:
 
     def add(self, request: QueuedRequest, ticket: Ticket | None) -> None:
         """One more."""
-        self.rids.add(request.rid)
         allocated = covered = 0
         if ticket is not None:
             # A key names all tokens before it as well, so what is shared is at the beginning.
@@ -59,15 +57,17 @@ class Line:
         self._before: set[str] = set()
         self._since = 0.0
 
-    def stand(self, first: Ticket | None, ahead: Ahead) -> bool:
-        """``first`` (None: nobody) found no room behind ``ahead``; True if it has waited for too long."""
+    def stand(self, first: Ticket | None, before: set[str]) -> bool:
+        """``first`` (None: nobody) found no room behind the requests ``before``; True if it has waited for too long."""
         now = time.monotonic()
-        if first is not self._first or ahead.rids:
+        if first is not self._first or before:
             self._since = now  # while others come first, it is those whom SGLang has no room for
-        self._first, self._before = first, ahead.rids
+        self._first, self._before = first, before
         if first is None:
             return False
-        return now - self._since >= _FIRST_LIMIT_S or first.refused_s >= _REFUSED_LIMIT_S
+        if first.refused_since is None:
+            first.refused_since = now
+        return now - self._since >= _FIRST_LIMIT_S or now - first.refused_since >= _REFUSED_LIMIT_S
 
     def clear(self) -> None:
         """Nobody waits."""

@@ -224,7 +224,7 @@ class RestoreCoordinator:
             return
         self._look_again = now + _LOOK_AGAIN_S
         self._room.look()
-        ahead, refused = Ahead(self._launcher.prefill_s), None
+        ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
         is_full = not self._room.is_left(CHUNK_TOKENS)
         for request in self.scheduler.waiting() if self._waiting.has_pending() else ():
             ticket = self._waiting.get(request.rid)
@@ -232,9 +232,11 @@ class RestoreCoordinator:
             if ticket is not None and is_pending and (is_full or not self._start(ticket, ahead)):
                 refused = ticket
                 break
-            ahead.add(request, ticket)
-            is_full = is_full or not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
-        if self._line.stand(refused, ahead) and refused is not None:
+            before.add(request.rid)
+            if not is_full:  # else nothing more starts: what the others need does not matter
+                ahead.add(request, ticket)
+                is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
+        if self._line.stand(refused, before) and refused is not None:
             self._observer.count("restore.no_slots")
             refused.note("no room for a restore")
             refused.give_up()

@@ -120,7 +120,7 @@ class Ticket:
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
     refused_since: float | None = None
-    """When its restore first found no room."""
+    """When it was first the one that found no room (:class:`Line`)."""
     awaits: ChunkKey | None = None
     """The chunk that another request's restore was bringing when it was last looked up."""
 
@@ -140,13 +140,6 @@ class Ticket:
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""
         self.refused = time.monotonic(), count
-
-    @property
-    def refused_s(self) -> float:
-        """For how long its restore has found no room, at times at least."""
-        if self.refused_since is None:
-            self.refused_since = time.monotonic()
-        return time.monotonic() - self.refused_since
 
     @property
     def least_room(self) -> int:

@@ -69,7 +69,7 @@ class Shortage:
     mask: int
     """Directories on it, as bits."""
     missing: int
-    """Bytes to be freed, besides those that were freed and do not show up yet. None if not positive."""
+    """Bytes to be freed, besides those that were freed and do not show up yet; nothing if not positive."""
 
 
 class Room:

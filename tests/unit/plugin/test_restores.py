@@ -456,16 +456,11 @@ def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
-    world.scheduler.running = True
-    world.scheduler.reserved = CAPACITY
-    world.store(tokens(1, 4))
-    world.queue("computed", tokens(8, 4))
-    world.queue("restored", tokens(1, 4))
-    world.coordinator.tick()
+    waiting_for_room(world)
     time.sleep(0.06)
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
-    assert not world.coordinator.may_be_admitted("restored")
+    assert not world.coordinator.may_be_admitted("first")
 
 
 def test_restores_leave_the_room_that_those_before_them_need(world: World) -> None:
