@@ -12,7 +12,7 @@ from serving.servers import METHODS
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
 
-_CAPACITY_HELP = "A number of contexts (counted as K and V), such as 4, or a size, such as 2GB."
+CAPACITY_HELP = "A number of contexts (counted as K and V), such as 4, or a size, such as 2GB."
 
 Methods = Annotated[str, typer.Option("--methods", help=f"Of {', '.join(METHODS)}.")]
 DeviceContexts = Annotated[
@@ -22,11 +22,11 @@ HostSize = Annotated[
     str,
     typer.Option(
         "--host-size",
-        help=f"Chunks in host memory. {_CAPACITY_HELP} At least 2,176 tokens are made room for.",
+        help=f"Chunks in host memory. {CAPACITY_HELP} At least 2,176 tokens are made room for.",
     ),
 ]
 DiskSize = Annotated[
-    str | None, typer.Option("--disk-size", help=f"Disk tier. {_CAPACITY_HELP} Default: twice all contexts.")
+    str | None, typer.Option("--disk-size", help=f"Disk tier. {CAPACITY_HELP} Default: twice all contexts.")
 ]
 
 QUICK_S = 100.0

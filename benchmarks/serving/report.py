@@ -65,6 +65,11 @@ def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, 
             f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
         )
     console.print(table)
+    print_notes(console, rows)
+
+
+def print_notes(console: Console, rows: Sequence[Row]) -> None:
+    """Why methods were not measured."""
     for method, note in {row["method"]: row["note"] for row in rows if row["note"]}.items():
         console.print(f"{method}: {note}", highlight=False)
 

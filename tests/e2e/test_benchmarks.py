@@ -112,6 +112,22 @@ def test_multiturn(tmp_path: Path) -> None:
     assert kv["restored_tokens"] > 0
 
 
+def test_burst(tmp_path: Path) -> None:
+    """More prompts than the KV pool holds."""
+    options = ("--prompts", "6", "--methods", "recompute,kv,lmcache", "--device-contexts", "4")
+    data = run("burst", tmp_path, *options)
+    recompute, kv, lmcache = data["rows"]
+    assert [row["method"] for row in data["rows"]] == ["recompute", "kv", "lmcache"]
+    assert (lmcache["requests"], lmcache["note"]) == (0, LMCACHE)
+    for row in (recompute, kv):
+        check_row(row)
+        assert (row["at_once"], row["requests"], len(row["rounds"])) == (6, 12, 2)
+        assert row["device_hit_ratio"] == 0, "all had left the KV pool"
+        assert 0 < row["round_speedup_over_recompute_low"] <= row["round_speedup_over_recompute_high"]
+    assert recompute["restored_requests"] == 0
+    assert kv["restored_requests"] > 0, "whether it pays for each of them depends on the machine"
+
+
 def test_overhead(tmp_path: Path) -> None:
     sizes = (
         "--layers",

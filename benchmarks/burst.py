@@ -1,0 +1,285 @@
+"""Histories that all return at the same moment, as after a restart of clients: TTFT of each method, burst by burst.
+
+A history is saved once, and leaves the KV pool. Then all are sent at once, each with a few new tokens behind it, which
+no two rounds have in common. Methods take turns in each round, one server at a time, and all must answer alike. With
+fewer `--device-contexts` than prompts the others wait for room in the KV pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import Progress
+
+from common.command import ENDED_EARLY, carry_out, errors_told, new_app
+from common.gathered import Gathered
+from common.header import make_header
+from common.model import BenchModel, prepare_model
+from common.options import (
+    AsJson,
+    Folder,
+    ModelPath,
+    Out,
+    Quick,
+    Seed,
+    check_positive,
+    parse_whole_numbers,
+    prepare_out,
+)
+from common.precision import tame
+from common.terminal import new_progress, while_doing
+from common.turns import in_turn
+from serving import burst_report
+from serving.bursts import Burst, rows_of_bursts
+from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity
+from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from serving.token_client import TokenClient, ask_servers
+from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user chose."""
+
+    prompts: tuple[int, ...]
+    """Sent at once."""
+    history: int
+    """Tokens of each that return."""
+    new_tokens: int
+    """Behind a history, each time others."""
+    answer_tokens: int
+    rounds: int
+    methods: tuple[str, ...]
+    model_path: Path | None
+    device_contexts: float
+    host_size: Capacity
+    disk_size: Capacity
+    seed: int
+    quick: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a prompt and its answer."""
+        return self.history + self.new_tokens + self.answer_tokens
+
+    @property
+    def tiny(self) -> TinyModel:
+        """The model where none is given."""
+        layers, hidden = (6, 384) if self.quick else (8, 512)
+        return TinyModel(
+            layers=layers,
+            hidden=hidden,
+            heads=hidden // 64,
+            max_position=self.tokens + 64,
+            initializer_range=tame(hidden),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "prompts": list(self.prompts),
+            "methods": list(self.methods),
+            "model_path": None if self.model_path is None else self.model_path.name,
+            "host_size": str(self.host_size),
+            "disk_size": str(self.disk_size),
+        }
+
+
+class Bursts:
+    """Sends them.
+
+    Args:
+        found: gets the rows of a number of prompts after each of its rounds.
+        notes: method -> why it cannot be measured.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: BenchModel,
+        notes: dict[str, str],
+        found: Gathered,
+        progress: Progress,
+    ) -> None:
+        self._settings = settings
+        self._prompt = partial(model.random_prompt, np.random.default_rng(settings.seed))
+        self._notes = notes
+        self._found = found
+        self._progress = progress
+        self._turns = itertools.count()
+
+    async def run(self, clients: dict[str, TokenClient]) -> None:
+        """All numbers of prompts."""
+        history = self._prompt(self._settings.history)
+        for client in clients.values():  # first-use costs, of restores as well
+            for _ in range(2):
+                await client.ask([*history, *self._prompt(self._settings.new_tokens)], max_tokens=2)
+                await client.empty(tiers=False)
+        for count in self._settings.prompts:
+            await self._measure(count, clients)
+
+    async def _measure(self, count: int, clients: dict[str, TokenClient]) -> None:
+        settings = self._settings
+        task = self._progress.add_task(
+            f"{count} prompts at once", total=len(clients) * (1 + settings.rounds) * count
+        )
+        histories = [self._prompt(settings.history) for _ in range(count)]
+        for method, client in clients.items():
+            await client.empty(tiers=method != "recompute")
+            await self._send(client, histories, max_tokens=1)
+            self._progress.advance(task, count)
+        bursts: dict[str, list[Burst]] = {method: [] for method in clients}
+        for number in range(settings.rounds if clients else 1):
+            prompts = [[*history, *self._prompt(settings.new_tokens)] for history in histories]
+            for method in in_turn(clients, next(self._turns)) if clients else ():
+                client = clients[method]
+                await client.empty(tiers=False)
+                bursts[method].append(await self._send(client, prompts, max_tokens=settings.answer_tokens))
+                self._progress.advance(task, count)
+            lacks = [f"{left} rounds"] if (left := settings.rounds - number - 1) and clients else []
+            rows = rows_of_bursts(count, settings.methods, bursts, self._notes)
+            self._found.add(_name(count), rows, lacks=lacks)
+        self._progress.remove_task(task)
+
+    @staticmethod
+    async def _send(client: TokenClient, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Burst:
+        """All at once; over when the tier has saved what it has to."""
+        began = time.monotonic()
+        answers = await asyncio.gather(*(client.ask(prompt, max_tokens=max_tokens) for prompt in prompts))
+        took_s = time.monotonic() - began
+        await client.settle()
+        return Burst(answers, took_s)
+
+
+def _name(count: int) -> str:
+    return f"{count} at once"
+
+
+def size_servers(settings: Settings, model: BenchModel) -> ServerSizes:
+    """Caches in prompts with their answers.
+
+    Raises:
+        ConfigError: the model takes no such prompts.
+    """
+    if settings.tokens > model.max_position:
+        raise ConfigError(
+            f"--history: {settings.history} is not allowed; with what follows a prompt has {settings.tokens} tokens, "
+            f"the model takes {model.max_position}"
+        )
+    context = (settings.tokens // CHUNK_TOKENS + 2) * CHUNK_TOKENS  # whole pages, and one for the next token
+    return sizes_for(
+        device_contexts=settings.device_contexts,
+        mean_context=context,
+        longest_context=settings.tokens,
+        host_bytes=settings.host_size.bytes_for(context * model.kv_token_bytes),
+        disk_bytes=settings.disk_size.bytes_for(context * model.kv_token_bytes),
+        kv_token_bytes=model.kv_token_bytes,
+        measure_s=0.2 if settings.quick else 1.0,
+    )
+
+
+def run(settings: Settings, folder: Path, found: Gathered) -> None:
+    """Measure everything.
+
+    Raises:
+        ConfigError, ServerProcessError, ChatError: what went wrong.
+    """
+    methods = settings.methods
+    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+    with new_progress() as progress:
+        with while_doing(progress, "writing a model"):
+            model = prepare_model(folder, settings.model_path, settings.tiny)
+        sizes = size_servers(settings, model)
+        found.header = {
+            **make_header("burst"),
+            "model": model.header,
+            "settings": settings.as_json(),
+            "sizes": sizes.as_json(),
+        }
+        found.expect(map(_name, settings.prompts))
+        bursts = Bursts(settings, model, notes, found, progress)
+        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+            ask_servers(servers, bursts.run)
+
+
+app = new_app()
+
+
+@app.command(help=__doc__, epilog=ENDED_EARLY)
+@errors_told("burst")
+def main(
+    prompts: Annotated[
+        str | None, typer.Option(help="How many are sent at once. Default: 30,120, quick 12.")
+    ] = None,
+    methods: Methods = "recompute,kv,auto",
+    out: Out = None,
+    quick: Quick = False,
+    model_path: ModelPath = None,
+    history: Annotated[
+        int | None, typer.Option(help="Tokens of each history. Default: 512, quick 256.", min=64)
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="New tokens behind a history.", min=1)] = 32,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer. Default: 8, quick 2.", min=1)
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Bursts of each method. Default: 5, quick 2.", min=1)
+    ] = None,
+    device_contexts: Annotated[
+        float | None,
+        typer.Option(
+            help="Prompts with their answers that the KV pool holds. Default: as many as are sent at once."
+        ),
+    ] = None,
+    host_size: Annotated[
+        str | None,
+        typer.Option(help=f"Chunks in host memory. {CAPACITY_HELP} Default: twice what is sent at once."),
+    ] = None,
+    disk_size: Annotated[
+        str | None, typer.Option(help="Disk tier, in the same way. Default: twice what is sent at once.")
+    ] = None,
+    folder: Folder = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    check_positive(device_contexts=device_contexts)
+    counts = parse_whole_numbers("--prompts", prompts or ("12" if quick else "30,120"), low=1)
+    twice = str(2 * max(counts))
+    settings = Settings(
+        prompts=counts,
+        history=history or (256 if quick else 512),
+        new_tokens=new_tokens,
+        answer_tokens=answer_tokens or (2 if quick else 8),
+        rounds=rounds or (2 if quick else 5),
+        methods=parse_methods(methods),
+        model_path=model_path,
+        device_contexts=device_contexts or max(counts),
+        host_size=parse_capacity("--host-size", host_size or twice),
+        disk_size=parse_capacity("--disk-size", disk_size or twice),
+        seed=seed,
+        quick=quick,
+    )
+    prepare_out(out)
+    carry_out(
+        "burst",
+        partial(run, settings),
+        burst_report,
+        folder=folder,
+        out=out,
+        as_json=as_json,
+    )
+
+
+if __name__ == "__main__":
+    app()
