@@ -53,6 +53,7 @@ class RestoreEngine:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
         self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks, memory)
         self._stopping = threading.Event()
+        self._job: RestoreJob | None = None
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hcache-restore", daemon=True)
         self._thread.start()
@@ -65,12 +66,15 @@ class RestoreEngine:
         """Cancel what is queued or running and stop. A read that hangs is not waited for."""
         self._stopping.set()
         self._jobs.put(None)
+        if (job := self._job) is not None:
+            job.cancel()
         self._thread.join(_CLOSE_S)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
+                self._job = job
                 if self._stopping.is_set():
                     job.cancel()
                 self._run_job(job)

@@ -23,6 +23,10 @@ _OVERHEAD_S = 0.002
 _WEIGHT = 0.2
 """Of the latest observation in a running estimate: drift is followed, one outlier is not."""
 
+_SHORT_S = 0.004
+"""A restore predicted to take so long says as much of how fast tier and device are as of what each restore takes
+besides; a shorter one, more of the latter. By a few milliseconds of waiting long restores must not be judged."""
+
 _MOST_SURPRISE = 2.0
 """An observation counts as at most so many times, or one so-many-th, of what was predicted."""
 
@@ -51,14 +55,32 @@ class Decision:
 
     num_recompute: int
     """First layers that are recomputed."""
-    restore_s: float
+    work_s: float
+    """Of the restore itself, from the first read to the last layer, by the costs alone."""
+    delay_s: float
+    """What restores took besides of late."""
     recompute_s: float
+    """What computing the tokens adds to the pass that the request needs anyway."""
+    recomputing_s: float
+    """Of the restore, a pass through its first layers."""
     io_s: float
-    """Of ``restore_s``, what reading alone takes."""
+    """Of the restore, what reading alone takes."""
     bottleneck: str
     """The tier whose reads, or the work whose time, decides."""
     layers: tuple[int, ...]
     """The others, in the order in which they are read."""
+    drift: Mapping[str, float]
+    """By which the costs were multiplied."""
+
+    @property
+    def job_s(self) -> float:
+        """From the first read to the last layer."""
+        return self.work_s + self.delay_s
+
+    @property
+    def restore_s(self) -> float:
+        """From the decision until the request can be admitted."""
+        return self.job_s + _OVERHEAD_S
 
     def __str__(self) -> str:
         recomputed = f", first {self.num_recompute} layers recomputed" if self.num_recompute else ""
@@ -93,6 +115,7 @@ class RestoreGate:
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
         self._drift = dict.fromkeys([*profile.tiers, _COMPUTE, _PREFILL], 1.0)
+        self._delay_s = 0.0
         self._unknown: set[str] = set()
 
     def decide(self, tokens: Mapping[str, int], start: int, *, loaded: bool = False) -> Decision:
@@ -128,21 +151,25 @@ class RestoreGate:
             unknown or parts,
             key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
         )
+        saved_s = costs.compute_recompute_s - self._drift[_PREFILL] * self.profile.compute.recompute.fixed_s
         return Decision(
             num_recompute=times.num_recompute,
-            restore_s=times.total_s + _OVERHEAD_S,
-            recompute_s=len(self._stored) * costs.compute_recompute_s,
+            work_s=times.total_s,
+            delay_s=self._delay_s,
+            recompute_s=len(self._stored) * saved_s,
+            recomputing_s=work_s[_PREFILL],
             io_s=times.io_s,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
+            drift=dict(self._drift),
         )
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
-        """What computing ``num_tokens`` tokens from position ``start`` on takes."""
-        layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
-        return len(self._stored) * self._drift[_PREFILL] * layer_s
+        """What computing ``num_tokens`` tokens from position ``start`` on adds to a pass, which may have others'."""
+        curve = self.profile.compute.recompute
+        return self._pass_s(num_tokens, start) - len(self._stored) * self._drift[_PREFILL] * curve.fixed_s
 
     def pays(self, decision: Decision, behind_s: float) -> bool:
         """Whether to start.
@@ -161,27 +188,38 @@ class RestoreGate:
 
     def declined(self) -> None:
         """A restore that would not pay was not started."""
+        self._delay_s *= _FORGET
         for name, drift in self._drift.items():
             self._drift[name] = 1 + (drift - 1) * _FORGET
 
     def restored(self, decision: Decision, seconds: float, recomputing_s: float | None = None) -> None:
-        """A restore of which ``decision`` was made took ``seconds``.
+        """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
             recomputing_s: what recomputing its first layers took; None: there were none, or it was stopped before.
         """
         if recomputing_s is not None:
-            predicted_s = decision.num_recompute / len(self._stored) * decision.recompute_s
-            self._learn(_PREFILL, recomputing_s / predicted_s)
-        if decision.bottleneck in self._unknown:
-            self._unknown.remove(decision.bottleneck)
-            self._drift[decision.bottleneck] *= max(1.0, seconds / decision.io_s)
-        elif decision.bottleneck != _PREFILL or recomputing_s is None:
-            self._learn(decision.bottleneck, seconds / decision.restore_s)
+            surprise = _bounded(recomputing_s / decision.recomputing_s)
+            self._learn(_PREFILL, decision.drift[_PREFILL] * surprise)
+        name = decision.bottleneck
+        if name in self._unknown:
+            self._unknown.remove(name)
+            self._drift[name] *= max(1.0, seconds / decision.io_s)
+        elif name != _PREFILL or recomputing_s is None:
+            surprise = _bounded(seconds / decision.job_s)
+            of_speed = decision.work_s / (decision.work_s + _SHORT_S)
+            self._learn(name, decision.drift[name] * surprise, _WEIGHT * of_speed)
+            delay_s = max(0.0, surprise * decision.job_s - decision.work_s)
+            self._delay_s += _WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
         """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``."""
-        self._learn(_PREFILL, seconds / self.prefill_s(num_tokens, start))
+        surprise = _bounded(seconds / self._pass_s(num_tokens, start))
+        self._learn(_PREFILL, self._drift[_PREFILL] * surprise)
+
+    def _pass_s(self, num_tokens: int, start: int) -> float:
+        layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
+        return len(self._stored) * self._drift[_PREFILL] * layer_s
 
     def _assume(self, tier: str) -> None:
         tiers = self.profile.tiers
@@ -189,9 +227,10 @@ class RestoreGate:
         self._drift[tier] = 1.0
         self._unknown.add(tier)
 
-    def _learn(self, name: str, surprise: float) -> None:
-        bounded = min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
-        self._drift[name] *= bounded**_WEIGHT
+    def _learn(self, name: str, seen: float, weight: float = _WEIGHT) -> None:
+        """A drift of ``seen`` would have predicted an observation. It counts as one, however many were predicted with
+        the drift that this one was."""
+        self._drift[name] = self._drift[name] ** (1 - weight) * seen**weight
 
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
         tiers = self.profile.tiers
@@ -204,3 +243,7 @@ class RestoreGate:
             compute_kv_s=self._drift[_COMPUTE] * costs.compute_kv_s,
             compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s,
         )
+
+
+def _bounded(surprise: float) -> float:
+    return min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)

@@ -13,6 +13,7 @@ those before it take. Slots may be used again only once :attr:`RestoreJob.is_ove
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
@@ -47,6 +48,7 @@ class RestoreJob:
         deadline_s: seconds from submission after which the restore is abandoned.
         layers: the layers to bring back, in the order in which they are read. Somebody else computes the others.
         fence: what the device may still do with the slots, for whoever had them before; None: nothing.
+        limit_s: as ``deadline_s``, from when the engine begins with it.
     """
 
     blocks: tuple[ChunkLease, ...]
@@ -55,10 +57,11 @@ class RestoreJob:
     deadline_s: float
     layers: tuple[int, ...]
     fence: Mark | None = None
+    limit_s: float = math.inf
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     submitted: float = field(default_factory=time.monotonic)
-    started: float = 0.0
+    started: float = math.inf
     """When the engine began with it."""
     seconds: float = 0.0
     waited_s: float = 0.0
@@ -109,9 +112,12 @@ class RestoreJob:
         """
         if self._cancelled.done():
             raise RestoreCancelledError
-        left = self.submitted + self.deadline_s - time.monotonic()
+        now = time.monotonic()
+        left = min(self.submitted + self.deadline_s, self.started + self.limit_s) - now
         if left <= 0:
-            raise RestoreTimeoutError(f"restore of {self.num_tokens} tokens overran {self.deadline_s} s")
+            raise RestoreTimeoutError(
+                f"{self.num_tokens} tokens are not restored after {now - self.submitted:.3f} s"
+            )
         return left
 
     def await_read(self, read: Future[None]) -> None:

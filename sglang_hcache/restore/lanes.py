@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 _ROWS_WORTH_A_LANE = 512
+_MOST = 16
+"""Two steps of 4,096 rows have no work for more, and each would keep memory for its products."""
 _NICENESS = 10
 """Who decodes goes first on a core that both want: as a stream of low priority on a GPU."""
 
@@ -22,12 +24,12 @@ class Lanes:
     meanwhile slows down all of them. Here nobody waits for anybody before the last layer.
 
     Args:
-        count: threads; None: as many as torch has.
+        count: threads; None: as many as torch has, up to 16.
     """
 
     def __init__(self, count: int | None = None) -> None:
         own = torch.get_num_threads()
-        self._count = count = count or own
+        self._count = count = count or min(own, _MOST)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="hcache-lane")
         all_there = threading.Barrier(count + 1)
         for _ in range(count):

@@ -196,12 +196,15 @@ class LayerPipeline:
             self._take_back()
 
     def _take_back(self) -> None:
-        """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it."""
+        """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it.
+
+        Another one may have been made in its place: there are never more to read into than there should be.
+        """
         left, self._left = self._left, []
         for read in left:
             if not read.has_ended():
                 self._left.append(read)
-            elif read.frees_buffer():
+            elif read.frees_buffer() and len(self._spare) < NUM_BUFFERS:
                 self._give_back(read)
 
     def _replace_buffers(self) -> None:

@@ -134,7 +134,7 @@ def _profile(
 ) -> Profile | None:
     if config.method not in _PREDICTED and config.save_profile is None:
         return None
-    longest = min(device.largest_pass, device.tree.capacity() // 4)
+    longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
     bench = Bench(
         model, restorer, device.forward, disk, longest, config.measure_s, config.run_chunks, machine
     )

@@ -153,14 +153,15 @@ class Bridge:
             self._passes.begin(tokens, slots)
         return is_wanted
 
-    def end_pass(self, requests: Sequence[RequestRows], seconds: float, *, is_replayed: bool) -> None:
-        """The pass succeeded, in ``seconds``.
+    def end_pass(self, requests: Sequence[RequestRows], seconds: float | None, *, is_replayed: bool) -> None:
+        """The pass succeeded.
 
         Args:
+            seconds: that it took; None where others like it do not take as long.
             is_replayed: by a CUDA graph: no hook of Python's ran.
         """
         self._passes.end(requests, is_replayed=is_replayed)
-        if not self._is_cpu:
+        if not self._is_cpu or seconds is None:
             return  # a GPU has only been asked; how long it takes nobody knows here
         if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
             self.gate.prefilled(requests[0].count, requests[0].position, seconds)

@@ -109,7 +109,8 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     except BaseException:
         bridge.abandon_pass()
         raise
-    bridge.end_pass(requests, seconds, is_replayed=bool(output.can_run_graph))
+    is_typical = batches.is_typical(forward_batch)
+    bridge.end_pass(requests, seconds if is_typical else None, is_replayed=bool(output.can_run_graph))
     return output
 
 

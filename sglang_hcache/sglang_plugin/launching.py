@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import RestoreError, RestoreTimeoutError
+from sglang_hcache.core.errors import RestoreError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
@@ -59,11 +59,13 @@ class Launcher:
         return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
 
     def pays(self, decision: Decision | None, behind_s: float) -> bool:
-        """Whether to start, as :meth:`RestoreGate.pays`; who asks does as it is told."""
-        if decision is None or self._gate is None or self._gate.pays(decision, behind_s):
+        """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time; who asks does as it is told."""
+        if decision is None or self._gate is None:
             return True
-        self._gate.declined()
-        return False
+        pays = decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
+        if not pays:
+            self._gate.declined()
+        return pays
 
     def advance(self, restores: Iterable[Restore]) -> None:
         """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""
@@ -88,20 +90,14 @@ class Launcher:
             if restore.recomputation is not None:
                 self._observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
             if restore.decision is not None:
-                self._observer.observe(
-                    "restore.prediction_ratio", restore.seconds / restore.decision.restore_s
-                )
-        if self._gate is not None and restore.decision is not None:
-            # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-            is_late = isinstance(restore.job.error, RestoreTimeoutError)
-            if restore.is_complete or (is_late and restore.seconds > restore.decision.restore_s):
-                recomputation = restore.recomputation
-                timed = recomputation is not None and recomputation.is_complete
-                self._gate.restored(
-                    restore.decision,
-                    restore.seconds,
-                    recomputation.seconds if recomputation and timed else None,
-                )
+                self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
+        # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
+        says_something = restore.is_complete or restore.is_late
+        if self._gate is not None and restore.decision is not None and says_something:
+            recomputation = restore.recomputation
+            timed = recomputation is not None and recomputation.is_complete
+            recomputing_s = recomputation.seconds if recomputation and timed else None
+            self._gate.restored(restore.decision, restore.seconds, recomputing_s)
 
     def prepare(
         self,
@@ -117,13 +113,15 @@ class Launcher:
         Raises:
             TierMissError, StoreError: one of the chunks is gone; nothing is held then.
         """
-        layers, deadline_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
+        layers, limit_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
+        deadline_s = limit_s
         if decision is not None:
-            layers, deadline_s = decision.layers, min(deadline_s, decision.deadline_s(backlog_s))
+            layers, deadline_s = decision.layers, decision.deadline_s(backlog_s)
         beside = self._device.beside
         fence = None if beside is None else beside.stage.fence()
         is_whole = len(layers) == self._tiers.layout.num_layers
-        job = RestoreJob(self._lease(keys, promote=is_whole), len(match), slots, deadline_s, layers, fence)
+        leases = self._lease(keys, promote=is_whole)
+        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence, limit_s)
         recomputation = None
         if decision is not None and decision.num_recompute:
             self._observer.count("restore.layers_recomputed", decision.num_recompute)

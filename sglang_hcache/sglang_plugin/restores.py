@@ -34,7 +34,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import RestoreTimeoutError, StoreError, TierMissError
+from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
@@ -302,10 +302,9 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._look_again = 0.0
             self.scheduler.look_again()
-            is_late = isinstance(restore.job.error, RestoreTimeoutError)
-            if is_late and DISK in restore.job.sources:  # memory is not sick; what was late there is load
+            if restore.is_late and DISK in restore.job.sources:  # memory is not sick, only busy
                 self._observer.count("restore.rests")
-                self._rest.begin(restore.job.deadline_s)
+                self._rest.begin(restore.job.seconds)
             self._launcher.learn(restore)
             ticket = restore.ticket
             if ticket is not None and restore.is_complete:

@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 
+from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.gate import Decision
@@ -72,6 +73,12 @@ class Restore:
         """How long it took, from the first read to the last layer."""
         computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
         return max(self.job.seconds, computed)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its job ran out of time, and not for waiting for others."""
+        job, expected_s = self.job, self.job.deadline_s / 2 if self.decision is None else self.decision.job_s
+        return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
         """Of the first ``prefix_tokens`` of the prompt: those that came from host memory, and from disk."""

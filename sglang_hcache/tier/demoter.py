@@ -79,11 +79,11 @@ class Demoter:
         """Write those of the chunks ``keys()`` that exist only in host memory. Never waits.
 
         Args:
-            num_tokens: that ``keys`` holds in memory.
+            num_tokens: that ``keys`` holds in memory. What holds none is never dropped.
         """
         with self._wake:
             tokens = self._waiting_tokens + num_tokens
-            if len(self._requests) == _MOST_REQUESTS or tokens > _MOST_WAITING_TOKENS:
+            if num_tokens and (len(self._requests) >= _MOST_REQUESTS or tokens > _MOST_WAITING_TOKENS):
                 # The disk does not keep up. Those chunks stay dirty, and go when slots run short.
                 self._observer.count("demote.requests_dropped")
                 return

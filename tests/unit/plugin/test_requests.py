@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,3 +103,24 @@ def test_replaced_embeddings_are_filed_where_nobody_looks(request_with: Callable
         keep_apart(req)
         keys.add(req.extra_key)
     assert len(keys - {"red", None}) == 2
+
+
+@pytest.mark.parametrize(
+    ("wants", "starts", "typical"),
+    [(False, None, True), (True, [100], True), (True, [0], False), (True, [100, 49], False)],
+)
+def test_passes_with_logprobs_of_prompts_take_longer_than_others(
+    wants: bool, starts: list[int] | None, typical: bool
+) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_typical
+
+    counts = [100, 50]
+    batch = SimpleNamespace(
+        return_logprob=wants, extend_logprob_start_lens_cpu=starts, extend_seq_lens_cpu=counts
+    )
+    batch.forward_mode = ForwardMode.EXTEND
+    assert is_typical(batch) is typical  # type: ignore[arg-type]
+    batch.forward_mode = ForwardMode.DECODE
+    assert is_typical(batch)  # type: ignore[arg-type]

@@ -147,8 +147,10 @@ class Engine:
         job.begin()
         self.jobs.append(job)
 
-    def end(self, state: RestoreState) -> None:
+    def end(self, state: RestoreState, *, late_after_s: float | None = None) -> None:
         job = self.jobs.pop(0)
+        if late_after_s is not None:
+            job.error, job.seconds = RestoreTimeoutError(), late_after_s
         for block in job.blocks:
             block.close()
         job.state = state
@@ -173,7 +175,8 @@ class Forward:
 
 
 class World:
-    def __init__(self, gate: RestoreGate | None = None) -> None:
+    def __init__(self, gate: RestoreGate | None = None, config: HCacheConfig | None = None) -> None:
+        config = config or HCacheConfig()
         self.counters = Counters()
         host = HostTier(np.zeros(64 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
@@ -187,7 +190,6 @@ class World:
             largest_pass=PIECE,
             beside=None,
         )
-        config = HCacheConfig()
         self.coordinator = RestoreCoordinator(
             device,
             self.tiers,
@@ -604,8 +606,7 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
         world.store(tokens(name, 4))
     world.queue("late", tokens(1, 4))
     world.coordinator.tick()
-    world.engine.jobs[0].error = RestoreTimeoutError()
-    world.engine.end(RestoreState.FAILED)
+    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
     world.coordinator.tick()
     world.queue("next", tokens(2, 4))
     assert world.coordinator.may_be_admitted("next")
@@ -618,13 +619,28 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world.assert_clean()
 
 
+def test_one_that_was_late_for_others_before_it_says_nothing_of_the_disk(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    for name in (1, 2):
+        world.store(tokens(name, 4))
+    world.queue("late", tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.end(RestoreState.FAILED, late_after_s=0.1)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("late")
+    world.queue("next", tokens(2, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
 def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: World) -> None:
     world.store(tokens(1, 4))
     for rid in ("late", "next"):
         world.queue(rid, tokens(1, 4))
     world.coordinator.tick()
-    world.engine.jobs[0].error = RestoreTimeoutError()
-    world.engine.end(RestoreState.FAILED)
+    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("late")
     assert len(world.engine.jobs) == 1
@@ -638,8 +654,7 @@ def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: py
         world.queue(rid, tokens(1, 4))
     world.coordinator.tick()
     assert world.coordinator.phases()["pending"] == 2
-    world.engine.jobs[0].error = RestoreTimeoutError()
-    world.engine.end(RestoreState.FAILED)
+    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
     world.coordinator.tick()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
@@ -771,6 +786,18 @@ def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
     assert not world.engine.jobs
     assert world.tree.evictions == 0
     assert not any(world.tree.locks.values())
+
+
+def test_what_would_take_longer_than_allowed_is_not_begun() -> None:
+    for seconds, is_begun in ((0.5, False), (0.7, True)):
+        world = World(
+            gate_for(recompute_s=5e-2, may_recompute=False), HCacheConfig(restore_deadline_s=seconds)
+        )
+        world.store(tokens(1, 32))
+        world.queue("long", tokens(1, 32))  # predicted: 32 * 64 * 3e-4 s
+        world.coordinator.tick()
+        assert bool(world.engine.jobs) is is_begun
+        assert world.coordinator.may_be_admitted("long") is not is_begun
 
 
 def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:

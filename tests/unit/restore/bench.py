@@ -112,6 +112,7 @@ class Bench:
         *,
         first: int = 1,
         deadline_s: float = 10.0,
+        limit_s: float = 10.0,
         cancel: bool = False,
         layers: tuple[int, ...] = tuple(range(LAYERS)),
         slots: torch.Tensor | None = None,
@@ -123,7 +124,7 @@ class Bench:
         blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
         if slots is None:
             slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
-        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence)
+        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence, limit_s)
         if cancel:
             job.cancel()
         self.engine.submit(job)

@@ -55,6 +55,12 @@ def test_lanes_have_one_thread_each_and_leave_the_others_alone() -> None:
         torch.set_num_threads(before)
 
 
+def test_there_are_no_more_than_have_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 128)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert len(Lanes().start(lambda _: None, 100_000)) == 16
+
+
 def test_an_error_comes_out_of_its_part(lanes: Lanes) -> None:
     def work(part: slice) -> None:
         if part.start:

@@ -241,6 +241,28 @@ def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
     assert tiers._observer["demote.requests_dropped"] == 1, "those before wait no more"  # type: ignore[index]
 
 
+def test_what_is_written_at_the_end_does_not_depend_on_what_waits(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_MOST_REQUESTS", 2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> list[bytes]:
+        begun.set()
+        go_on.wait(10)
+        return []
+
+    tiers.demote(wait)
+    assert begun.wait(10)
+    put(tiers, 1)
+    for _ in range(3):
+        tiers.demote(list, 1)
+    threading.Timer(0.1, go_on.set).start()
+    assert tiers.flush(10)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
+
+
 def test_what_a_failing_disk_did_not_take_is_written_when_it_is_well(
     tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

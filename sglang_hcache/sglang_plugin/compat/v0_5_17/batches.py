@@ -91,6 +91,14 @@ def rows_of(batch: ForwardBatch) -> list[RequestRows] | None:
     return requests
 
 
+def is_typical(batch: ForwardBatch) -> bool:
+    """Whether a pass takes as long as its tokens: logprobs of prompts need the output layer for all of them."""
+    if not batch.return_logprob or batch.forward_mode.is_decode():
+        return True
+    starts, counts = batch.extend_logprob_start_lens_cpu or (), batch.extend_seq_lens_cpu or ()
+    return all(start >= count for start, count in zip(starts, counts, strict=False))
+
+
 def _is_plain(req: Req) -> bool:
     """Whether its tokens and its tenant determine its KV, and nothing else holds or moves that."""
     return (
