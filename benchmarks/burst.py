@@ -220,7 +220,7 @@ app = new_app()
 @errors_told("burst")
 def main(
     prompts: Annotated[
-        str | None, typer.Option(help="How many are sent at once. Default: 30,120, quick 12.")
+        str | None, typer.Option(help="How many are sent at once. Default: 20,80, quick 12.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
@@ -244,7 +244,9 @@ def main(
     ] = None,
     host_size: Annotated[
         str | None,
-        typer.Option(help=f"Chunks in host memory. {CAPACITY_HELP} Default: twice what is sent at once."),
+        typer.Option(
+            help=f"Chunks in host memory. {CAPACITY_HELP} Default: 1.25 times what is sent at once."
+        ),
     ] = None,
     disk_size: Annotated[
         str | None, typer.Option(help="Disk tier, in the same way. Default: twice what is sent at once.")
@@ -254,8 +256,7 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     check_positive(device_contexts=device_contexts)
-    counts = parse_whole_numbers("--prompts", prompts or ("12" if quick else "30,120"), low=1)
-    twice = str(2 * max(counts))
+    counts = parse_whole_numbers("--prompts", prompts or ("12" if quick else "20,80"), low=1)
     settings = Settings(
         prompts=counts,
         history=history or (256 if quick else 512),
@@ -265,8 +266,8 @@ def main(
         methods=parse_methods(methods),
         model_path=model_path,
         device_contexts=device_contexts or max(counts),
-        host_size=parse_capacity("--host-size", host_size or twice),
-        disk_size=parse_capacity("--disk-size", disk_size or twice),
+        host_size=parse_capacity("--host-size", host_size or str(1.25 * max(counts))),
+        disk_size=parse_capacity("--disk-size", disk_size or str(2 * max(counts))),
         seed=seed,
         quick=quick,
     )

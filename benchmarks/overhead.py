@@ -37,6 +37,7 @@ from serving.lookup import measure_lookup
 from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, ask_servers
+from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model import TinyModel
 from sglang_hcache.core.units import SIZE_HELP
 
@@ -62,8 +63,14 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
     model = prepare_model(folder, model_path, tiny)
-    sizes = {"pool_tokens": settings.pool_tokens, "host_bytes": settings.host_bytes}
-    pair = make_pair(folder, model.path, dtype=tiny.dtype, **sizes)
+    pair = make_pair(
+        folder,
+        model.path,
+        dtype=tiny.dtype,
+        pool_tokens=settings.pool_tokens,
+        host_bytes=settings.host_bytes,
+        has_disk=settings.has_disk,
+    )
     found.header = {
         **make_header("overhead"),
         "model": {**model.header, "dtype": tiny.dtype},
@@ -109,11 +116,13 @@ def _lookups(settings: Settings) -> list[dict[str, Any]]:
 
 
 async def _memory(settings: Settings, pair: Pair, tier: TokenClient) -> list[dict[str, Any]]:
-    """Bytes that belong to each server alone, after the same requests; the host tier counts as far as it is filled."""
+    """Bytes that belong to each server alone, after the same requests; the host tier counts as far as it is filled, but
+    where it is pinned, as a whole.
+    """
     state = await tier.tier_state()
     assert state is not None
     host = state["host"]
-    filled = settings.host_bytes - host["free"] * host["chunk_bytes"]
+    filled = settings.host_bytes - (0 if has_gpu() else host["free"] * host["chunk_bytes"])
     used = {name: float(size) for name, size in unique_bytes(pair).items()}
     beyond = used[TIER] - used[OFF] - filled
     return [
@@ -175,6 +184,7 @@ def main(
     host_size: Annotated[
         str | None, typer.Option(help=f"--hcache-host-size. {SIZE_HELP} Default: 2GB, quick 256MB.")
     ] = None,
+    disk: Annotated[bool, typer.Option(help="Whether the tier has a disk below its host memory.")] = True,
     folder: Folder = None,
     out: Out = None,
     seed: Seed = 0,
@@ -193,6 +203,7 @@ def main(
         starts=starts if starts is not None else (0 if quick else 3),
         chunks=chunks or (50_000 if quick else 1_000_000),
         host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
+        has_disk=disk,
         seed=seed,
     )
     layers, hidden = layers or (6 if quick else 24), hidden or (256 if quick else 512)

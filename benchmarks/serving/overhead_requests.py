@@ -47,6 +47,7 @@ class Settings:
     chunks: int
     """Of the disk tier that is looked into."""
     host_bytes: int
+    has_disk: bool
     seed: int
 
     @property

@@ -21,14 +21,13 @@ Pair = Mapping[str, ServerProcess]
 _STARTUP_TIMEOUT_S = 400.0
 
 
-def make_pair(folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_bytes: int) -> Pair:
-    """Two servers that are not started yet; configuration, logs and the disk tier are in ``folder``."""
-    settings = {
-        "dirs": [str(folder / "disk")],
-        "disk_size": "16GB",
-        "disk_free_floor": "256MiB",
-        "host_size": host_bytes,
-    }
+def make_pair(
+    folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_bytes: int, has_disk: bool
+) -> Pair:
+    """Two servers that are not started yet; configuration, logs and the disk tier, if any, are in ``folder``."""
+    settings: dict[str, object] = {"host_size": host_bytes}
+    if has_disk:
+        settings |= {"dirs": [str(folder / "disk")], "disk_size": "16GB", "disk_free_floor": "256MiB"}
     common = [
         *("--model-path", str(model), "--dtype", dtype, "--incremental-streaming-output"),
         *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle", *device_arguments()),

@@ -32,6 +32,7 @@ _FEWEST_CHUNKS = 17 * 2
 """That a host tier must have room for, with its buffers."""
 _PREFILL_TOKENS = 4096
 _STARTUP_TIMEOUT_S = 600.0
+_LARGEST_GRAPH = "32"
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -60,8 +61,12 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
 
 
 def device_arguments() -> list[str]:
-    """Of servers that are compared: on a GPU one attention backend for all of them."""
-    return ["--attention-backend", "triton"] if has_gpu() else []
+    """Of servers that are compared: on a GPU one attention backend for all of them, and graphs of few batch sizes, for
+    each takes a part of a second to record. Larger batches run without one.
+    """
+    if not has_gpu():
+        return []
+    return ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", _LARGEST_GRAPH]
 
 
 def arguments_without_tier() -> list[str]:

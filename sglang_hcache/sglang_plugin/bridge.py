@@ -126,8 +126,10 @@ class Bridge:
         if not self._captures:
             return
         namespace = self._namespace_of(tenant)
-        if len(prefix) and self._device_is_stale:
-            return  # KV of earlier weights must not be continued into chunks of the present ones
+        if self._device_is_stale:
+            # KV of earlier weights must not be continued into chunks of the present ones. Not without a prefix either:
+            # after each piece SGLang puts what the tree has in the place of what the request computed.
+            return
         self._capturing.add(rid)
         self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
@@ -289,6 +291,8 @@ class Bridge:
             self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
             self._device_is_stale |= self._on_device not in (None, self._namespace)
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
+            if self._device_is_stale:
+                logger.warning("hcache: KV of earlier weights is on the device: nothing is saved until /flush_cache")
         return self._namespace
 
 

@@ -92,6 +92,21 @@ def test_nothing_is_saved_behind_old_kv_on_the_device(
         server.to_tiers()
 
 
+def test_nothing_is_saved_of_a_request_that_old_kv_slips_under(
+    server: TierServer, models: tuple[Path, Path]
+) -> None:
+    """With logprobs of all its prompt it starts on no prefix; SGLang puts the tree's KV under its first piece."""
+    prompt, more = random_prompt(13, 400), random_prompt(14, 300)
+    server.ask(prompt)
+    from_disk(server, models[1], flush_cache=False)
+    server.ask([*prompt, *more], logprob_start_len=0)
+    reference = server.recompute([*prompt, *more])
+    server.to_tiers()
+    right = server.ask([*prompt, *more])
+    assert largest_difference(right, reference) <= TOLERANCE
+    assert right.cached == 0
+
+
 def test_behind_new_kv_on_a_device_that_was_empty_all_is_saved(
     server: TierServer, models: tuple[Path, Path]
 ) -> None:

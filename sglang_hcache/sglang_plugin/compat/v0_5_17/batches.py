@@ -42,7 +42,7 @@ def prompt_of(req: Req) -> Prompt | None:
 def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Announce the requests of a new extend batch to the save path."""
     for req in batch.reqs:
-        if _is_plain(req) and _may_be_stored(req) and not bridge.is_capturing(req.rid):
+        if is_saved(req) and not bridge.is_capturing(req.rid):
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 
@@ -97,6 +97,11 @@ def is_typical(batch: ForwardBatch) -> bool:
         return True
     starts, counts = batch.extend_logprob_start_lens_cpu or (), batch.extend_seq_lens_cpu or ()
     return all(start >= count for start, count in zip(starts, counts, strict=False))
+
+
+def is_saved(req: Req) -> bool:
+    """Whether what is computed of it is saved."""
+    return _is_plain(req) and _may_be_stored(req)
 
 
 def _is_plain(req: Req) -> bool:

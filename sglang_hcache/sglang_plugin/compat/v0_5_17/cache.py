@@ -27,7 +27,7 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
-from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
+from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
 from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, quantization_of, shape_of
@@ -126,7 +126,7 @@ class HCacheRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As in the base class; for a request cut to whole chunks if it could not be saved from the match's end on."""
         result, key = super().match_prefix(params), params.key
-        if params.req is None:
+        if params.req is None or not is_saved(params.req):
             return result
         end = len(result.device_indices)
         tail = key.token_ids[end - end % CHUNK_TOKENS : end]
