@@ -137,8 +137,10 @@ class Bursts:
         histories = [self._prompt(settings.history) for _ in range(count)]
         for method, client in clients.items():
             await client.empty(tiers=method != "recompute")
-            await self._send(client, histories, max_tokens=1)
-            self._progress.advance(task, count)
+            for history in histories:
+                await client.ask(history, max_tokens=1)
+                await client.settle()
+                self._progress.advance(task)
         bursts: dict[str, list[Burst]] = {method: [] for method in clients}
         for number in range(settings.rounds if clients else 1):
             prompts = [[*history, *self._prompt(settings.new_tokens)] for history in histories]
@@ -182,6 +184,7 @@ def size_servers(settings: Settings, model: BenchModel) -> ServerSizes:
         device_contexts=settings.device_contexts,
         mean_context=context,
         longest_context=settings.tokens,
+        requests_at_once=True,
         host_bytes=settings.host_size.bytes_for(context * model.kv_token_bytes),
         disk_bytes=settings.disk_size.bytes_for(context * model.kv_token_bytes),
         kv_token_bytes=model.kv_token_bytes,

@@ -213,6 +213,7 @@ def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> S
         device_contexts=settings.device_contexts,
         mean_context=mean,
         longest_context=max(lengths),
+        requests_at_once=True,
         host_bytes=settings.host_size.bytes_for(mean * model.kv_token_bytes),
         disk_bytes=settings.disk_size.bytes_for(mean * model.kv_token_bytes),
         kv_token_bytes=model.kv_token_bytes,

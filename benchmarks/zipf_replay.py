@@ -272,6 +272,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
             device_contexts=settings.device_contexts,
             mean_context=mean,
             longest_context=max(lengths),
+            requests_at_once=settings.concurrency > 1,
             host_bytes=settings.host_size.bytes_for(context_bytes),
             disk_bytes=settings.disk_size.bytes_for(context_bytes),
             kv_token_bytes=model.kv_token_bytes,

@@ -103,6 +103,7 @@ def sizes_for(
     device_contexts: float,
     mean_context: float,
     longest_context: int,
+    requests_at_once: bool,
     host_bytes: int,
     disk_bytes: int,
     kv_token_bytes: int,
@@ -112,10 +113,12 @@ def sizes_for(
 
     Args:
         device_contexts: contexts of ``mean_context`` tokens that the KV pool holds; at least the longest one fits.
+        requests_at_once: whether a pass may have prompts of several.
         host_bytes: for chunks; what a server needs beside them is added.
         kv_token_bytes: K and V of one token.
     """
-    staging = 2 * (min(longest_context, _PREFILL_TOKENS) + CHUNK_TOKENS) * kv_token_bytes
+    pass_tokens = _PREFILL_TOKENS if requests_at_once else min(longest_context, _PREFILL_TOKENS)
+    staging = 2 * (pass_tokens + CHUNK_TOKENS) * kv_token_bytes
     chunks = max(host_bytes, _FEWEST_CHUNKS * CHUNK_TOKENS * kv_token_bytes)
     return ServerSizes(
         pool_tokens=max(int(device_contexts * mean_context), longest_context * 5 // 4 + 2 * CHUNK_TOKENS),

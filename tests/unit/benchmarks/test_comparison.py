@@ -93,10 +93,12 @@ def test_methods_that_cannot_run_here_say_why(bench: Import) -> None:
 def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
     common = {"longest_context": 1000, "disk_bytes": 10**9, "kv_token_bytes": 4096, "measure_s": 1.0}
     make = bench("serving.servers").sizes_for
-    small = make(device_contexts=0.5, mean_context=500.0, host_bytes=1, **common)
+    small = make(device_contexts=0.5, mean_context=500.0, requests_at_once=False, host_bytes=1, **common)
     assert small.pool_tokens > 1000
     assert small.host_bytes - small.staging_bytes >= 34 * 64 * 4096
-    large = make(device_contexts=8, mean_context=500.0, host_bytes=10**9, **common)
+    assert small.staging_bytes == 2 * 1064 * 4096
+    large = make(device_contexts=8, mean_context=500.0, requests_at_once=True, host_bytes=10**9, **common)
+    assert large.staging_bytes == 2 * (4096 + 64) * 4096
     assert large.pool_tokens == 4000
     assert large.host_bytes > 10**9
     assert all(2 * size.staging_bytes <= size.host_bytes for size in (small, large))
