@@ -35,7 +35,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     table = Table(
-        title="Bursts: medians of rounds with \\[least - most], ratios of mean TTFT with the 95 % interval of the median",
+        title="Bursts: medians of rounds \\[least - most], ratios of mean TTFT with the 95 % interval of the median",
         title_justify="left",
     )
     table.add_column("at once", justify="right")

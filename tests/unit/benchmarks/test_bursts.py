@@ -76,7 +76,7 @@ def test_they_are_shown_and_written(bench: Import, tmp_path: Path) -> None:
     report.show(data, console)
     shown = console.export_text()
     for text in (
-        "with [least - most]",
+        "rounds [least - most]",
         "6.00 s [4.00 - 8.00]",
         "3.00 (2.00 to 4.00)",
         "0 - 2",
