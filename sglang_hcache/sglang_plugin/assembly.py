@@ -19,7 +19,7 @@ from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin import selfcheck
 from sglang_hcache.sglang_plugin.bridge import Bridge
-from sglang_hcache.sglang_plugin.budget import HostBudget, store_config
+from sglang_hcache.sglang_plugin.budget import HostBudget, longest_run, store_config
 from sglang_hcache.sglang_plugin.measuring import Bench
 from sglang_hcache.sglang_plugin.metrics import MetricsObserver, TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
@@ -163,7 +163,8 @@ def _tiers(
 ) -> TieredStore:
     memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
     host = HostTier(memory, layout, counters, keep_dirty=disk is not None)
-    return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=config.run_chunks)
+    run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.last_stats.cap_bytes)
+    return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=run_chunks)
 
 
 def _log_model(

@@ -292,7 +292,9 @@ class Bridge:
             self._device_is_stale |= self._on_device not in (None, self._namespace)
             logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
             if self._device_is_stale:
-                logger.warning("hcache: KV of earlier weights is on the device: nothing is saved until /flush_cache")
+                logger.warning(
+                    "hcache: KV of earlier weights is on the device: nothing is saved until /flush_cache"
+                )
         return self._namespace
 
 

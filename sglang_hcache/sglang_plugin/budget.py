@@ -15,6 +15,8 @@ from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.store import StoreConfig
 
 _FEWEST_SLOTS = 16
+_RUN_SHARE = 1 / 8
+"""Of the disk tier: what one run may take."""
 _MOST_BLOCK_CHUNKS = 64  # 4,096 tokens: one layer of them is a large read
 
 
@@ -54,7 +56,7 @@ class HostBudget:
         row_bytes = sum(layout.row_bytes)
         staging = config.staging_size
         if staging is None:
-            staging = min(config.host_size // 4, 2 * largest_pass * row_bytes)
+            staging = min(config.host_size // 4, 2 * max(largest_pass, CHUNK_TOKENS) * row_bytes)
         for_slots = config.host_size - staging - block_chunks * one_chunk
         budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
@@ -64,6 +66,11 @@ class HostBudget:
                 f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"
             )
         return budget
+
+
+def longest_run(config: HCacheConfig, layout: StateLayout, disk_bytes: int) -> int:
+    """Most chunks of a disk run: as configured, unless one would need much of a small disk to itself."""
+    return max(1, min(config.run_chunks, int(disk_bytes * _RUN_SHARE) // layout.chunk_bytes))
 
 
 def pool_share(config: HCacheConfig, sglangs: float) -> float:

@@ -35,6 +35,9 @@ _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
 """Of the longest pass: the piece that is measured behind a prefix as long as that pass."""
+_MOST_BUDGETS = 10.0
+"""A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
+for minutes at every start."""
 _COMPANY_TOKENS = 1024
 """Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
 _FEWEST_ROUNDS = 3
@@ -108,7 +111,7 @@ class Bench:
 
     def _recompute_curve(self) -> CostCurve:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        lengths = self._lengths
+        lengths = self._quick_enough(self._lengths)
         pieces = [(length, 0) for length in lengths]
         behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
         if sum(behind) <= self.model.context_length:
@@ -117,6 +120,12 @@ class Bench:
         measured = self._measured(pieces, self._recompute_one, fewest)
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
+
+    def _quick_enough(self, lengths: Sequence[int]) -> Sequence[int]:
+        """Those whose passes are worth the time, by that of the shortest."""
+        token_s = self._recompute_one(lengths[0], 0) / lengths[0]
+        quick = [length for length in lengths if length * token_s <= _MOST_BUDGETS * self.budget_s]
+        return quick if len(quick) >= _FEWEST_LENGTHS else lengths[:_FEWEST_LENGTHS]
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
@@ -245,8 +254,8 @@ class Bench:
             if len(measured) >= fewest and time.monotonic() > ends:
                 break
             share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
-            time_of(*piece)  # the first time brings weights and buffers into the caches
-            times: list[float] = []
+            first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
+            times = [first_s] if first_s > self.budget_s else []
             while self._is_more_wanted(times, share_ends):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)

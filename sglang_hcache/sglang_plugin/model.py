@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _ATTENTION = "RadixAttention"
 """SGLang's class that takes Q, K and V of a layer, writes K and V into the pool and attends."""
+_LOOSE = "attention_instances"
+"""Where a model of SGLang's Transformers backend has them: layer -> attention, in no module's tree."""
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
@@ -51,6 +53,8 @@ class ServedModel:
     """Of K and V in the pool."""
     context_length: int
     """Most tokens of a sequence."""
+    vocabulary: int
+    """Number of tokens that it knows."""
     config: str
     """The model's configuration, canonical JSON, without names and paths."""
     quantization: str | None = None
@@ -82,23 +86,26 @@ class ServedModel:
                     f"--hierarchical-cache hcache does not support {architecture}: not all of its attention is that "
                     "of a decoder, where K and V of a token depend on the tokens before it alone"
                 )
+        if not cores:
+            raise ConfigError(
+                f"--hierarchical-cache hcache does not support {architecture}: it finds no attention"
+            )
         is_regular = [core.layer_id for core in cores.values()] == list(range(shape.num_layers))
+        is_inside = not any(name.endswith(_LOOSE) for name in cores)
         return cls(
             module=module,
-            attention=tuple(_attention(module, *named) for named in cores.items()) if is_regular else (),
+            attention=tuple(_attention(module, *named) for named in cores.items())
+            if is_regular and is_inside
+            else (),
             architecture=architecture,
             shape=shape,
             dtype=model_config.dtype,
             kv_dtype=kv_dtype,
             context_length=int(model_config.context_len),
+            vocabulary=int(model_config.vocab_size),
             config=_canonical(model_config.hf_config),
             quantization=quantization,
         )
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens the model knows."""
-        return int(self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     @property
     def keeps_rounded_kv(self) -> bool:
@@ -181,8 +188,20 @@ class ServedModel:
 
 def attention_cores(module: nn.Module) -> dict[str, Any]:
     """Path -> SGLang's attention modules inside ``module``, in the order of their layers."""
-    found = {name: child for name, child in module.named_modules() if type(child).__name__ == _ATTENTION}
+    found: dict[str, Any] = {
+        name: child for name, child in module.named_modules() if type(child).__name__ == _ATTENTION
+    }
+    found = found or dict(_loose_cores(module))
     return dict(sorted(found.items(), key=lambda named: int(named[1].layer_id)))
+
+
+def _loose_cores(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those of the Transformers backend, each under the first of Hugging Face's modules that has its layer's number."""
+    cores = {layer: core for child in module.modules() for layer, core in getattr(child, _LOOSE, {}).items()}
+    for name, child in module.named_modules():
+        core = cores.pop(getattr(child, "layer_idx", None), None)
+        if core is not None:
+            yield f"{name}.{_LOOSE}", core
 
 
 def decoder_layer(module: nn.Module, path: str) -> nn.Module | None:

@@ -36,7 +36,7 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
     """
     if config.save_profile is not None:
         if not bench.is_possible:
-            raise ConfigError(f"save_profile: {_too_short(bench)}; raise --chunked-prefill-size")
+            raise ConfigError(f"save_profile: {_too_short(bench)}; raise what is the least")
         profile = bench.measure()
         _save(profile, config.save_profile)
         return profile
@@ -132,8 +132,8 @@ def _named(path: Path, bench: Bench) -> Profile:
 
 def _too_short(bench: Bench) -> str:
     return (
-        f"passes of {bench.longest} tokens (--chunked-prefill-size, or a quarter of the KV pool) are too short "
-        "to measure anything"
+        f"passes of {bench.longest} tokens (--chunked-prefill-size, a quarter of the KV pool, or the model's context) "
+        "are too short to measure anything"
     )
 
 

@@ -118,7 +118,8 @@ class _Check:
         self._pool = pool
         self._forward = forward
         self._layers = range(model.shape.num_layers)
-        self._tokens = random.Random(0).choices(range(model.vocabulary), k=_TOKENS)
+        self._count = min(_TOKENS, model.context_length)
+        self._tokens = random.Random(0).choices(range(model.vocabulary), k=self._count)
         self._hidden: dict[int, torch.Tensor] = {}
         handles = model.watch(self._layers if watch else (), self._keep)
         try:
@@ -126,7 +127,7 @@ class _Check:
         finally:
             for handle in handles:
                 handle.remove()
-        self._others = forward.allocate(_TOKENS)
+        self._others = forward.allocate(self._count)
         # As in a restore: on a thread that the model does not run on.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcache-check")
 
@@ -141,7 +142,7 @@ class _Check:
         self._forward.release(self._others)
 
     def _keep(self, layer: int, rows: torch.Tensor) -> None:
-        self._hidden[layer] = rows[:_TOKENS].clone()
+        self._hidden[layer] = rows[: self._count].clone()
 
     def worst(self, restorer: LayerRestorer, method: Method) -> Worst:
         """The largest difference of what ``restorer`` writes."""
@@ -192,7 +193,7 @@ class _Check:
             return False
         try:
             self._blank(range(count))
-            self._forward.extend(array("q", self._tokens), self._others[:_TOKENS], 0, count)
+            self._forward.extend(array("q", self._tokens), self._others[: self._count], 0, count)
         except Exception as error:
             logger.info("hcache: the first layers are not recomputed: %s: %s", type(error).__name__, error)
             return False
@@ -227,8 +228,8 @@ class _Check:
     @torch.inference_mode()
     def _error(self, restorer: LayerRestorer, layer: int, method: Method, rows: torch.Tensor) -> float:
         self._blank([layer])
-        positions = torch.arange(_TOKENS, device=rows.device)
-        restorer.restore(StoredRows(layer, method, rows), positions, self._others[:_TOKENS])
+        positions = torch.arange(self._count, device=rows.device)
+        restorer.restore(StoredRows(layer, method, rows), positions, self._others[: self._count])
         return _as_rank(self._difference(layer))
 
     @torch.inference_mode()
@@ -251,7 +252,7 @@ class _Check:
             self._pool.write(layer, self._others, nothing, nothing)
 
     def _difference(self, layer: int) -> float:
-        mine, true = (self._pool.read(layer, slots[:_TOKENS]) for slots in (self._others, self._slots))
+        mine, true = (self._pool.read(layer, slots[: self._count]) for slots in (self._others, self._slots))
         return max((_relative(one, other) for one, other in zip(mine, true, strict=True)), key=_as_rank)
 
 

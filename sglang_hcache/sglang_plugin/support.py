@@ -128,7 +128,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     _raise(problems)
     store_config(config)
     shape = shape_of(model, kv_dtype)
-    if config.profile is not None:
+    # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
+    if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
     stored = PlanKind.KV if quantization is not None else config.method

@@ -143,3 +143,23 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
 def score(server: TierServer, prompt: list[int], **fields: Any) -> Answer:
     """One token only: greedy decoding of more would follow different tokens after the first near-tie."""
     return server.ask(prompt, tokens=1, top_logprobs_num=5, **fields)
+
+
+def test_a_model_that_sglang_has_no_class_for(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Its Transformers backend keeps attention where no module has it: K and V are stored."""
+    server = server_for(tmp_path, tiny_model(), "float32", "auto", "--model-impl", "transformers")
+    prompt = random_prompt(1, 900)
+    with server:
+        log = server.process.log_text()
+        assert "hcache: TransformersForCausalLM, 4 layers" in log
+        assert "method kv (auto); self-check error 0 " in log
+        assert "the first layers are not recomputed" not in log
+        recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)
+        server.ask(prompt)
+        server.to_tiers()
+        restored = server.ask(prompt, rid="probe-restored", tokens=16)
+        assert restored.host == 896  # recomputing takes a hundred times as long
+        assert largest_difference(restored, recomputed) <= TOLERANCE
+        assert_same_pool(server, "restored", "recomputed")
+        server.flush_device()
+        server.assert_nothing_left()

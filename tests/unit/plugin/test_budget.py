@@ -6,7 +6,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
-from sglang_hcache.sglang_plugin.budget import HostBudget, pool_share
+from sglang_hcache.sglang_plugin.budget import HostBudget, longest_run, pool_share
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
@@ -30,6 +30,17 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
     assert HostBudget.of(config, LAYOUT, 512).ring_rows == 1024
     assert HostBudget.of(config, LAYOUT, 8192).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+def test_passes_may_be_shorter_than_a_chunk() -> None:
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 16).ring_rows == 128
+
+
+@pytest.mark.parametrize(("disk_bytes", "chunks"), [(10**12, 16), (10 * 2**27, 10), (2**20, 1)])
+def test_a_run_never_needs_all_of_a_small_disk(disk_bytes: int, chunks: int) -> None:
+    assert LAYOUT.chunk_bytes == 2**24
+    assert longest_run(HCacheConfig(), LAYOUT, disk_bytes) == chunks
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:

@@ -81,7 +81,7 @@ def _served(hidden_size: int, kv_heads: int) -> ServedModel:
         ffn=FFNKind.GATED, ffn_size=16, hidden_dtype_bytes=4, kv_dtype_bytes=4,
     )  # fmt: skip
     attention = tuple(Attention(_Attends(), "attn", 8, kv_heads, 8) for _ in range(3))
-    return ServedModel(nn.Module(), attention, "Tiny", shape, torch.float32, torch.float32, 100, "{}")
+    return ServedModel(nn.Module(), attention, "Tiny", shape, torch.float32, torch.float32, 100, 100, "{}")
 
 
 @pytest.mark.parametrize(

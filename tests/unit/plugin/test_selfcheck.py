@@ -80,6 +80,7 @@ def test_slots_are_given_back_without_a_nan(fails: bool) -> None:
         dtype=torch.float32,
         row_dtype=torch.float32,
         vocabulary=100,
+        context_length=96,
         shape=SimpleNamespace(num_layers=2),
         watch=lambda *_: (),
     )

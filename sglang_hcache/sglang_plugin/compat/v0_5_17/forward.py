@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_hcache.core.errors import ConfigError
@@ -107,6 +107,7 @@ def _extend_batch(tokens: list[int], row: int, slots: torch.Tensor, start: int, 
         extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
         extend_seq_lens_cpu=[count],
         extend_prefix_lens_cpu=[start],
+        capture_hidden_mode=CaptureHiddenMode.NULL,
     )
 
 
