@@ -46,8 +46,8 @@ Seconds = Annotated[
     float,
     typer.Option(
         metavar="N",
-        help="Longest time for each thing that is measured: three computations, and two reads of each tier. "
-        "Up to 60.",
+        help="Longest time for each thing that is measured: three computations, two reads of each tier, and reading "
+        "the disk while restoring. Up to 60.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
@@ -86,7 +86,7 @@ def profile(
 
     Servers use what is saved if model sizes, machine, versions and directories are the same; measured again, it is
     replaced. Without `--hcache-dirs` only host memory is measured. No server may use the directories meanwhile. What
-    is written there for the measurement, about 128 MB, is deleted at the end. A disk tier that is there already keeps
+    is written there for the measurement, up to 128 MiB, is deleted at the end. A disk tier that is there already keeps
     its sizes unless you give others.
     """
     from sglang_hcache.cli.kept_sizes import with_sizes_of_store

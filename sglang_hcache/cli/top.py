@@ -38,6 +38,7 @@ _RATES = (
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
     ("  dropped: host memory full", "capture.chunks_dropped_host_full", "bad"),
+    ("  dropped: beginning gone", "capture.chunks_dropped_beginning_gone", "bad"),
     ("  dropped: disk full", "demote.chunks_dropped_full", "bad"),
     ("  dropped: write budget", "demote.chunks_dropped_budget", "bad"),
     ("  dropped: disk error", "demote.chunks_dropped_error", "bad"),

@@ -74,7 +74,8 @@ class HCacheConfig(BaseModel):
     """Free space to leave on each file system. If other data fills the disk, the tier deletes its own chunks to keep
     this much free."""
     host_size: Size = 4 * 2**30
-    """Host memory for chunks, staging and restore buffers together. Committed as it fills."""
+    """Host memory for chunks, staging and restore buffers together. On a CPU it is committed as it fills, on a GPU
+    pinned whole at start."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""
@@ -119,8 +120,9 @@ class HCacheConfig(BaseModel):
     """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
     exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
-    """Seconds after which a restore is given up and its request recomputed, waiting for earlier restores included; at
-    most 3600. After one from disk nothing is restored for up to 30 s."""
+    """Seconds that a restore may run; then it is given up and its request recomputed. One that is predicted to run
+    longer does not start. Where nothing is predicted (``kv``, ``hidden``, or no costs), waiting for earlier restores
+    counts too. At most 3600. After a restore from disk that was itself too slow, nothing is restored for up to 30 s."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
     15 s after it asked them to stop."""

@@ -60,8 +60,9 @@ COUNTERS = (
     ),
     CounterMetric(
         "restores",
-        "Restores by how they ended. predicted_slower and no_slots were not started: recomputing was predicted to be "
-        "faster, or the KV pool had no room for 30 s. late: past their deadline.",
+        "Restores by how they ended. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
+        "predicted to be faster, or the restore to run longer than restore_deadline_s. no_slots: the KV pool had no "
+        "room for 30 s at the head of the queue, or for 120 s in all. late: past their deadline.",
         "restores", "result",
         {
             "restore.done": "done", "restore.failed": "failed", "restore.late": "late",

@@ -4,7 +4,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 
 * ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice.
 * ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
-* ``keep_costs``: what restores and prefills take does not change the predictions.
+* ``keep_costs``: what restores and prefills take, and restores that do not start, change no predictions.
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
@@ -143,13 +143,16 @@ def _patch_learning(switches):
     from sglang_hcache.restore.gate import RestoreGate
 
     gate._LEAST_PATIENCE_S = _PATIENCE_S
-    learn = RestoreGate._learn
 
-    def patched(self, *observation):
-        if not (switches / "keep_costs").exists():
-            learn(self, *observation)
+    def unless_kept(learn):
+        def patched(self, *observation):
+            if not (switches / "keep_costs").exists():
+                learn(self, *observation)
 
-    RestoreGate._learn = patched
+        return patched
+
+    for name in ("restored", "prefilled", "declined"):
+        setattr(RestoreGate, name, unless_kept(getattr(RestoreGate, name)))
 
 
 def _patch_reads(switches):
