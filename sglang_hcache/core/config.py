@@ -115,7 +115,8 @@ class HCacheConfig(BaseModel):
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
     run_chunks: Count = Field(default=16, ge=1, le=64)
-    """Most chunks of 64 tokens that are written together as one run, 1 to 64; fewer where they would take more than an eighth of the disk tier."""
+    """Most chunks of 64 tokens that are written together as one run, 1 to 64; fewer where they would take more than an
+    eighth of the disk tier."""
     max_inflight_fraction: Number = Field(default=0.5, gt=0, le=0.9)
     """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
     exceed it."""
