@@ -265,13 +265,28 @@ API_KEY_VARIABLE = "HCACHE_API_KEY"
 
 
 def user_cache_dir() -> Path:
-    """This user's built helpers: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sglang-hcache"
+    """This user's built helpers and profiles: ``$XDG_CACHE_HOME/sglang-hcache`` or ``~/.cache/sglang-hcache``.
+
+    Raises:
+        ConfigError: neither ``$HOME`` nor the system's list of users names a home directory.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "sglang-hcache"
+    try:
+        return Path.home() / ".cache" / "sglang-hcache"
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home directory to keep built helpers and profiles in; set XDG_CACHE_HOME to a "
+            "folder for them"
+        ) from None
 
 
 def profile_dir() -> Path:
-    """Where ``hcache profile`` saves what it measured, and servers look for it."""
+    """Where ``hcache profile`` saves what it measured, and servers look for it.
+
+    Raises:
+        ConfigError: as :func:`user_cache_dir`.
+    """
     return user_cache_dir() / "profiles"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         return profile
     if config.profile is not None:
         return _named(config.profile, bench)
-    for path in sorted(profile_dir().glob("*.json")):
+    for path in _saved_profiles():
         try:
             profile = Profile.read(path)
         except ConfigError as error:
@@ -121,6 +122,21 @@ def profile_of(path: Path, shape: ModelShape) -> Profile:
             f"{shape.name}; make one with: hcache profile --model-path MODEL"
         )
     return profile
+
+
+def _saved_profiles() -> list[Path]:
+    """Files that may hold one; none, with a warning, where nobody can look: the model is loaded by then."""
+    try:
+        # Not Path.glob: whether that raises or finds nothing depends on the version of Python.
+        with os.scandir(profile_dir()) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.name.endswith(".json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("hcache: cannot look for saved profiles in %s: %s", error.filename, error.strerror)
+    except ConfigError as error:
+        logger.warning("hcache: cannot look for saved profiles: %s", error)
+    return []
 
 
 def _named(path: Path, bench: Bench) -> Profile:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.config import HCacheConfig, environment_with
+from sglang_hcache.core.config import HCacheConfig, environment_with, profile_dir, user_cache_dir
 from sglang_hcache.core.errors import ConfigError
 
 
@@ -122,3 +122,20 @@ def test_a_path_comes_first_and_others_stay(monkeypatch: pytest.MonkeyPatch, bef
     assert environment_with({"LD_LIBRARY_PATH": "/stub"})["LD_LIBRARY_PATH"] == after
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert environment_with({"LD_LIBRARY_PATH": "/stub"})["LD_LIBRARY_PATH"] == "/stub"
+
+
+def test_a_user_without_a_home_directory_is_told_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match=r"no home directory .* set XDG_CACHE_HOME to a folder"):
+        user_cache_dir()
+    with pytest.raises(ConfigError, match="no home directory"):
+        profile_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_dir() == tmp_path / "sglang-hcache"

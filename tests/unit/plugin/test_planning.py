@@ -80,6 +80,17 @@ def find(bench: StandIn, **settings: Any) -> Profile | None:
     return find_profile(HCacheConfig.from_settings(settings), cast(Bench, bench))
 
 
+def leave_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number of its own."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
 @pytest.fixture(autouse=True)
 def saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of saved profiles."""
@@ -154,6 +165,23 @@ def test_without_a_profile_the_machine_is_measured(saved: Path, caplog: pytest.L
     assert find(StandIn()) == StandIn().measure()
     assert find(StandIn(is_possible=False, longest=64)) is None
     assert "passes of 64 tokens" in caplog.text
+
+
+def test_a_cache_folder_that_is_not_this_users_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is loaded by then. A name that is too long: root may look everywhere else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert find(StandIn()) == StandIn().measure()
+    assert f"cannot look for saved profiles in {profile_dir()}: File name too long" in caplog.text
+
+
+def test_without_a_home_directory_the_machine_is_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_no_home(monkeypatch)
+    assert find(StandIn()) == StandIn().measure()
+    assert "cannot look for saved profiles: this user has no home directory" in caplog.text
 
 
 def test_measuring_to_save_ignores_what_is_saved(saved: Path, tmp_path: Path) -> None:
