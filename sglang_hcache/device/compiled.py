@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -30,14 +31,50 @@ def ensure_library(name: str, file_name: str, source: str, options: Sequence[str
     """
     folder = library_dir(name, source, options)
     library = folder / file_name
+    if (ready := _ready_folder(library)) is not None:
+        return ready
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         if not library.exists():
             _build(library, source, options)
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename or folder}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write {error.filename or folder}: {error.strerror}; XDG_CACHE_HOME can name another folder"
+        ) from None
     return folder
+
+
+def _ready_folder(library: Path) -> Path | None:
+    """The folder of ``library``, without links, if it is there and nobody but this user and root can change it.
+
+    Root may have built it for everybody, and it may be mounted read-only. The folder becomes part of a server's search
+    path: whoever writes there, or puts another one in its place, runs code in servers.
+    """
+    try:
+        folder = library.parent.resolve(strict=True)
+        file = (folder / library.name).lstat()
+        if (
+            stat.S_ISREG(file.st_mode)
+            and os.access(library, os.R_OK)
+            and all(map(_is_ours_alone, (file, folder.stat())))
+            and all(_is_ours_alone(path.stat(), lets_others_add=True) for path in folder.parents)
+        ):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: links that lead in a circle, before Python 3.13
+        pass
+    return None
+
+
+def _is_ours_alone(found: os.stat_result, *, lets_others_add: bool = False) -> bool:
+    """Whether only this user and root can write what was ``found``.
+
+    Args:
+        lets_others_add: a folder will do where others have files, too, but cannot rename ours (``/tmp``).
+    """
+    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_guarded = lets_others_add and found.st_mode & stat.S_ISVTX
+    return found.st_uid in (0, os.geteuid()) and (not is_shared or bool(is_guarded))
 
 
 def _build(library: Path, source: str, options: Sequence[str]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +82,67 @@ def test_failing_compiler_leaves_nothing(monkeypatch):
 
 def test_cache_folder_that_is_a_file(cache_dir):
     cache_dir.write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        ensure_stub()
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch):
+    """Called: from then on nothing can be made or changed, by root neither."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def mount() -> None:
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        monkeypatch.setattr(Path, "chmod", refuse)
+
+    return mount
+
+
+def test_a_stub_that_was_built_for_everybody_is_used_where_nothing_can_be_written(read_only):
+    built = ensure_stub()
+    for path in (built / LIBRARY, built, built.parent):
+        path.chmod(0o755)
+    read_only()
+    assert ensure_stub() == built
+
+
+def test_the_folder_is_that_which_was_looked_at(monkeypatch, tmp_path, read_only):
+    """A link could lead elsewhere before the server loads the library."""
+    built = ensure_stub()
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    read_only()
+    assert ensure_stub() == built
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("place", ["library", "folder", "above"])
+def test_a_stub_that_others_could_change_is_not_used(read_only, place, mode):
+    built = ensure_stub()
+    {"library": built / LIBRARY, "folder": built, "above": built.parent}[place].chmod(mode)
+    read_only()
+    with pytest.raises(ConfigError, match=r"cannot write .*: Read-only .*; XDG_CACHE_HOME can name another"):
+        ensure_stub()
+
+
+def test_others_may_have_files_beside_the_folder_but_not_in_it(read_only):
+    built = ensure_stub()
+    built.parent.chmod(0o1777)
+    read_only()
+    assert ensure_stub() == built
+    os.chmod(built, 0o1777)
+    with pytest.raises(ConfigError, match="cannot write"):
+        ensure_stub()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("place", ["library", "folder", "above"])
+def test_a_stub_of_somebody_else_is_not_used(read_only, place):
+    built = ensure_stub()
+    os.chown({"library": built / LIBRARY, "folder": built, "above": built.parent}[place], 4711, -1)
+    read_only()
     with pytest.raises(ConfigError, match="cannot write"):
         ensure_stub()
 
