@@ -177,7 +177,13 @@ class Profile:
             ValueError: not JSON, another format, or a value that is missing, unknown or not allowed. The message
                 says where.
         """
-        data = json.loads(text)
+        try:
+            return cls._from_data(json.loads(text))
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+    @classmethod
+    def _from_data(cls, data: Any) -> Profile:
         if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
             raise ValueError(f"format must be {PROFILE_FORMAT}, got {found!r}: not a profile of this version")
@@ -265,7 +271,7 @@ def _build(kind: type[_T], where: str, value: Any) -> _T:
         raise ValueError(f"{where}: unknown {', '.join(unknown)}")
     try:
         return kind(**data)
-    except (TypeError, ValueError) as error:  # TypeError: a field without default is missing
+    except (OverflowError, TypeError, ValueError) as error:  # TypeError: a field without default is missing
         raise ValueError(f"{where}: {error}") from None
 
 

@@ -117,6 +117,7 @@ def _put(data, path, value):
         ("compute", {}, "compute: .*missing"),
         ("compute.recompute.r_squared", 1.5, "r_squared must be a number up to 1"),
         ("compute.recompute.fixed_s", float("nan"), "fixed_s must be a number"),
+        pytest.param("tiers.host.kv.per_token_s", 10**400, "tiers.host.kv: int too large", id="1e400"),
         ("token_range", [64], r"token_range must be \[shortest, longest\]"),
         ("token_range", [65, 64], "token_range must be"),
         ("versions", [], "versions must be an object"),
@@ -129,7 +130,7 @@ def test_damaged_file_says_what_is_wrong(path, value, message):
         Profile.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "[" * 100_000, "[" * 100_000 + "]" * 100_000])
 def test_what_is_no_profile_is_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011 - the message is JSON's own, or names the format
         Profile.from_json(text)

@@ -147,7 +147,7 @@ def test_a_saved_profile_of_other_circumstances_is_not_used(saved: Path, change:
     assert bench.measured == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', "\x00", "[" * 100_000])
 def test_a_broken_file_is_skipped_with_a_warning(
     saved: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
