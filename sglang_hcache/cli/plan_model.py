@@ -49,11 +49,12 @@ def _check(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:
     """Sizes in a folder or file, and whether the weights there are quantised."""
-    path = given_path("MODEL", model)
-    if not path.exists():
-        raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {NAMES}")
-    file = path / "config.json" if path.is_dir() else path
+    path = file = given_path("MODEL", model)
     try:
+        if not path.exists():
+            raise ConfigError(f"MODEL: {model!r} is no folder and no file, and not one of {NAMES}")
+        if path.is_dir():
+            file = path / "config.json"
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it must hold a JSON object")
@@ -62,4 +63,6 @@ def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:
         raise ConfigError(f"MODEL: cannot read {file}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"MODEL: {file}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"MODEL: {file}: it is nested too deeply") from None
     return shape, bool(config.get("quantization_config"))

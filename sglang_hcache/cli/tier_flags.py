@@ -76,15 +76,20 @@ def check_model(paths: Iterable[str | None]) -> None:
     """Refuse a model that is meant as a folder, and is none: SGLang would look for it in the hub.
 
     Raises:
-        ConfigError: it is not there, or empty.
+        ConfigError: it is not there, or empty, or this user may not look.
     """
     for path in paths:
         if path is None or not path.startswith(("/", "./", "../", "~")):
             continue
-        if not Path(path).exists():
+        try:
+            is_there = Path(path).exists()
+            is_empty = Path(path).is_dir() and not any(Path(path).iterdir())
+        except OSError as error:
+            raise ConfigError(f"--model-path: cannot look at {path}: {error.strerror}") from None
+        if not is_there:
             hint = "; the shell replaces ~ only where a word begins with it" if path.startswith("~") else ""
             raise ConfigError(f"--model-path: {path} does not exist{hint}")
-        if Path(path).is_dir() and not any(Path(path).iterdir()):
+        if is_empty:
             raise ConfigError(f"--model-path: {path} is an empty folder")
 
 

@@ -254,6 +254,8 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         (["no-such", *RATES], "MODEL: 'no-such' is no folder and no file, and not one of llama2-7b"),
         (["{dir}", *RATES], "MODEL: cannot read {dir}/config.json: No such file"),
         (["{dir}/text", *RATES], "MODEL: {dir}/text: Expecting value"),
+        (["{dir}/" + "x" * 300, *RATES], "MODEL: cannot read {dir}/" + "x" * 300 + ": File name too long"),
+        (["{dir}/deep", *RATES], "MODEL: {dir}/deep: it is nested too deeply"),
         (["{dir}/list", *RATES], "MODEL: {dir}/list: it must hold a JSON object"),
         (
             ["{dir}/other.json", *RATES],
@@ -305,6 +307,7 @@ def test_tier_of_a_profile(plan_json, tmp_path):
 def test_errors_are_one_line(plan, tmp_path, arguments, message):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "list").write_text("[]")
+    (tmp_path / "deep").write_text("[" * 100_000)
     (tmp_path / "other.json").write_text(config(model_type="mamba"))
     (tmp_path / "plain.json").write_text(config(dtype="int8"))
     write_profile(tmp_path / "profile.json")

@@ -60,6 +60,10 @@ def test_a_model_folder_that_is_none(tmp_path: Path) -> None:
         (tmp_path / "none", "does not exist"),
         (tmp_path, "is an empty folder"),
         ("~/m", "the shell"),
+        (
+            tmp_path / ("x" * 300),
+            "File name too long",
+        ),  # as where this user may not look; root may everywhere
     ):
         with pytest.raises(ConfigError, match=f"^--model-path: .*{told}"):
             tier_flags.check_model([str(path)])
