@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 
@@ -15,3 +16,17 @@ def whole_path(path: str | Path) -> Path:
         return Path(path).expanduser().absolute()
     except RuntimeError:
         raise ValueError("nobody knows this home directory; write the path from / on") from None
+
+
+def real_place(path: Path) -> Path:
+    """Where ``path`` leads, whether there is something or not.
+
+    Raises:
+        ValueError: nowhere: a link on the way leads back to itself.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # resolve() says so up to Python 3.12 only
+            raise ValueError(f"a symbolic link of {path} leads back to itself") from None
+    return path.resolve()

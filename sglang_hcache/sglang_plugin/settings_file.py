@@ -12,29 +12,47 @@ from sglang_hcache.core.paths import whole_path
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader to which the same name twice is an error: YAML forbids it, and the library takes the last."""
+    """A safe loader whose errors are all ``ValueError`` or ``YAMLError``."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
+            # What the library's constructors say of a value that is not what its tag says, such as `!!bool x`.
+            kind = node.tag.rpartition(":")[2]
+            raise ValueError(f"line {node.start_mark.line + 1}: {node.value!r} is no {kind}") from None
+
+
+class _StrictLoader(_Loader):
+    """One to which the same name twice is an error: YAML forbids it, and the library takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for key, _ in node.value:
+        # `!!map [1]` is no mapping, which the library says below.
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        names = [key.value for key in keys]
+        for key in keys:
             if names.count(key.value) > 1:
                 raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is named twice")
         return super().construct_mapping(node, deep)
 
 
-def read_settings(path: Path, flag: str) -> dict[str, Any]:
+def read_settings(path: Path, flag: str, *, is_strict: bool = True) -> dict[str, Any]:
     """Settings by name, not checked yet; an empty file has none.
 
     Args:
         flag: that named the file, for messages.
+        is_strict: whether the same name twice is an error; if not, the last counts.
 
     Raises:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        settings = yaml.load(whole_path(path).read_text(encoding="utf-8"), _Loader)  # a safe one
+        text = whole_path(path).read_text(encoding="utf-8")
+        settings = yaml.load(text, _StrictLoader if is_strict else _Loader)  # both are safe ones
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{flag}: cannot read {str(path)!r}: it is nested too deeply") from None
     except (ValueError, yaml.YAMLError) as error:
         # ValueError: no UTF-8, a date such as 2026-02-30, or nobody's home directory.
         raise ConfigError(f"{flag}: cannot read {str(path)!r}: {error}") from None

@@ -107,6 +107,14 @@ def test_directories_are_distinct_wherever_links_lead(tmp_path: Path) -> None:
             HCacheConfig.from_settings({"dirs": [str(tmp_path / name) for name in dirs]})
 
 
+@pytest.mark.parametrize("name", ["circle", "circle/below", "elsewhere"])
+def test_a_directory_that_leads_nowhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").symlink_to("circle")
+    with pytest.raises(ConfigError, match=r"^--hcache-dirs: .* not allowed; a symbolic link of .* to itself"):
+        HCacheConfig.from_settings({"dirs": ["/a", str(tmp_path / name)]})
+
+
 def test_all_wrong_settings_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         HCacheConfig.from_settings({"host_size": "x", "disk_size": "y"})
