@@ -12,8 +12,9 @@ from typing import NoReturn
 
 from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
 from sglang_hcache.cli.ports import try_to_listen
+from sglang_hcache.cli.server_file import arguments_in_file
 from sglang_hcache.cli.tier_flags import TIER_FLAG
-from sglang_hcache.core.config import environment_with
+from sglang_hcache.core.config import environment_with, tier_mode
 
 _CPU_SETTINGS = (
     ("--device", "cpu"),
@@ -48,8 +49,8 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
-    """Whether the server will run on the CPU: no GPU here, and no other device asked for."""
-    return not has_gpu and all(device == "cpu" for device in values_of(arguments, "--device"))
+    """Whether the server will run on the CPU: no GPU here, and no other device asked for; the last one counts."""
+    return not has_gpu and all(device == "cpu" for device in values_of(arguments, "--device")[-1:])
 
 
 def build_launch(
@@ -57,21 +58,22 @@ def build_launch(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that serves with SGLang's ``arguments``, and what to change in its environment.
 
-    Our own additions come first, so that whatever the user gave wins, abbreviated or not.
-    ``stub_dir`` is used on the CPU only.
+    Our own additions come first, so that whatever the user gave wins, abbreviated or not. Over SGLang's file of
+    ``--config`` they would win, so what is in it is not added. ``stub_dir`` is used on the CPU only.
     """
-    given = list(arguments)
+    given, in_file = list(arguments), arguments_in_file(arguments)
     added: list[str] = []
     environment: dict[str, str] = {}
-    tier = values_of(given, TIER_FLAG)
-    if not tier:
+    tier = [tier_mode(value) for value in values_of(given, TIER_FLAG)]
+    is_in_file = bool(values_of(in_file, TIER_FLAG))
+    if not tier and not is_in_file:
         added += [TIER_FLAG, "hcache"]
-    elif tier[-1] == "off":
+    elif tier[-1:] == ["off"] and not is_in_file:
         # Dropped, not passed on: `off` then works even where the plugin does not load.
         given = _without(given, TIER_FLAG)
-    if wants_cpu(given, has_gpu=has_gpu):
+    if wants_cpu([*in_file, *given], has_gpu=has_gpu):
         for flag, value in _CPU_SETTINGS:
-            if not values_of(given, flag):
+            if not values_of([*in_file, *given], flag):
                 added += [flag] if value is None else [flag, value]
         environment = {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(stub_dir)}
     return [sys.executable, "-m", "sglang.launch_server", *added, *given], environment
@@ -84,10 +86,11 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
         ConfigError: this machine has no GPU and the stub cannot be built.
     """
     gpu = has_gpu()
-    folder = ensure_stub() if wants_cpu(arguments, has_gpu=gpu) else Path()
+    on_cpu = wants_cpu([*arguments_in_file(arguments), *arguments], has_gpu=gpu)
+    folder = ensure_stub() if on_cpu else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
     # Restores must not wait for cores on which OpenMP's threads spin.
-    defaults = {"OMP_WAIT_POLICY": "passive"} if wants_cpu(arguments, has_gpu=gpu) else {}
+    defaults = {"OMP_WAIT_POLICY": "passive"} if on_cpu else {}
     return command, environment_with(changes, defaults)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of, tier_mode
 from sglang_hcache.core.errors import ConfigError
 
 CONFIG_FLAG = "--hcache-config"
@@ -63,12 +63,11 @@ def check(arguments: Sequence[str]) -> None:
         if argument.startswith(_PREFIX):
             _check_name(argument.partition("=")[0])
     given, _ = parse(arguments)
-    if given.hierarchical_cache not in (None, *TIER_MODES):
-        raise ConfigError(
-            f"{TIER_FLAG}: {given.hierarchical_cache!r} is not allowed; allowed: {', '.join(TIER_MODES)}"
-        )
+    mode = tier_mode(given.hierarchical_cache)
+    if mode not in (None, *TIER_MODES):
+        raise ConfigError(f"{TIER_FLAG}: {mode!r} is not allowed; allowed: {', '.join(TIER_MODES)}")
     is_whole = not any(one.partition("=")[0] == "--config" for one in arguments)
-    if is_whole and given.hierarchical_cache != "off":  # SGLang's own file may hold the rest
+    if is_whole and mode != "off":  # SGLang's own file may hold the rest
         HCacheConfig.from_settings(settings_of(given))
 
 

@@ -260,6 +260,11 @@ def host_size_for(staging_bytes: int, chunk_bytes: int) -> int:
     return max((staging_bytes + chunk_bytes) * HOST_PARTS // (HOST_PARTS - 1), 2 * staging_bytes)
 
 
+def tier_mode(text: str | None) -> str | None:
+    """What ``--hierarchical-cache`` means: YAML makes a truth value of an ``off`` without quotes, and SGLang a word."""
+    return "off" if text == "false" else text
+
+
 API_KEY_VARIABLE = "HCACHE_API_KEY"
 """Where commands that talk to a server find its API key, if no option gives it."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
+from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of, tier_mode
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.sglang_plugin import stopping, support
 from sglang_hcache.sglang_plugin.budget import pool_share
@@ -34,7 +34,11 @@ def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: obje
         "hcache", "Hidden-state tier: what the radix cache evicts is kept on host memory and disk."
     )
     group.add_argument(
-        "--hierarchical-cache", choices=("off", BACKEND), default="off", help="'hcache' turns the tier on."
+        "--hierarchical-cache",
+        type=tier_mode,
+        choices=("off", BACKEND),
+        default="off",
+        help="'hcache' turns the tier on.",
     )
     for field in _FLAG_FIELDS:
         # Values are checked with the file's in HCacheConfig, which says what is allowed.

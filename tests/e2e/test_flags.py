@@ -168,11 +168,13 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     (folder / "taken" / "typo.yaml").touch()
     settings = folder / "settings.yaml"
     settings.write_text("host_size: 2GB\ndisk_size: 7GB\nrun_chunks: 8\n", encoding="utf-8")
+    (folder / "server.yaml").write_text("hierarchical-cache: off\n", encoding="utf-8")
     (folder / "typo.yaml").write_text("hots_size: 2GB\n", encoding="utf-8")
     base = ["--model-path", str(model), *CPU]
     cases = {
         "off": base,
         "explicitly off": [*base, "--hierarchical-cache", "off"],
+        "off in SGLang's file": [*base, "--config", str(folder / "server.yaml")],
         "off with our flags": [*base, "--hcache-host-size", "1GB"],
         "off with the CPU fixes": [*base, "--hcache-cpu-fixes"],
         "CPU fixes and HiCache": [*base, "--hcache-cpu-fixes", "--hicache-storage-backend", "file"],
@@ -232,7 +234,7 @@ def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
     assert results["overlap"]["fields"]["radix_cache_backend"] == "hcache"
 
 
-@pytest.mark.parametrize("name", ["off", "explicitly off", "off with our flags"])
+@pytest.mark.parametrize("name", ["off", "explicitly off", "off in SGLang's file", "off with our flags"])
 def test_without_the_flag_nothing_of_sglang_changes(results: dict[str, Any], name: str) -> None:
     assert results[name]["exit"] is None
     assert results[name]["fields"] == {

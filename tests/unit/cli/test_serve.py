@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def test_tier_given_is_not_added_again(given):
     assert launch(*MODEL, *given) == [*MODEL, *given]
 
 
-@pytest.mark.parametrize("given", [["--hierarchical-cache", "off"], ["--hierarchical-cache=off"]])
+@pytest.mark.parametrize(
+    "given", [["--hierarchical-cache", "off"], ["--hierarchical-cache=off"], ["--hierarchical-cache=false"]]
+)
 def test_off_is_dropped(given):
     assert launch(*given, *MODEL) == MODEL
     assert launch(*MODEL, *given, has_gpu=False) == [*CPU, *MODEL]
@@ -71,6 +74,59 @@ def test_another_device_gets_no_cpu_settings():
 
 def test_similar_flags_are_not_ours():
     given = ["--device-memory", "off", "--hierarchical-cache-x=off"]
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+@pytest.fixture
+def in_file(tmp_path):
+    """Writes SGLang's own file of arguments; the arguments that name it."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "server.yaml").write_text(text)
+        return ["--config", str(tmp_path / "server.yaml")]
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["hierarchical-cache", "hierarchical_cache"])
+@pytest.mark.parametrize("mode", ['"off"', "off", "hcache"])
+def test_the_tier_of_sglangs_file_is_not_overruled(in_file, name, mode):
+    given = [*MODEL, *in_file(f"{name}: {mode}\n")]
+    assert launch(*given) == given
+    off = ["--hierarchical-cache", "off"]  # dropped, it would leave the tier to the file
+    assert launch(*given, *off) == [*given, *off]
+
+
+def test_cpu_settings_of_sglangs_file_are_not_overruled(in_file):
+    given = in_file("device: cpu\nattention-backend: intel_amx\ndisable-overlap-schedule: false\n")
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *given]
+    given = in_file(
+        "port: 1\nport: 2\ndtype: float32\nforward-hooks: [{name: x}]\n"
+    )  # twice: SGLang takes it
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+def test_another_device_in_sglangs_file_gets_no_cpu_settings(in_file, monkeypatch):
+    given = in_file("device: xpu\n")
+    command, environment = build_launch(given, has_gpu=False, stub_dir=STUB)
+    assert (command, environment) == ([*LAUNCH, "--hierarchical-cache", "hcache", *given], {})
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setattr(serve, "ensure_stub", lambda: pytest.fail("nothing runs on the CPU"))
+    assert "OMP_WAIT_POLICY" not in prepare_launch(given)[1].keys() - os.environ.keys()
+    cpu = ["--device", "cpu"]  # SGLang takes the last
+    assert launch(*given, *cpu, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU[2:], *given, *cpu]
+
+
+@pytest.mark.parametrize(
+    "text", ["device: [", "- device", "!!map [1]", "device: !!bool x", "", "[" * 5000], ids=range(6)
+)
+def test_a_file_that_cannot_be_read_is_left_to_sglang(in_file, text):
+    given = in_file(text)
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+@pytest.mark.parametrize("given", [["--config", "/no/such.yaml"], ["--config"], ["--config=/no/such.yaml"]])
+def test_a_file_that_is_not_there_is_left_to_sglang(given):
     assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
 
 

@@ -37,6 +37,7 @@ def test_what_the_server_would_refuse_later(arguments: list[str], told: str) -> 
         ["--hcache-dir", "/a"],  # abbreviated: SGLang accepts it, or says which flags it may mean
         ["--hcache-cpu-fixes", "--hierarchical-cache", "off"],
         ["--hierarchical-cache", "off", "--hcache-method", "hiden"],  # ignored there, with a warning
+        ["--hierarchical-cache", "false", "--hcache-method", "hiden"],  # an `off` that YAML has read
         ["--config", "server.yaml", "--hcache-config", "/no/such/file.yaml"],
         ["-h"],
     ],
