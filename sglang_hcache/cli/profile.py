@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ import typer
 
 from sglang_hcache.cli import tier_flags
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.core.config import HCacheConfig, profile_dir
+from sglang_hcache.cli.serve import values_of
+from sglang_hcache.cli.server_file import arguments_in_file
+from sglang_hcache.core.config import HCacheConfig, flag_of, profile_dir, tier_mode
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -84,6 +87,8 @@ def profile(
 
     `hcache profile --model-path MODEL --hcache-dirs /mnt/nvme0/hcache`
 
+    Whatever `--hcache-method` says, all methods are measured, as for `auto`.
+
     Servers use what is saved if model sizes, machine, versions and directories are the same; measured again, it is
     replaced. Without `--hcache-dirs` only host memory is measured. No server may use the directories meanwhile. What
     is written there for the measurement, up to 128 MiB, is deleted at the end. A disk tier that is there already keeps
@@ -97,13 +102,15 @@ def profile(
         raise ConfigError("--model-path is missing: name the model that you will serve")
     tier_flags.check_model([model_path])
     tier_flags.check(arguments or [])
-    settings, rest = server_settings(arguments or [], seconds)
+    # A profile there is not used, as none in the file of --hcache-config is.
+    in_file = [one for one in arguments_in_file(arguments or []) if not one.startswith("--hcache-profile=")]
+    settings = server_settings([*in_file, *(arguments or [])], seconds)
     config = HCacheConfig.from_settings(settings)
     settings = with_sizes_of_store(settings, config.dirs)
     HCacheConfig.from_settings(settings)  # a segment_size that is given may not fit
     target = profile_dir() if out is None else given_path("--out", out)
     _check_target(target, is_folder=out is None)
-    command = ["--model-path", model_path, "--max-total-tokens", str(_POOL_TOKENS), *rest]
+    command = _command(model_path, arguments or [], in_file)
     measured = measure(command, settings, shows_progress=not as_json)
     path = target if out is not None else target / file_name(measured.profile)
     _save(measured.profile, path, replaces_others=out is None)
@@ -116,32 +123,43 @@ def profile(
         report.print()
 
 
-def server_settings(arguments: Sequence[str], seconds: float) -> tuple[dict[str, Any], list[str]]:
-    """What the server that measures gets, and what of ``arguments`` SGLang gets.
+def server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Settings of the server that measures.
 
-    The file of ``--hcache-config`` is read, flags win over it. ``method`` is auto unless a flag says otherwise: the
-    file may be that of a server with another one, and a profile has the costs of all.
+    The file of ``--hcache-config`` is read, flags win over it. ``method`` becomes auto, which a line on standard error
+    says if it was not: with another one the server measures only a part of what a profile has.
 
     Raises:
         ConfigError: the file cannot be read, or something is given that makes no sense here.
     """
-    given, rest = tier_flags.parse(arguments)
-    if given.hierarchical_cache not in (None, "hcache"):
-        raise ConfigError(
-            f"--hierarchical-cache: {given.hierarchical_cache!r} is not allowed; the tier is what is measured"
-        )
+    given, _ = tier_flags.parse(arguments)
+    mode = tier_mode(given.hierarchical_cache)
+    if mode not in (None, "hcache"):
+        raise ConfigError(f"--hierarchical-cache: {mode!r} is not allowed; the tier is what is measured")
     if given.hcache_profile is not None:
         raise ConfigError(
             "--hcache-profile: leave it out; this command measures anew (--out FILE saves there)"
         )
     settings = tier_flags.settings_of(given)
     settings.pop("profile", None)
-    if given.hcache_method is None:
-        settings["method"] = "auto"
+    if (method := settings.get("method", "auto")) != "auto":
+        print(
+            f"hcache: --hcache-method {method}: measured as auto, for a profile has the costs of all methods",
+            file=sys.stderr,
+        )
+    settings["method"] = "auto"
     if not 0 < seconds <= 60:
         raise ConfigError(f"--seconds: {seconds:g} is not allowed; a number above 0, at most 60")
     settings["measure_s"] = seconds
-    return settings, rest
+    return settings
+
+
+def _command(model_path: str, arguments: Sequence[str], in_file: Sequence[str]) -> list[str]:
+    """SGLang's arguments; the tier's own are in the settings."""
+    _, rest = tier_flags.parse(arguments)
+    pool = [] if values_of(in_file, "--max-total-tokens") else ["--max-total-tokens", str(_POOL_TOKENS)]
+    # At the end, to win over SGLang's own file and an abbreviated flag.
+    return ["--model-path", model_path, *pool, *rest, flag_of("method"), "auto"]
 
 
 def file_name(profile: Profile) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from sglang_hcache.cli import main as command
 from sglang_hcache.cli import profile_run
-from sglang_hcache.cli.profile import file_name, server_settings
+from sglang_hcache.cli.profile import file_name
 from sglang_hcache.cli.server_process import ServerProcessError
 from sglang_hcache.core.config import profile_dir
 from sglang_hcache.core.errors import ConfigError
@@ -21,6 +21,7 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 
+AUTO = ["--hcache-method", "auto"]
 SHAPE = replace(NAMED_SHAPES["llama2-7b"], name="my model")
 
 
@@ -253,7 +254,10 @@ def test_arguments_and_settings_of_the_server(run, tmp_path):
         *("--hcache-host-size", "2GB", "--model-path", "m", "-tp", "1", "--seconds", "7"),
         *(f"--hcache-config={tmp_path / 'server.yaml'}", "--dtype=float32", "--skip-server-warmup"),
     )
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert err == (
+        "hcache: --hcache-method kv: measured as auto, for a profile has the costs of all methods\n"
+    )
     saved = Path(str(server.settings.pop("save_profile")))
     assert saved.parent == server.log.parent
     assert server.settings == {
@@ -264,7 +268,7 @@ def test_arguments_and_settings_of_the_server(run, tmp_path):
         "measure_s": 7.0,
     }
     assert server.arguments[:2] == ["--model-path", "m"]
-    assert server.arguments[4:] == ["-tp", "1", "--dtype=float32", "--skip-server-warmup"]
+    assert server.arguments[4:] == ["-tp", "1", "--dtype=float32", "--skip-server-warmup", *AUTO]
 
 
 def test_given_pool_size_wins(run):
@@ -274,9 +278,40 @@ def test_given_pool_size_wins(run):
     assert [server.arguments[place + 1] for place in places] == ["32768", "99"]
 
 
-def test_a_method_that_is_given_is_kept():
-    assert server_settings(["--hcache-method", "kv"], 5)[0]["method"] == "kv"
-    assert server_settings([], 5)[0]["method"] == "auto"
+@pytest.mark.parametrize("method", ["kv", "hybrid", "hidden", "recompute"])
+def test_all_methods_are_measured_whatever_is_served_with(run, method):
+    """The server would measure a part, and leave a profile of it to all servers."""
+    server = StandIn(made_profile())
+    status, out, err = run(server, "--model-path", "m", "--hcache-method", method, "--json")
+    assert (status, bool(json.loads(out))) == (0, True)
+    assert err.startswith(f"hcache: --hcache-method {method}: measured as auto")
+    assert err.count("\n") == 1
+    assert server.settings["method"] == "auto"
+    run(server, "--model-path", "m", "--hcache-meth", method)  # as SGLang understands it
+    assert server.arguments[-2:] == AUTO
+
+
+def test_nothing_is_said_of_auto(run):
+    for given in ([], ["--hcache-method", "auto"]):
+        assert run(StandIn(made_profile()), "--model-path", "m", *given)[2] == ""
+
+
+def test_sglangs_own_file_counts(run, tmp_path):
+    file = tmp_path / "server.yaml"
+    tier = "hcache-method: kv\nhcache-dirs: /from/file\nhcache-host-size: 1GB\nhcache-profile: /old\n"
+    file.write_text(f"max-total-tokens: 99\n{tier}")
+    server = StandIn(made_profile())
+    given = ["--config", str(file), "--hcache-host-size", "2GB"]
+    status, out, err = run(server, "--model-path", "m", *given)
+    assert (status, "Only host memory" in out) == (0, False)
+    assert "--hcache-method kv: measured as auto" in err
+    assert server.arguments == ["--model-path", "m", *given[:2], *AUTO]
+    del server.settings["save_profile"]
+    assert server.settings == {"dirs": "/from/file", "host_size": "2GB", "method": "auto", "measure_s": 5.0}
+    file.write_text("hierarchical-cache: off\n")
+    status, _, err = run(server, "--model-path", "m", *given)
+    assert status == 2
+    assert err.startswith("hcache: error: --hierarchical-cache: 'off' is not allowed")
 
 
 # -- what may go wrong ---------------------------------------------------------------------------
