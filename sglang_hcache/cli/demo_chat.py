@@ -14,6 +14,7 @@ from sglang_hcache.cli.demo import MODEL, demo_folder
 from sglang_hcache.cli.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.cli.tiny_model import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -61,7 +62,7 @@ def run_chat_demo(
             write_tiny_model(model, MODEL)
         server = _server(folder, model, dirs or (folder / "tier",), scratch)
         try:
-            with console.status("Starting a server with a random model"):
+            with console.status("Starting a server with a random model", spinner=spinner_for(console)):
                 server.start()
             serve_page(
                 server.url,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.paired import LOGPROB_TOLERANCE, Timings
+from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.core.units import format_bytes
 
 _COLUMNS = (
@@ -67,7 +68,7 @@ class LiveView:
         self._table = Table(title="SGLang with the hidden-state tier, and without it", title_justify="left")
         for column in _COLUMNS:
             self._table.add_column(column, justify="right")
-        self._spinner = Spinner("dots")
+        self._spinner = Spinner(spinner_for(console))
         self._status = ""
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 

@@ -15,6 +15,7 @@ import sglang_hcache
 from sglang_hcache.cli import flags, metrics, plan, profile, store, tier_flags, top
 from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.terminal import never_fail_to_write
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
 from sglang_hcache.core.errors import ConfigError, HCacheError
 
@@ -36,6 +37,8 @@ app.add_typer(store.app, name="store")
 
 def main() -> None:
     """Entry point of ``hcache``: our own errors end in one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        never_fail_to_write(stream)
     try:
         app()
     except HCacheError as error:

@@ -15,6 +15,7 @@ from rich.status import Status
 
 from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.profile import Profile
 
@@ -109,7 +110,7 @@ def _progress(server: ServerProcess, file: Path, *, is_shown: bool) -> Iterator[
     if not (is_shown and console.is_terminal):
         yield _Stages(server, file, None)
         return
-    with console.status("Starting SGLang") as status:
+    with console.status("Starting SGLang", spinner=spinner_for(console)) as status:
         yield _Stages(server, file, status)
 
 

@@ -1,0 +1,19 @@
+"""What a terminal can show."""
+
+from __future__ import annotations
+
+import io
+from typing import TextIO
+
+from rich.console import Console
+
+
+def spinner_for(console: Console) -> str:
+    """The name of a spinner that ``console`` can write: rich's own is made of braille."""
+    return "dots" if console.encoding.startswith("utf") else "line"
+
+
+def never_fail_to_write(stream: TextIO) -> None:
+    """What the encoding of ``stream`` does not have, such as the ² of R², is written as ?."""
+    if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+        stream.reconfigure(errors="replace")

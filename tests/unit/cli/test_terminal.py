@@ -1,0 +1,82 @@
+"""Terminals whose encoding is not UTF-8, and has neither braille nor ²."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from sglang_hcache.cli import demo_chat, profile_run
+from sglang_hcache.cli import main as command
+from sglang_hcache.cli.demo_view import LiveView
+from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.terminal import spinner_for
+
+
+class Terminal(io.TextIOWrapper):
+    """One that refuses what it cannot show."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def written(self) -> str:
+        return cast(io.BytesIO, self.buffer).getvalue().decode(self.encoding)
+
+
+@pytest.mark.parametrize(("encoding", "spinner"), [("utf-8", "dots"), ("ascii", "line"), ("latin-1", "line")])
+def test_the_spinner_is_one_that_the_terminal_can_show(encoding: str, spinner: str) -> None:
+    assert spinner_for(Console(file=Terminal(encoding))) == spinner
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> Terminal:
+    """What standard output and error are from now on. No fixture: pytest would put its own streams back."""
+    terminal = Terminal(encoding)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    return terminal
+
+
+def test_progress_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch, "latin-1")
+    with profile_run._progress(cast(ServerProcess, None), Path("f"), is_shown=True) as stages:
+        stages.show("Measuring")
+    assert "Measuring" in terminal.written
+
+
+def test_progress_of_the_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    terminal = on_terminal(monkeypatch, "latin-1")
+    with LiveView(Console()) as view:
+        view.status("Starting two servers")
+        view._live.refresh()
+    assert "Starting two servers" in terminal.written
+
+    class NoServer:
+        def start(self) -> None:
+            raise KeyboardInterrupt
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(demo_chat, "require_nicegui", lambda: None)
+    monkeypatch.setattr(demo_chat, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo_chat, "_server", lambda *_: NoServer())
+    with pytest.raises(KeyboardInterrupt):
+        demo_chat.run_chat_demo(dirs=(), keep=tmp_path, host="127.0.0.1", port=0, opens_browser=False)
+    assert "Starting a server with a random model" in terminal.written
+
+
+def test_what_the_terminal_does_not_have_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of measuring ends in a table with µs and R² in it."""
+    terminal = on_terminal(monkeypatch, "ascii")
+    monkeypatch.setattr(command, "app", lambda: print("5 µs, R² 0.99"))
+    command.main()
+    assert terminal.written == "5 ?s, R? 0.99\n"
