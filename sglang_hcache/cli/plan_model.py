@@ -8,10 +8,9 @@ from typing import Any
 
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.plan.shapes import DTYPE_BYTES, NAMED_SHAPES, ModelShape
+from sglang_hcache.plan.shapes import DTYPE_BYTES, FP8_CACHES, NAMED_SHAPES, ModelShape
 
 NAMES = ", ".join(NAMED_SHAPES)
-_KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class PlannedModel:
             ConfigError: not a name, and no readable configuration of a model that we know; or a wrong dtype.
         """
         _check("--dtype", dtype, ("", *DTYPE_BYTES))
-        _check("--kv-cache-dtype", kv_cache_dtype, _KV_CACHE_DTYPES)
+        _check("--kv-cache-dtype", kv_cache_dtype, ("auto", *FP8_CACHES))
         why_not_hidden = None
         if model in NAMED_SHAPES:
             shape = NAMED_SHAPES[model].with_dtype(dtype) if dtype else NAMED_SHAPES[model]

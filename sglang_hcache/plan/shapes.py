@@ -24,6 +24,9 @@ class FFNKind(StrEnum):
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Name of an element type -> its bytes."""
 
+FP8_CACHES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""SGLang's ``--kv-cache-dtype`` for K and V of one byte a value -> torch's name of their type."""
+
 FFN_KINDS = {
     "opt": FFNKind.PLAIN,
     "gpt_neox": FFNKind.PLAIN,

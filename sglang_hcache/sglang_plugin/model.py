@@ -20,7 +20,7 @@ from sglang_hcache.device.attention import Attention, describe
 from sglang_hcache.device.fingerprint import weights_fingerprint
 from sglang_hcache.device.generic import HIDDEN_STATES, GenericProjector
 from sglang_hcache.device.projector import DescribedProjector, Projector
-from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.plan.shapes import FP8_CACHES, FFNKind, ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _LOOSE = "attention_instances"
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
-ROUNDED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+ROUNDED: dict[str, torch.dtype] = {flag: getattr(torch, name) for flag, name in FP8_CACHES.items()}
 """``--kv-cache-dtype`` -> what it rounds K and V to."""
 
 OnLayer = Callable[[int, torch.Tensor], None]
