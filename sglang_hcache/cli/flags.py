@@ -12,8 +12,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sglang_hcache.cli.tier_flags import CONFIG_FLAG, CPU_FIXES_FLAG, TIER_FLAG, TIER_MODES
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, SIZE_FIELDS, HCacheConfig, flag_of, meaning_of
+from sglang_hcache.core.config import (
+    COMMAND_LINE_FLAGS,
+    CONFIG_FLAG,
+    CPU_FIXES_FLAG,
+    FLAG_FIELDS,
+    SIZE_FIELDS,
+    TIER_FLAG,
+    TIER_MODES,
+    HCacheConfig,
+    flag_of,
+    meaning_of,
+)
 from sglang_hcache.core.units import format_bytes
 
 
@@ -30,38 +40,22 @@ class Setting:
     """Whether the file of ``--hcache-config`` may hold it."""
 
 
-_SWITCHES = (
-    Setting(
-        "hierarchical_cache", TIER_FLAG, "off (hcache serve: hcache)", TIER_MODES,
-        "hcache turns the tier on. With off the server runs without it; flags of the tier are ignored, with a warning.",
-        in_file=False,
-    ),
-    Setting(
-        "hcache_config", CONFIG_FLAG, "none", (),
-        "YAML file of settings; flags win over it. In the file a setting is the flag's name without --hcache- and "
-        "with underscores, such as disk_size.",
-        in_file=False,
-    ),
-)  # fmt: skip
-_CPU_FIXES = Setting(
-    "hcache_cpu_fixes", CPU_FIXES_FLAG, "not given", (),
-    "Takes no value. With the tier off and on a CPU: fixes SGLang's attention and page allocation as the tier does "
-    "there, so that a comparison of both servers shows the tier alone.",
-    in_file=False,
-)  # fmt: skip
-"""What only the command line has."""
-
-
 def describe() -> Iterator[Setting]:
     """All flags and settings: the tier's switch and its file, then the configuration in its order."""
-    yield from _SWITCHES
+    yield _of_command_line(TIER_FLAG, "off (hcache serve: hcache)", TIER_MODES)
+    yield _of_command_line(CONFIG_FLAG, "none")
     for name, info in HCacheConfig.model_fields.items():
-        flag = None if name in FILE_ONLY_FIELDS else flag_of(name)
+        flag = flag_of(name) if name in FLAG_FIELDS else None
         allowed = tuple(type(info.default)) if isinstance(info.default, StrEnum) else ()
         meaning, _, derived = meaning_of(name).partition(" Default: ")
         default = derived.rstrip(".") or _default_of(name)
         yield Setting(name, flag, default, tuple(map(str, allowed)), meaning)
-    yield _CPU_FIXES
+    yield _of_command_line(CPU_FIXES_FLAG, "not given")
+
+
+def _of_command_line(flag: str, default: str, allowed: tuple[str, ...] = ()) -> Setting:
+    name = flag.removeprefix("--").replace("-", "_")
+    return Setting(name, flag, default, allowed, COMMAND_LINE_FLAGS[flag], in_file=False)
 
 
 def _default_of(name: str) -> str:

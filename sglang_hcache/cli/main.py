@@ -16,7 +16,14 @@ from sglang_hcache.cli import flags, metrics, plan, profile, store, tier_flags, 
 from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.terminal import never_fail_to_write
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of
+from sglang_hcache.core.config import (
+    COMMAND_LINE_FLAGS,
+    CONFIG_FLAG,
+    FLAG_FIELDS,
+    TIER_FLAG,
+    flag_help,
+    flag_of,
+)
 from sglang_hcache.core.errors import ConfigError, HCacheError
 
 app = typer.Typer(
@@ -68,11 +75,10 @@ def _print_serve_help(wanted: bool) -> None:
     flags = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
     flags.add_column(no_wrap=True)
     flags.add_column()
-    flags.add_row("--hierarchical-cache", "hcache (what this command adds) or off (serve without the tier).")
-    for name in HCacheConfig.model_fields:
-        if name not in FILE_ONLY_FIELDS:
-            flags.add_row(flag_of(name), escape(flag_help(name)))
-    flags.add_row("--hcache-config", "YAML file with these settings and the rarer ones; flags win over it.")
+    flags.add_row(TIER_FLAG, COMMAND_LINE_FLAGS[TIER_FLAG])
+    for name in FLAG_FIELDS:
+        flags.add_row(flag_of(name), escape(flag_help(name)))
+    flags.add_row(CONFIG_FLAG, COMMAND_LINE_FLAGS[CONFIG_FLAG])
     console = Console()
     console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
     console.print(

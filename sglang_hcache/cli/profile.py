@@ -20,7 +20,7 @@ from sglang_hcache.cli import tier_flags
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.serve import values_of
 from sglang_hcache.cli.server_file import arguments_in_file
-from sglang_hcache.core.config import HCacheConfig, flag_of, profile_dir, tier_mode
+from sglang_hcache.core.config import TIER_FLAG, HCacheConfig, flag_of, profile_dir, tier_mode
 from sglang_hcache.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -132,15 +132,17 @@ def server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or something is given that makes no sense here.
     """
+    from sglang_hcache.sglang_plugin.settings_file import settings_of
+
     given, _ = tier_flags.parse(arguments)
     mode = tier_mode(given.hierarchical_cache)
     if mode not in (None, "hcache"):
-        raise ConfigError(f"--hierarchical-cache: {mode!r} is not allowed; the tier is what is measured")
+        raise ConfigError(f"{TIER_FLAG}: {mode!r} is not allowed; the tier is what is measured")
     if given.hcache_profile is not None:
         raise ConfigError(
             "--hcache-profile: leave it out; this command measures anew (--out FILE saves there)"
         )
-    settings = tier_flags.settings_of(given)
+    settings = settings_of(given)
     settings.pop("profile", None)
     if (method := settings.get("method", "auto")) != "auto":
         print(

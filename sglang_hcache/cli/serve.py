@@ -13,8 +13,7 @@ from typing import NoReturn
 from sglang_hcache.cli.cpu_runtime import ensure_stub, has_gpu
 from sglang_hcache.cli.ports import try_to_listen
 from sglang_hcache.cli.server_file import arguments_in_file
-from sglang_hcache.cli.tier_flags import TIER_FLAG
-from sglang_hcache.core.config import environment_with, tier_mode
+from sglang_hcache.core.config import TIER_FLAG, environment_with, tier_mode
 
 _CPU_SETTINGS = (
     ("--device", "cpu"),

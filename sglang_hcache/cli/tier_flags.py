@@ -7,17 +7,21 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of, tier_mode
+from sglang_hcache.core.config import (
+    CONFIG_FLAG,
+    CPU_FIXES_FLAG,
+    FILE_ONLY_FIELDS,
+    FLAG_FIELDS,
+    TIER_FLAG,
+    TIER_MODES,
+    HCacheConfig,
+    flag_of,
+    tier_mode,
+)
 from sglang_hcache.core.errors import ConfigError
 
-CONFIG_FLAG = "--hcache-config"
-TIER_FLAG = "--hierarchical-cache"
-TIER_MODES = ("off", "hcache")
-CPU_FIXES_FLAG = "--hcache-cpu-fixes"
-_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
-_FLAGS = (*map(flag_of, _FIELDS), CONFIG_FLAG, CPU_FIXES_FLAG)
+_FLAGS = (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, CPU_FIXES_FLAG)
 _PREFIX = "--hcache"
 """No flag of SGLang begins so."""
 
@@ -29,28 +33,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ConfigError: one of them has no value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in (*map(flag_of, _FIELDS), CONFIG_FLAG, TIER_FLAG):
+    for flag in (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, TIER_FLAG):
         parser.add_argument(flag)
     try:
         return parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
-
-
-def settings_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Settings meant by what :func:`parse` found: those of the file, then the flags'. Not checked yet.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    from sglang_hcache.sglang_plugin.settings_file import read_settings
-
-    settings = read_settings(Path(given.hcache_config), CONFIG_FLAG) if given.hcache_config else {}
-    for field in _FIELDS:
-        value = getattr(given, f"hcache_{field}")
-        if value is not None:
-            settings[field] = value
-    return settings
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -59,6 +47,8 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: no such flag, or a value that is not allowed.
     """
+    from sglang_hcache.sglang_plugin.settings_file import settings_of
+
     for argument in arguments:
         if argument.startswith(_PREFIX):
             _check_name(argument.partition("=")[0])

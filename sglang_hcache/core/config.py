@@ -29,6 +29,20 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.paths import real_place, whole_path
 from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
 
+TIER_FLAG = "--hierarchical-cache"
+TIER_MODES = ("off", "hcache")
+CONFIG_FLAG = "--hcache-config"
+CPU_FIXES_FLAG = "--hcache-cpu-fixes"
+COMMAND_LINE_FLAGS = {
+    TIER_FLAG: "hcache turns the tier on. With off the server runs without it; flags of the tier are ignored, with "
+    "a warning.",
+    CONFIG_FLAG: "YAML file of settings; flags win over it. In the file a setting is the flag's name without "
+    "--hcache- and with underscores, such as disk_size.",
+    CPU_FIXES_FLAG: "Takes no value. With the tier off and on a CPU: fixes SGLang's attention and page allocation "
+    "as the tier does there, so that a comparison of both servers shows the tier alone.",
+}
+"""What only the command line has -> its meaning."""
+
 
 class WritePolicy(StrEnum):
     WRITE_BACK = "write_back"
@@ -207,6 +221,9 @@ FILE_ONLY_FIELDS = frozenset(
 )
 """Fields without a flag of their own."""
 
+FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
+"""Fields with one."""
+
 SIZE_FIELDS = frozenset(
     name
     for name, kind in get_annotations(HCacheConfig, eval_str=True).items()
@@ -218,7 +235,7 @@ SIZE_FIELDS = frozenset(
 def flag_of(field: str) -> str:
     """How a user sets ``field``."""
     if field in FILE_ONLY_FIELDS:
-        return f"{field} (in the file of --hcache-config)"
+        return f"{field} (in the file of {CONFIG_FLAG})"
     return "--hcache-" + field.replace("_", "-")
 
 
@@ -244,7 +261,7 @@ def _explain(error: dict[str, Any]) -> str:
     value = error.get("input")
     if error["type"] == "extra_forbidden":
         known = ", ".join(sorted(HCacheConfig.model_fields))
-        return f"unknown setting {field!r} in the file of --hcache-config; known settings: {known}"
+        return f"unknown setting {field!r} in the file of {CONFIG_FLAG}; known settings: {known}"
     if error["type"] == "enum":
         return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
     reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
@@ -261,7 +278,7 @@ def host_size_for(staging_bytes: int, chunk_bytes: int) -> int:
 
 
 def tier_mode(text: str | None) -> str | None:
-    """What ``--hierarchical-cache`` means: YAML makes a truth value of an ``off`` without quotes, and SGLang a word."""
+    """What :data:`TIER_FLAG` means: YAML makes a truth value of an ``off`` without quotes, and SGLang a word."""
     return "off" if text == "false" else text
 
 

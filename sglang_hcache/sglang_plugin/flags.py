@@ -7,21 +7,30 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_help, flag_of, tier_mode
+from sglang_hcache.core.config import (
+    COMMAND_LINE_FLAGS,
+    CONFIG_FLAG,
+    CPU_FIXES_FLAG,
+    FLAG_FIELDS,
+    TIER_FLAG,
+    TIER_MODES,
+    HCacheConfig,
+    flag_help,
+    flag_of,
+    tier_mode,
+)
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.sglang_plugin import stopping, support
 from sglang_hcache.sglang_plugin.budget import pool_share
-from sglang_hcache.sglang_plugin.settings_file import read_settings
+from sglang_hcache.sglang_plugin.settings_file import settings_of
 from sglang_hcache.store import look_ahead
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
-_FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FILE_ONLY_FIELDS)
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
     *("write_policy", "io_engine"),
@@ -34,22 +43,13 @@ def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: obje
         "hcache", "Hidden-state tier: what the radix cache evicts is kept on host memory and disk."
     )
     group.add_argument(
-        "--hierarchical-cache",
-        type=tier_mode,
-        choices=("off", BACKEND),
-        default="off",
-        help="'hcache' turns the tier on.",
+        TIER_FLAG, type=tier_mode, choices=TIER_MODES, default="off", help=COMMAND_LINE_FLAGS[TIER_FLAG]
     )
-    for field in _FLAG_FIELDS:
+    for field in FLAG_FIELDS:
         # Values are checked with the file's in HCacheConfig, which says what is allowed.
         group.add_argument(flag_of(field), metavar="VALUE", help=flag_help(field).replace("%", "%%"))
-    group.add_argument("--hcache-config", metavar="FILE", help="YAML file of settings; flags win over it.")
-    group.add_argument(
-        "--hcache-cpu-fixes",
-        action="store_true",
-        help="With the tier off: fix SGLang's attention and page allocation on a CPU as the tier does, so that "
-        "a comparison shows the tier alone.",
-    )
+    group.add_argument(CONFIG_FLAG, metavar="FILE", help=COMMAND_LINE_FLAGS[CONFIG_FLAG])
+    group.add_argument(CPU_FIXES_FLAG, action="store_true", help=COMMAND_LINE_FLAGS[CPU_FIXES_FLAG])
 
 
 def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
@@ -59,7 +59,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             _warn_about_ignored(args)
             _ask_for_cpu_fixes(args)
             return original(cls, args, *rest)
-        config = config_from(args)
+        config = HCacheConfig.from_settings(settings_of(args))
         _warn_about_no_directory(args, config)
         support.check_arguments(args, cls)
         _map_onto_sglang(args, config)
@@ -75,20 +75,6 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
     return server_args
 
 
-def config_from(args: argparse.Namespace) -> HCacheConfig:
-    """Configuration meant by the parsed flags and the file they name.
-
-    Raises:
-        ConfigError: a value is wrong; names the flag, the value and what is allowed.
-    """
-    settings = read_settings(Path(args.hcache_config), "--hcache-config") if args.hcache_config else {}
-    for field in _FLAG_FIELDS:
-        value = getattr(args, f"hcache_{field}")
-        if value is not None:
-            settings[field] = value
-    return HCacheConfig.from_settings(settings)
-
-
 def config_of(server_args: Any) -> HCacheConfig:
     """Configuration carried by a constructed ``ServerArgs``.
 
@@ -97,7 +83,7 @@ def config_of(server_args: Any) -> HCacheConfig:
     """
     carried = server_args.hicache_storage_backend_extra_config
     if server_args.hicache_storage_backend != BACKEND or not carried:
-        raise ConfigError("--radix-cache-backend hcache is not set by hand: use --hierarchical-cache hcache")
+        raise ConfigError(f"--radix-cache-backend hcache is not set by hand: use {TIER_FLAG} hcache")
     return HCacheConfig.model_validate(json.loads(carried))
 
 
@@ -106,7 +92,7 @@ def _ask_for_cpu_fixes(args: argparse.Namespace) -> None:
     if not getattr(args, "hcache_cpu_fixes", False):
         return
     if args.hicache_storage_backend or args.hicache_storage_backend_extra_config:
-        raise ConfigError("--hcache-cpu-fixes cannot be used with a storage backend of HiCache")
+        raise ConfigError(f"{CPU_FIXES_FLAG} cannot be used with a storage backend of HiCache")
     args.hicache_storage_backend_extra_config = json.dumps(_CPU_FIXES)
 
 
@@ -127,11 +113,11 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
 
 def _warn_about_ignored(args: argparse.Namespace) -> None:
     given = [
-        field for field in (*_FLAG_FIELDS, "config") if getattr(args, f"hcache_{field}", None) is not None
+        field for field in (*FLAG_FIELDS, "config") if getattr(args, f"hcache_{field}", None) is not None
     ]
     if given:
         names = ", ".join(flag_of(field) for field in given)
-        logger.warning("%s: ignored, because --hierarchical-cache is off", names)
+        logger.warning("%s: ignored, because %s is off", names, TIER_FLAG)
 
 
 def _warn_about_no_directory(args: argparse.Namespace, config: HCacheConfig) -> None:

@@ -1,12 +1,14 @@
-"""The YAML file of ``--hcache-config``. Imports nothing of SGLang: commands read it, too."""
+"""Settings of the flags and of the YAML file that they name. Imports nothing of SGLang: commands read them, too."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from sglang_hcache.core.config import CONFIG_FLAG, FLAG_FIELDS
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.paths import whole_path
 
@@ -34,6 +36,20 @@ class _StrictLoader(_Loader):
             if names.count(key.value) > 1:
                 raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is named twice")
         return super().construct_mapping(node, deep)
+
+
+def settings_of(given: Namespace) -> dict[str, Any]:
+    """Settings meant by parsed flags: those of the file, then the flags'. Not checked yet.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    settings = read_settings(Path(given.hcache_config), CONFIG_FLAG) if given.hcache_config else {}
+    for field in FLAG_FIELDS:
+        value = getattr(given, f"hcache_{field}")
+        if value is not None:
+            settings[field] = value
+    return settings
 
 
 def read_settings(path: Path, flag: str, *, is_strict: bool = True) -> dict[str, Any]:
