@@ -71,7 +71,7 @@ class DeviceRing:
         on_device, copied = self._buffers.take(into)
         if copied is not None:
             self._streams.hold_up(copied)
-        self._streams.inline(partial(source.write, on_device, layers, rows))
+        self._streams.inline(partial(source, on_device, layers, rows))
         self._streams.copy_after(self._streams.fence())
         self._streams.copy(into, on_device)
         self._buffers.give_back(self._streams.copied())

@@ -9,7 +9,7 @@ import torch
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.capture.replayed import ReplayedRows
-from sglang_hcache.capture.sources import HiddenSource, KVSource
+from sglang_hcache.capture.sources import hidden_source, kv_source
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_gather import KVGather
@@ -86,7 +86,7 @@ class PassCapture:
         if self._replayed is None or not self._replayed.holds(num_rows):
             return
         for first, count in self._hidden_runs:
-            self._tap.layers(first, count, HiddenSource(self._replayed.layers(first, count)))
+            self._tap.layers(first, count, hidden_source(self._replayed.layers(first, count)))
 
     def _take_kv(self, slots: torch.Tensor, before: int) -> None:
         """K and V of the layers before ``before``, but for those that were taken: soon somebody else has the slots."""
@@ -94,7 +94,7 @@ class PassCapture:
         taken, self._kv_taken = self._kv_taken, bisect_left(self._kv_layers, before)
         if len(wanted):
             for first, count in _runs(self._kv_layers[taken : self._kv_taken]):
-                self._tap.layers(first, count, KVSource(self._gather, first, wanted))
+                self._tap.layers(first, count, kv_source(self._gather, first, wanted))
 
 
 def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from sglang_hcache.device.kv_gather import KVGather
 
-
-class RowSource(Protocol):
-    """Rows of neighbouring layers of one pass, on the model's device."""
-
-    def write(self, into: torch.Tensor, layers: slice, rows: slice) -> None:
-        """Some of them, to ``into``, (layers, rows, width), on the same device. Both slices have beginning and end."""
+RowSource = Callable[[torch.Tensor, slice, slice], None]
+"""Rows of neighbouring layers of one pass: ``(into, layers, rows)`` copies some of them to ``into``, (layers, rows,
+width). Both are on the model's device, and both slices have beginning and end."""
 
 
-class HiddenSource:
-    """Hidden states where the pass has them: (layers, at least all rows, width). A :class:`RowSource`."""
+def hidden_source(hidden: torch.Tensor) -> RowSource:
+    """Hidden states where the pass has them: (layers, at least all rows, width)."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self._hidden = hidden
+    def write(into: torch.Tensor, layers: slice, rows: slice) -> None:
+        into.copy_(hidden[layers, rows])
 
-    def write(self, into: torch.Tensor, layers: slice, rows: slice) -> None:
-        into.copy_(self._hidden[layers, rows])
+    return write
 
 
-class KVSource:
-    """K and V that a pass has written to ``slots`` (n,) of the pool, from layer ``first`` on. A :class:`RowSource`."""
+def kv_source(gather: KVGather, first: int, slots: torch.Tensor) -> RowSource:
+    """K and V that a pass has written to ``slots`` (n,) of the pool, from layer ``first`` on."""
 
-    def __init__(self, gather: KVGather, first: int, slots: torch.Tensor) -> None:
-        self._gather = gather
-        self._first = first
-        self._slots = slots
+    def write(into: torch.Tensor, layers: slice, rows: slice) -> None:
+        gather(into, first + layers.start, slots[rows])
 
-    def write(self, into: torch.Tensor, layers: slice, rows: slice) -> None:
-        self._gather(into, self._first + layers.start, self._slots[rows])
+    return write

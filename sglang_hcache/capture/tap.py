@@ -8,7 +8,7 @@ import torch
 
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import Event, RequestRows, RowsCaptured
-from sglang_hcache.capture.sources import HiddenSource, RowSource
+from sglang_hcache.capture.sources import RowSource, hidden_source
 from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.observer import Observer
 
@@ -74,7 +74,7 @@ class Tap:
             self._rows[index].copy_(hidden if whole else hidden[: self._span.count])
             self._layers_seen += 1
         else:
-            self.layers(index, 1, HiddenSource(hidden[None]))
+            self.layers(index, 1, hidden_source(hidden[None]))
 
     def layers(self, first: int, count: int, source: RowSource) -> None:
         """Snapshot what is stored of neighbouring layers of equal rows."""
@@ -84,7 +84,7 @@ class Tap:
         self._layers_seen += count
         into = self._ring.layers(span, first, count)
         if self._device is None:
-            source.write(into, slice(0, count), slice(0, span.count))
+            source(into, slice(0, count), slice(0, span.count))
         else:
             self._device.take(source, into)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
-from sglang_hcache.capture.sources import KVSource
+from sglang_hcache.capture.sources import kv_source
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.device.kv_gather import TorchGather
@@ -255,7 +255,7 @@ def test_k_and_v_are_stored_side_by_side() -> None:
 
     path.tap.begin_pass(torch.tensor(tokens))
     assert path.tap.rows_wanted == CHUNK_TOKENS
-    path.tap.layers(0, 1, KVSource(TorchGather(Pool()), 0, slots))  # type: ignore[arg-type]
+    path.tap.layers(0, 1, kv_source(TorchGather(Pool()), 0, slots))  # type: ignore[arg-type]
     for layer in range(1, LAYERS):
         path.tap.layer(layer, rows[layer])
     path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))])

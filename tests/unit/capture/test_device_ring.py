@@ -16,7 +16,7 @@ import torch
 
 from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
-from sglang_hcache.capture.sources import HiddenSource
+from sglang_hcache.capture.sources import hidden_source
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.capture.save_parts import SaveParts
@@ -57,7 +57,7 @@ class SavePath(SaveParts):
         self.streams.put(MODEL, lambda: rows.copy_(true_rows(layer, first, end)))
         is_kv = LAYOUT.methods[layer] is Method.KV
         if is_kv:
-            self.tap.layers(layer, 1, HiddenSource(rows[None]))  # wherever they are: in one piece
+            self.tap.layers(layer, 1, hidden_source(rows[None]))  # wherever they are: in one piece
         else:
             self.tap.layer(layer, rows[:, :WIDTH])
         self.streams.put(MODEL, lambda: rows.fill_(torch.nan))  # the model's memory is somebody else's now
