@@ -12,7 +12,8 @@ import torch
 from gpu.layers import MOST_ULPS, WRONG, Pools, RandomLayers, damaged, error_ulps, finished
 from gpu.results import Report
 from gpu.shapes import SHAPES, Shape
-from sglang_hcache.device.key_steps import KeySteps, RowWriter
+from sglang_hcache.device.key_steps import KeySteps
+from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.triton_rows import TritonRows
 
 TOKENS, SLOTS_A_TOKEN = 4096, 3

@@ -18,8 +18,8 @@ from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.key_steps import RowWriter
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
+from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import CudaStreams, Streams
 from sglang_hcache.device.triton_rows import TritonRows
 from sglang_hcache.restore.engine import RestoreEngine

@@ -23,7 +23,7 @@ from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.attention import kv_rows
+from sglang_hcache.device.attention import kv_weights
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
@@ -160,7 +160,7 @@ class Rig:
     def kv_weight(self, layer: int) -> torch.Tensor:
         """The matrix that makes K and V of a layer: (2 * kv_heads * head_dim, hidden_size)."""
         attention = self.model.attention[layer]
-        weight, _ = kv_rows(attention.module.get_submodule("qkv_proj"), attention.q_size)
+        weight, _ = kv_weights(attention.module.get_submodule("qkv_proj"), attention.q_size)
         return weight
 
     def bare_products(self, layers: Iterable[int], lengths: Sequence[int]) -> float:

@@ -109,7 +109,7 @@ def is_plain(projection: nn.Module, rows: int) -> bool:
     )
 
 
-def kv_rows(projection: nn.Module, q_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kv_weights(projection: nn.Module, q_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias without the query's rows.
 
     To be called at each use: updating the model's weights at run time replaces the tensors.

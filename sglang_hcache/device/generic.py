@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_hcache.device.attention import Attention, is_plain, kv_rows
+from sglang_hcache.device.attention import Attention, is_plain, kv_weights
 
 _QKV_PROJECTION = "QKVParallelLinear"
 """SGLang's class for the matrix that makes Q, K and V."""
@@ -48,7 +48,7 @@ class _KeyValueRows(_StandIn):
     q_size = 0
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight, bias = kv_rows(self.original, self.q_size)
+        weight, bias = kv_weights(self.original, self.q_size)
         both = hidden.new_zeros(hidden.shape[0], self.q_size + weight.shape[0])
         both[:, self.q_size :] = nn.functional.linear(hidden, weight, bias)
         return both, None

@@ -1,9 +1,8 @@
-"""What a model does to K between its projection and the KV pool, as data; and what does it for a whole layer."""
+"""What a model does to K between its projection and the KV pool, as data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -51,45 +50,6 @@ class KeySteps:
 
     norm: KeyNorm | None
     rotation: Rotation | None
-
-
-class RowWriter(Protocol):
-    """Finishes rows and writes them into the KV pool, without memory of its own."""
-
-    fuses_norm: ClassVar[bool]
-    """Whether :meth:`finish` does the norm as well; where not, it is to be done before."""
-
-    def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether :meth:`finish` takes these steps, for rows of ``dtype`` with heads of ``head_dim``."""
-
-    def finish(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        steps: KeySteps,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Do the steps to ``key``, then write both rows to ``slots``.
-
-        Args:
-            key, value: (n, kv_heads * head_dim) of one dtype, with all biases; columns contiguous.
-            steps: that :meth:`can_finish` allows.
-            positions, slots: (n,) int64, contiguous.
-            pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.
-        """
-
-    def store(
-        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Write rows of K and V side by side to ``slots``.
-
-        Args:
-            rows: (n, 2 * kv_heads * head_dim), contiguous, K first.
-            slots: (n,) int64, contiguous.
-            pools: K and V, each (slots, kv_heads, head_dim) of the rows' dtype, contiguous.
-        """
 
 
 def plain_norm(module: nn.Module, dtype: torch.dtype) -> KeyNorm | None:

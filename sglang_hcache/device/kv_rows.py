@@ -28,7 +28,7 @@ _Int = ctypes.c_int64
 
 
 class KVRows:
-    """Writes rows to the pool's buffers. A :class:`~.key_steps.RowWriter`.
+    """Writes rows to the pool's buffers. A :class:`~.row_writers.RowWriter`.
 
     Args:
         library: built from ``kv_rows.c``.

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from sglang_hcache.device.attention import AttentionForm, kv_rows
+from sglang_hcache.device.attention import AttentionForm, kv_weights
 from sglang_hcache.device.key_steps import (
     KeySteps,
     Rotation,
@@ -88,7 +88,7 @@ class DescribedProjector:
         self, layer: int, hidden: torch.Tensor, out: torch.Tensor | None = None, *, leave_norm: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.forms[layer]
-        weight, bias = kv_rows(form.projection, form.q_size)
+        weight, bias = kv_weights(form.projection, form.q_size)
         both = _linear(hidden, weight, bias if form.has_bias else None, out)
         if form.clip is not None:
             both.clamp_(min=-form.clip, max=form.clip)

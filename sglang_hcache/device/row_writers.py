@@ -1,8 +1,51 @@
-"""Which :class:`~.key_steps.RowWriter` a device has."""
+"""What finishes K and V rows of a layer and writes them, and which one a device has."""
 
 from __future__ import annotations
 
-from sglang_hcache.device.key_steps import RowWriter
+from typing import ClassVar, Protocol
+
+import torch
+
+from sglang_hcache.device.key_steps import KeySteps
+
+
+class RowWriter(Protocol):
+    """Finishes rows and writes them into the KV pool, without memory of its own."""
+
+    fuses_norm: ClassVar[bool]
+    """Whether :meth:`finish` does the norm as well; where not, it is to be done before."""
+
+    def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether :meth:`finish` takes these steps, for rows of ``dtype`` with heads of ``head_dim``."""
+
+    def finish(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        steps: KeySteps,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Do the steps to ``key``, then write both rows to ``slots``.
+
+        Args:
+            key, value: (n, kv_heads * head_dim) of one dtype, with all biases; columns contiguous.
+            steps: that :meth:`can_finish` allows.
+            positions, slots: (n,) int64, contiguous.
+            pools: K and V, each (slots, kv_heads, head_dim) of the same dtype, contiguous.
+        """
+
+    def store(
+        self, rows: torch.Tensor, slots: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Write rows of K and V side by side to ``slots``.
+
+        Args:
+            rows: (n, 2 * kv_heads * head_dim), contiguous, K first.
+            slots: (n,) int64, contiguous.
+            pools: K and V, each (slots, kv_heads, head_dim) of the rows' dtype, contiguous.
+        """
 
 
 def load_row_writer(*, is_cpu: bool) -> RowWriter | None:

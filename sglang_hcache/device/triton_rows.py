@@ -23,7 +23,7 @@ _NOTHING = KeySteps(None, None)
 
 
 class TritonRows:
-    """Writes rows to the pool's buffers, on the current stream. A :class:`~.key_steps.RowWriter`."""
+    """Writes rows to the pool's buffers, on the current stream. A :class:`~.row_writers.RowWriter`."""
 
     fuses_norm: ClassVar[bool] = True
 

@@ -15,7 +15,7 @@ from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
@@ -179,7 +179,7 @@ class RestoreGate:
                 not be recomputed. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
         """
         pays = max(0.0, behind_s) + decision.restore_s < decision.recompute_s
-        _log.debug(
+        logger.debug(
             "hcache: restore %.1f ms, %d layers recomputed, behind %.1f ms; recompute %.1f ms: %s",
             1e3 * decision.restore_s, decision.num_recompute, 1e3 * behind_s, 1e3 * decision.recompute_s,
             "restore" if pays else "recompute",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.device.key_steps import RowWriter
 from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
+from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.rows import StoredRows, Writing
