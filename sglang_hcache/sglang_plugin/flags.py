@@ -117,14 +117,14 @@ def _warn_about_ignored(args: argparse.Namespace) -> None:
     ]
     if given:
         names = ", ".join(flag_of(field) for field in given)
-        logger.warning("%s: ignored, because %s is off", names, TIER_FLAG)
+        logger.warning("hcache: %s: ignored, because %s is off", names, TIER_FLAG)
 
 
 def _warn_about_no_directory(args: argparse.Namespace, config: HCacheConfig) -> None:
     given = [field for field in _DISK_FIELDS if getattr(args, f"hcache_{field}", None) is not None]
     if given and not config.dirs:
         names = ", ".join(flag_of(field) for field in given)
-        logger.warning("%s: ignored, because --hcache-dirs names no directory for a disk tier", names)
+        logger.warning("hcache: %s: ignored, because --hcache-dirs names no directory for a disk tier", names)
 
 
 def _leave_host_memory(args: argparse.Namespace, server_args: Any, config: HCacheConfig) -> None:
