@@ -108,9 +108,6 @@ class SchedulerView(Protocol):
 class ForwardModel(Protocol):
     """Forward passes of our own."""
 
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        """Run ``tokens`` as a prompt; returns their slots (tokens,) int64. Call :meth:`release` afterwards."""
-
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
         """Run the tokens from position ``start`` on until the first ``num_layers`` layers have written K and V.
 

@@ -119,11 +119,12 @@ class _Check:
         self._forward = forward
         self._layers = range(model.shape.num_layers)
         self._count = min(_TOKENS, model.context_length)
-        self._tokens = random.Random(0).choices(range(model.vocabulary), k=self._count)
+        self._tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=self._count))
         self._hidden: dict[int, torch.Tensor] = {}
+        self._slots = forward.allocate(self._count)
         handles = model.watch(self._layers if watch else (), self._keep)
         try:
-            self._slots = forward.forward(self._tokens)
+            self._run(self._slots, len(self._layers))
         finally:
             for handle in handles:
                 handle.remove()
@@ -140,6 +141,9 @@ class _Check:
         self._blank(self._layers, 0.0)
         self._forward.release(self._slots)
         self._forward.release(self._others)
+
+    def _run(self, slots: torch.Tensor, num_layers: int) -> None:
+        self._forward.extend(self._tokens, slots[: self._count], 0, num_layers)
 
     def _keep(self, layer: int, rows: torch.Tensor) -> None:
         self._hidden[layer] = rows[: self._count].clone()
@@ -193,7 +197,7 @@ class _Check:
             return False
         try:
             self._blank(range(count))
-            self._forward.extend(array("q", self._tokens), self._others[: self._count], 0, count)
+            self._run(self._others, count)
         except Exception as error:
             logger.info("hcache: the first layers are not recomputed: %s: %s", type(error).__name__, error)
             return False
@@ -220,7 +224,7 @@ class _Check:
         """The rows that capture would store of each layer; none where the model did not show its hidden states."""
         for layer in self._layers:
             if method is Method.KV:
-                parts = self._pool.read(layer, self._slots)
+                parts = self._pool.read(layer, self._slots[: self._count])
                 yield layer, torch.cat([part.view(self._model.row_dtype).flatten(1) for part in parts], dim=1)
             elif layer in self._hidden:
                 yield layer, self._hidden[layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +55,8 @@ class Pool:
         self.taken = 0
         self.given_back: list[torch.Tensor] = []
 
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        slots = self.allocate(len(tokens))
-        self.memory[:, :, slots] = 1
-        return slots
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+        self.memory[:num_layers, :, slots[start : len(tokens)]] = 1
 
     def allocate(self, count: int) -> torch.Tensor:
         first, self.taken = self.taken, self.taken + -(-count // 64) * 64

@@ -29,17 +29,12 @@ class ForwardOf:
         self._runner = runner
         self._cache = cache
         cores = attention_cores(runner.model)
+        self._num_layers = runner.model_config.num_hidden_layers
         self._cores = tuple(cores.values())
         self._last_layer = decoder_layer(runner.model, list(cores)[-1]) if cores else None
 
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        slots = self.allocate(len(tokens))[: len(tokens)]
-        self._run(tokens, slots, 0, self._last_layer)
-        return slots
-
     def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
-        is_whole = num_layers == len(self._cores)
-        last = self._last_layer if is_whole else self._cores[num_layers - 1]
+        last = self._last_layer if num_layers == self._num_layers else self._cores[num_layers - 1]
         return self._run(tokens[start:].tolist(), slots, start, last)
 
     @torch.inference_mode()
