@@ -41,7 +41,7 @@ from sglang_hcache.plan.planner import Split, make_plan
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, _Read, _Step, layers_of_steps
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, Read, Step, layers_of_steps
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
@@ -91,13 +91,13 @@ class _TokenPipeline(LayerPipeline):
         while len(self._spare) < 2 * NUM_BUFFERS:
             self._spare.append(host_buffer(self._buffer_bytes))
 
-    def _steps(self, job: RestoreJob) -> Iterator[_Step]:
+    def _steps(self, job: RestoreJob) -> Iterator[Step]:
         block_start = 0
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
             most_bytes = min(self._most_bytes(block) for block in blocks if block.keys)
             of_forms = [
-                self.layer_bytes(block, range(form, self._tiers.layout.num_layers, 2)).values()
+                self.layer_bytes(block, range(form, self.layout.num_layers, 2)).values()
                 for form, block in enumerate(blocks)
             ]
             layer_bytes = dict(enumerate(map(sum, zip(*of_forms, strict=True))))
@@ -106,10 +106,10 @@ class _TokenPipeline(LayerPipeline):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)
-                        yield _Step(blocks[part], block_start + begin, steps)
+                        yield Step(blocks[part], block_start + begin, steps)
             block_start += split.total
 
-    def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
+    def _rows(self, read: Read, layer: int) -> list[StoredRows]:
         """Of the chunk that both forms have, each form's rows."""
         (chunks,) = super()._rows(read, layer)
         split = self.splits[read.step.first_token // BLOCK_TOKENS]
@@ -126,15 +126,8 @@ class TokenWise:
         self._rig = rig
         self._over = threading.Event()
         self._both = both = _BothForms(rig, disk)
-        self._engine = RestoreEngine(
-            both,
-            rig.restorer,
-            Counters(),
-            self._over.set,
-            BLOCK_CHUNKS,  # type: ignore[arg-type]
-        )
-        self._pipeline = _TokenPipeline(both, rig.restorer, self._engine._readers, BLOCK_CHUNKS)  # type: ignore[arg-type]
-        self._engine._pipeline = self._pipeline
+        self._pipeline = _TokenPipeline(both, rig.restorer, BLOCK_CHUNKS)  # type: ignore[arg-type]
+        self._engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
 
     def restore(self, splits: list[TokenSplit], *, check: bool = False) -> tuple[float, float]:
         """Seconds, and the largest error of what came back, 0 unless ``check``."""

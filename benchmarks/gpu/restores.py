@@ -25,6 +25,7 @@ from sglang_hcache.device.triton_rows import TritonRows
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -96,7 +97,8 @@ class Restores:
                 host.layer_of(slot, layer)[:] = of_layer[tokens].cpu().view(torch.uint8).reshape(-1).numpy()
             self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self._over = threading.Event()
-        self._engine = RestoreEngine(self._tiers, restorer, Counters(), self._over.set, BLOCK_CHUNKS, memory)
+        pipeline = LayerPipeline(self._tiers, restorer, BLOCK_CHUNKS, memory)
+        self._engine = RestoreEngine(pipeline, Counters(), self._over.set)
 
     def run(self, slots: torch.Tensor) -> float:
         """Seconds of bringing all chunks into ``slots``."""

@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,14 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.restore.pipeline import layers_of_steps, parts_of
+from sglang_hcache.restore.pipeline import (
+    NUM_BUFFERS,
+    NUM_READERS,
+    LayerPipeline,
+    buffer_bytes,
+    layers_of_steps,
+    parts_of,
+)
 from sglang_hcache.sglang_plugin.assembly import restorer_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
@@ -261,7 +269,9 @@ class Variant:
         self.error = 0.0
         """Of the last restore that was checked."""
         self.tiers = self._filled(disk)
-        self.engine = RestoreEngine(self.tiers, rig.restorer, Counters(), self._over.set, BLOCK_CHUNKS)
+        self._pipeline = LayerPipeline(self.tiers, rig.restorer, BLOCK_CHUNKS)
+        self.engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
+        self._readers = ThreadPoolExecutor(NUM_READERS)
         self.launcher = Launcher(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
 
     def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:
@@ -288,14 +298,14 @@ class Variant:
         return seconds, decision
 
     def read_alone(self, length: int) -> float:
-        """Seconds to read the same extents into the same buffers, and nothing else."""
+        """Seconds to read the same extents into buffers like the server's, and nothing else."""
         keys = self.keys[: length // CHUNK_TOKENS]
         blocks = [
             self.tiers.lease(keys[first : first + BLOCK_CHUNKS])
             for first in range(0, len(keys), BLOCK_CHUNKS)
         ]
-        pipeline = self.engine._pipeline
-        buffers = [host_buffer(pipeline._buffer_bytes) for _ in range(len(pipeline._spare))]
+        pipeline = self._pipeline
+        buffers = [host_buffer(buffer_bytes(self.layout, BLOCK_CHUNKS)) for _ in range(NUM_BUFFERS)]
         began = time.monotonic()
         pending: list[Any] = []
         layers = range(self.layout.num_layers)
@@ -310,7 +320,7 @@ class Variant:
             if len(pending) == len(buffers):
                 pending.pop(0).result()
             into = parts_of(buffers[number % len(buffers)], pipeline.layer_bytes(block, step))
-            pending.append(pipeline._readers.submit(self.tiers.read_layers, block, into))
+            pending.append(self._readers.submit(self.tiers.read_layers, block, into))
         for read in pending:
             read.result()
         seconds = time.monotonic() - began
@@ -320,6 +330,7 @@ class Variant:
 
     def close(self) -> None:
         self.engine.close()
+        self._readers.shutdown()
 
     def _filled(self, disk: DiskStore | None) -> TieredStore:
         rows = [self.rig.stored_rows(layer, method) for layer, method in enumerate(self.stored)]

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -17,11 +16,8 @@ from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, Resto
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.restore.pipeline import NUM_READERS, LayerPipeline
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.restore.pipeline import LayerPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +25,18 @@ _CLOSE_S = 1.0
 
 
 class RestoreEngine:
-    """One compute thread and a few readers.
+    """One compute thread over a pipeline.
 
     Args:
-        block_chunks: most chunks of a job's block.
+        pipeline: closed with the engine.
         on_over: called on the compute thread after each job, whatever its outcome.
-        memory: makes the buffers that are read into.
     """
 
-    def __init__(
-        self,
-        tiers: TieredStore,
-        restorer: LayerRestorer,
-        observer: Observer,
-        on_over: Callable[[], None],
-        block_chunks: int,
-        memory: HostMemory = host_buffer,
-    ) -> None:
-        self._chunk_layer_bytes = tiers.layout.chunk_layer_bytes
+    def __init__(self, pipeline: LayerPipeline, observer: Observer, on_over: Callable[[], None]) -> None:
+        self._pipeline = pipeline
         self._observer = observer
         self._may_warn = Throttle()
         self._on_over = on_over
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
-        self._pipeline = LayerPipeline(tiers, restorer, self._readers, block_chunks, memory)
         self._stopping = threading.Event()
         self._job: RestoreJob | None = None
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
@@ -69,7 +54,7 @@ class RestoreEngine:
         if (job := self._job) is not None:
             job.cancel()
         self._thread.join(_CLOSE_S)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._pipeline.close()
 
     def _run(self) -> None:
         with torch.inference_mode():
@@ -121,7 +106,8 @@ class RestoreEngine:
         if outcome is not RestoreState.DONE:
             return
         self._observer.count("restore.tokens", job.num_tokens)
-        chunk_bytes = sum(self._chunk_layer_bytes[layer] for layer in job.layers)
+        chunk_layer_bytes = self._pipeline.layout.chunk_layer_bytes
+        chunk_bytes = sum(chunk_layer_bytes[layer] for layer in job.layers)
         for tier, chunks in Counter(job.sources).items():
             self._observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
             self._observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)

@@ -90,17 +90,19 @@ def parts_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
+    """Layers of a block that are read and restored together."""
+
     block: ChunkLease
     first_token: int
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class Read:
     """A step that is being read into ``buffer``, or one that need not be read."""
 
-    step: _Step
+    step: Step
     buffer: npt.NDArray[np.uint8] | None = None
     into: Mapping[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     """Layer -> its part of the buffer."""
@@ -125,7 +127,7 @@ class _Read:
 class _Write:
     """A step that was read and is being restored."""
 
-    read: _Read
+    read: Read
     parts: list[Writing] = field(default_factory=list)
 
     def is_over(self) -> bool:
@@ -139,10 +141,9 @@ class _Write:
 
 
 class LayerPipeline:
-    """Restores jobs, one at a time.
+    """Restores jobs, one at a time, with a few threads that read.
 
     Args:
-        readers: threads that read; they outlive the pipeline.
         block_chunks: most chunks of a job's block.
         memory: makes the buffers that are read into.
     """
@@ -151,19 +152,19 @@ class LayerPipeline:
         self,
         tiers: TieredStore,
         restorer: LayerRestorer,
-        readers: ThreadPoolExecutor,
         block_chunks: int,
         memory: HostMemory = host_buffer,
     ) -> None:
+        self.layout = tiers.layout
         self._tiers = tiers
         self._restorer = restorer
-        self._readers = readers
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
         self.most_read = min(STEP_BYTES, self._buffer_bytes)
         """Bytes of a step of several layers."""
         self._memory = memory
         self._spare: list[npt.NDArray[np.uint8]] = []
-        self._left: list[_Read] = []
+        self._left: list[Read] = []
         """Reads that went on when their job was over."""
         self._replace_buffers()
 
@@ -176,7 +177,7 @@ class LayerPipeline:
         """
         self._replace_buffers()
         self._restorer.after(job.fence)
-        steps, reads, writes = deque(self._steps(job)), deque[_Read](), deque[_Write]()
+        steps, reads, writes = deque(self._steps(job)), deque[Read](), deque[_Write]()
         try:
             while steps or reads or writes:
                 while steps and (steps[0].block.is_in_place or self._spare):
@@ -194,6 +195,10 @@ class LayerPipeline:
                 self._give_back(write.read)
             self._left += reads
             self._take_back()
+
+    def close(self) -> None:
+        """Begin with no more reads. One that hangs is not waited for."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _take_back(self) -> None:
         """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it.
@@ -214,31 +219,31 @@ class LayerPipeline:
         while len(self._spare) < NUM_BUFFERS:
             self._spare.append(self._memory(self._buffer_bytes))
 
-    def _steps(self, job: RestoreJob) -> Iterator[_Step]:
+    def _steps(self, job: RestoreJob) -> Iterator[Step]:
         first_token = 0
         for block in job.blocks:
             begins = first_token == 0 and not block.is_in_place
             layer_bytes = self.layer_bytes(block, job.layers)
             for layers in layers_of_steps(layer_bytes, self._most_bytes(block), begins=begins):
-                yield _Step(block, first_token, layers)
+                yield Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 
     def layer_bytes(self, block: ChunkLease, layers: Iterable[int]) -> dict[int, int]:
         """Of each of ``layers``, of all chunks of ``block``."""
-        sizes = self._tiers.layout.chunk_layer_bytes
+        sizes = self.layout.chunk_layer_bytes
         return {layer: len(block.keys) * sizes[layer] for layer in layers}
 
     def _most_bytes(self, block: ChunkLease) -> float:
         return math.inf if block.is_in_place else self.most_read
 
-    def _begin(self, step: _Step) -> _Read:
+    def _begin(self, step: Step) -> Read:
         if step.block.is_in_place:
-            return _Read(step)
+            return Read(step)
         buffer = self._spare.pop()
         into = parts_of(buffer, self.layer_bytes(step.block, step.layers))
-        return _Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
+        return Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
 
-    def _give_back(self, read: _Read) -> None:
+    def _give_back(self, read: Read) -> None:
         if read.buffer is not None:
             self._spare.append(read.buffer)
 
@@ -253,9 +258,9 @@ class LayerPipeline:
             first = end
         job.written_s += time.monotonic() - began
 
-    def _rows(self, read: _Read, layer: int) -> list[StoredRows]:
+    def _rows(self, read: Read, layer: int) -> list[StoredRows]:
         """One layer of a step, in pieces of as many tokens as every other layer's."""
-        layout, step = self._tiers.layout, read.step
+        layout, step = self.layout, read.step
         pieces = [read.into[layer]] if read.into else self._tiers.rows_in_place(step.block, layer)
         found = []
         for piece in pieces:
@@ -270,7 +275,7 @@ class LayerPipeline:
             part.result()
         job.written_s += time.monotonic() - began
 
-    def _await(self, job: RestoreJob, read: _Read) -> None:
+    def _await(self, job: RestoreJob, read: Read) -> None:
         if read.future is None:
             return
         began = time.monotonic()

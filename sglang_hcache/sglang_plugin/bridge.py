@@ -25,6 +25,7 @@ from sglang_hcache.device.kv_gather import load_gather
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.sglang_plugin.budget import HostBudget
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.metrics import TierGauges
@@ -76,9 +77,8 @@ class Bridge:
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
         self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
         running = Running()
-        self._engine = RestoreEngine(
-            tiers, restorer, counters, running.one_is_over, budget.block_chunks, device.host_memory
-        )
+        pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
+        self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
         launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
         self._gauges = gauges

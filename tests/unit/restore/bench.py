@@ -17,6 +17,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
@@ -91,21 +92,17 @@ class Bench:
             self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self.pool = Pool()
         self.over = threading.Event()
-        self.engine = RestoreEngine(
-            self.tiers,
-            LayerRestorer(
-                torch.float32,
-                self.pool,
-                1,
-                DoubleAndPosition(),
-                None,
-                lanes and Lanes(lanes),
-                streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
-            ),
-            self.counters,
-            self.over.set,
-            buffer_chunks,
+        self.restorer = LayerRestorer(
+            torch.float32,
+            self.pool,
+            1,
+            DoubleAndPosition(),
+            None,
+            lanes and Lanes(lanes),
+            streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
         )
+        self.pipeline = LayerPipeline(self.tiers, self.restorer, buffer_chunks)
+        self.engine = RestoreEngine(self.pipeline, self.counters, self.over.set)
 
     def run(
         self,

@@ -104,7 +104,7 @@ def test_the_next_layer_is_read_while_one_is_projected(bench: Bench) -> None:
                 assert time.monotonic() < deadline, "layer 1 was not read during the projection of layer 0"
         return project(self, layer, *args)
 
-    bench.engine._pipeline._restorer.projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
+    bench.restorer.projector = type("Slow", (DoubleAndPosition,), {"project": slow})()
     assert bench.run().state is RestoreState.DONE
     assert blocked.is_set()
 
@@ -145,7 +145,7 @@ def test_no_memory_for_new_buffers_fails_restores_instead_of_leaving_them_out(
 
     bench.tiers.before_read = hang  # type: ignore[method-assign]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.engine._pipeline, "_memory", refuse)
+        patch.setattr(bench.pipeline, "_memory", refuse)
         assert [bench.run().state for _ in range(3)] == [RestoreState.FAILED] * 3
         bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
         assert bench.run().state is RestoreState.FAILED, "nothing was read"
@@ -159,18 +159,18 @@ def test_a_buffer_that_may_still_be_written_is_not_used_again(bench: Bench, erro
     def fail(_layer: int) -> None:
         raise error
 
-    given = bench.engine._pipeline._spare[-1]  # to the first read
+    given = bench.pipeline._spare[-1]  # to the first read
     bench.tiers.before_read = fail  # type: ignore[method-assign]
     bench.run()
     bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
     assert bench.run().state is RestoreState.DONE
-    assert all(buffer is not given for buffer in bench.engine._pipeline._spare)
+    assert all(buffer is not given for buffer in bench.pipeline._spare)
 
 
 def test_a_buffer_whose_read_ended_late_is_used_again(bench: Bench) -> None:
     """Pinned memory is never freed: a slow disk must not take more of it with every job."""
     made = []
-    pipeline = bench.engine._pipeline
+    pipeline = bench.pipeline
     memory = pipeline._memory
     pipeline._memory = lambda size: made.append(size) or memory(size)  # type: ignore[func-returns-value]
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_a_buffer_whose_read_ended_late_is_used_again(bench: Bench) -> None:
 
 def test_there_are_never_more_buffers_than_are_read_into(bench: Bench) -> None:
     """Reads of one job go on while the next one runs, with buffers that are made in place of theirs."""
-    pipeline, release = bench.engine._pipeline, threading.Event()
+    pipeline, release = bench.pipeline, threading.Event()
     bench.tiers.before_read = lambda _layer: release.wait(10)  # type: ignore[method-assign]
     assert bench.run(deadline_s=0.1).state is RestoreState.FAILED
     reads = [read.future for read in pipeline._left]
@@ -235,7 +235,7 @@ def test_a_job_is_over_when_it_is_cancelled_and_not_when_its_read_ends(bench: Be
     assert bench.over.wait(10)
     bench.over.clear()
     assert job.state is RestoreState.CANCELLED
-    reads = list(bench.engine._pipeline._left)
+    reads = list(bench.pipeline._left)
     assert reads
     release.set()
     for read in reads:
