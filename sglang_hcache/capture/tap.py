@@ -54,7 +54,7 @@ class Tap:
 
     @property
     def layers_seen(self) -> int:
-        """Of this pass, so far. None, if it is replayed: no hook of Python's runs then."""
+        """Of this pass, so far. 0 if it is replayed: no hook of Python's runs then."""
         return self._layers_seen
 
     @property

@@ -37,9 +37,7 @@ class ServerPlan:
 
     def restore(self, tier: str, num_tokens: int) -> Decision:
         """How ``num_tokens`` tokens that are all in ``tier`` would come back."""
-        decision = RestoreGate(self.profile, self.stored, _BLOCK_TOKENS).decide({tier: num_tokens}, 0)
-        assert decision is not None, f"{num_tokens} tokens in {tier!r}"
-        return decision
+        return RestoreGate(self.profile, self.stored, _BLOCK_TOKENS).decide({tier: num_tokens}, 0)
 
     def data(self) -> dict[str, Any]:
         """For programs: what is stored, and for which case it is best."""

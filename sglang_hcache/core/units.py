@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and durations as people write them."""
 
 from __future__ import annotations
 

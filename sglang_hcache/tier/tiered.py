@@ -1,4 +1,4 @@
-"""Both tiers behind one interface: the only thing ``capture`` and ``restore`` talk to.
+"""Both tiers behind one interface.
 
 Chunks are demoted by a background thread: those whose device copy is gone (:meth:`TieredStore.demote`), all of
 them as they are sealed (``write_through``), and the least recently used ones when host slots run short. The

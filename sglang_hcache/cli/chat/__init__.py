@@ -7,7 +7,7 @@
 | ``server`` | requests to the server: answers, state, flush |
 | ``watch`` | looks at the server as long as somebody looks at the page |
 | ``session`` | one browser's conversations, and the answers on their way |
-| ``layers`` | what each layer stores, from what a server says of itself |
+| ``starters`` | texts that a new conversation offers |
 | ``figures`` | bars, strips and tables as HTML |
 | ``page``, ``page_*`` | the page |
 | ``app`` | page and server together, until Ctrl-C |
