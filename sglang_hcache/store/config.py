@@ -19,7 +19,7 @@ FILE_SLACK_BYTES = 16 * 2**10
 _INDEX_RESERVE_MIN = 4 * 2**20
 _INDEX_RESERVE_PERCENT = 2
 _WAL_BYTES = 2**21
-"""For the index's log (``index.LOG_BYTES`` and a transaction more) and its shared memory file."""
+"""For the index's log (``index.LOG_BYTES`` and a transaction more)."""
 _DIRECTORY_BYTES = 64 * 2**10
 
 

@@ -3,6 +3,10 @@
 WAL with ``synchronous=NORMAL``: a killed process loses nothing that was committed. A power cut may lose
 the last commits, which turns data into garbage but never garbage into data, and a cache may forget. A
 commit then costs no fsync beyond the one of the data.
+
+No file of it is mapped into memory (no ``-shm``, which exclusive locking makes needless): a page of a mapped file that
+cannot be read is SIGBUS, which ends the server, where a failing ``pread`` is a miss. The price is that no other process
+can open the index meanwhile: :meth:`Index.read` reads a copy.
 """
 
 from __future__ import annotations
@@ -28,20 +32,22 @@ from sglang_hcache.store.format.rows import (
     decode_recency,
     encode,
 )
+from sglang_hcache.store.index_copy import log_of, private_copy
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""
 
 LOG_BYTES = 2**20
-"""Longest log (``-wal``) that may still grow."""
+"""Longest log (``-wal``) that may still grow: longer, its pages did not get into the database."""
 
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 """What a damaged database raises, also where its message quotes the damage or a record claims a huge length."""
 
 _BUSY_MS = 1000
-"""To wait for another program's write; much less than what counts as a device that hangs."""
+"""To wait for another program that has the index open; much less than what counts as a device that hangs."""
 
 _PAGE_BYTES = 4096
+_EXCLUSIVE = "PRAGMA locking_mode = EXCLUSIVE"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 _SCHEMA = """
@@ -75,7 +81,7 @@ class Index:
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
-        self._log_path = path.with_name(path.name + "-wal")
+        self._log_path = log_of(path)
         self._lock = threading.Lock()
         """Whether every run known to the store has its row."""
 
@@ -106,7 +112,7 @@ class Index:
 
         Raises:
             StoreFormatError, StoreIOError: missing, damaged, incomplete or of another store; rebuild it.
-            StoreLockedError: another program, such as a SQLite shell, writes to it.
+            StoreLockedError: another program, such as a SQLite shell, has it open.
         """
         if not path.is_file():
             raise StoreFormatError(f"the index {path} is missing")
@@ -114,11 +120,11 @@ class Index:
         try:
             index._configure(max_bytes)
             index._verify(store_id)
-            index._connection.execute("BEGIN IMMEDIATE")  # nobody else writes?
-            index._connection.execute("COMMIT")
+            with contextlib.suppress(OSError):  # of a version that mapped it; nobody has it now
+                path.with_name(path.name + "-shm").unlink(missing_ok=True)
         except (*_SQLITE_ERRORS, StoreFormatError) as error:
             index.close()
-            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_BUSY:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 raise StoreLockedError(f"{path} is open in another program; close that first") from None
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
         return index
@@ -132,21 +138,13 @@ class Index:
         """
         if not path.is_file():
             raise StoreFormatError(f"the index {path} is missing")
-        # Not mode=ro: after a crash even a reader has to recover the log. But on a read-only file system, where
-        # all is in the one file, nobody can change it.
-        has_log = path.with_name(path.name + "-wal").exists()
-        immutable = "" if os.access(path, os.W_OK) or has_log else "?immutable=1"
         try:
-            with contextlib.closing(
-                sqlite3.connect(
-                    f"{path.absolute().as_uri()}{immutable}", uri=True, timeout=5, isolation_level=None
-                )
-            ) as connection:
-                index = cls(connection, path)
-                connection.execute("BEGIN")
+            with private_copy(path) as copy, contextlib.closing(_connect(copy)) as connection:
+                index = cls(connection, copy)
+                connection.execute(_EXCLUSIVE)
                 index._verify(store_id)
                 return index.load(num_stripes), index.meta()
-        except (*_SQLITE_ERRORS, StoreFormatError, StoreIOError) as error:
+        except (*_SQLITE_ERRORS, OSError, StoreFormatError, StoreIOError) as error:
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
 
     def mark_complete(self) -> None:
@@ -233,6 +231,8 @@ class Index:
 
     def _configure(self, max_bytes: int) -> None:
         execute = self._connection.execute
+        execute(_EXCLUSIVE)  # before the log is opened, which maps -shm otherwise
+        execute("PRAGMA mmap_size = 0")
         execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
@@ -260,16 +260,13 @@ class Index:
         )
 
     def _bound_log(self) -> None:
-        """Another process that reads for long keeps SQLite from reusing the log: then nothing is written."""
         with contextlib.suppress(FileNotFoundError):
             if self._log_path.stat().st_size <= LOG_BYTES:
                 return
-            self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
             if self._log_path.stat().st_size > LOG_BYTES:
                 # Not "full": then segments would be evicted, which makes no room in the log.
-                raise StoreLockedError(f"another program has been reading {self._log_path} for too long")
+                raise StoreIOError(f"{self._log_path} cannot be emptied")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -295,7 +292,7 @@ class Index:
             if code == sqlite3.SQLITE_FULL:
                 raise StoreFullError(f"the index is full: {error}") from error
             if code == sqlite3.SQLITE_BUSY:
-                raise StoreLockedError(f"another program writes to the index: {error}") from error
+                raise StoreLockedError(f"another program has the index open: {error}") from error
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise StoreFormatError(f"the index is damaged: {error}") from error
             raise StoreIOError(f"the index failed: {error}") from error
@@ -320,7 +317,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         StoreIOError: not even the file can be opened.
     """
     try:
-        # The directory's lock makes us the only writer; readers hold us up for moments only.
         return sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     except _SQLITE_ERRORS as error:
         raise StoreIOError(f"cannot open the index {path}: {error}") from error

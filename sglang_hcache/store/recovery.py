@@ -64,6 +64,25 @@ def recover(
     """
     files = Files.listed(identity.first_segment, volumes)
     found, identity = _find_index(config, volumes, identity, files, observer)
+    try:
+        return _agreed(config, volumes, identity, files, found, observer, shapes)
+    except BaseException:
+        if found.index is not None:  # an open one is locked
+            with contextlib.suppress(OSError):
+                volumes[identity.index_stripe].probe(found.index.close)
+        raise
+
+
+def _agreed(
+    config: StoreConfig,
+    volumes: Sequence[Volume],
+    identity: StoreIdentity,
+    files: Files,
+    found: _FoundIndex,
+    observer: Observer,
+    shapes: ShapeTable,
+) -> Recovered:
+    """What ``found`` and the files say together. Raises StoreError."""
     if found.is_partial:
         found = _read_files(found, volumes, files, volumes[identity.index_stripe], shapes)
     catalog = Catalog(config.cost_doubling_tokens)

@@ -205,9 +205,7 @@ def test_a_damaged_index(site: Site) -> None:
 
 def find_index(site: Site) -> list[Path]:
     """The database and its log."""
-    return [
-        path for folder in site.directories for path in folder.glob("index.sqlite*") if path.suffix != "-shm"
-    ]
+    return [path for folder in site.directories for path in folder.glob("index.sqlite*")]
 
 
 def scribble(file: Path, dice: random.Random, *, pieces: int) -> None:

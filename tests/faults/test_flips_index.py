@@ -130,6 +130,8 @@ def test_other_bytes_in_the_log(
     for turn in range(flips):
         config = killed()
         path = config.dirs[0] / f"index.sqlite{suffix}"
+        if suffix == "-shm":  # what a version before left, which mapped it
+            path.write_bytes(bytes(2**15))
         data = path.read_bytes()
         if turn % 4 == 0:
             os.truncate(path, chance.randrange(len(data)))
@@ -143,7 +145,8 @@ def test_other_bytes_in_the_log(
         assert found is not None, "refused"
         assert found >= ALL - {3, 4}
         if suffix == "-shm":
-            assert found == ALL, "it is made anew"
+            assert found == ALL, "it is of no use"
+            assert not path.exists()
 
 
 def forgetful(store: DiskStore) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import multiprocessing
 import random
 import shutil
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_
 from tests.faults.survivors import Survivors
 from tests.faults.traffic import MOST_CHUNKS, Habits
 from tests.faults.worker import BROKEN, CORRUPT, OPENED, REFUSED, Job, Report, work
+from tests.unit.store.conftest import ask_index
 
 T = TypeVar("T")
 
@@ -268,8 +268,7 @@ def check_files(store: DiskStore) -> None:
         index = volume.path / "index.sqlite"
         assert index.exists() == (volume.stripe == store._ledger.identity.index_stripe)
         if index.exists():
-            with contextlib.closing(sqlite3.connect(index, timeout=LONG_S)) as connection:
-                rows = {row for (row,) in connection.execute("SELECT run FROM runs")}
+            rows = {row for (row,) in ask_index(index, "SELECT run FROM runs")}
             assert rows == {run.number for run in store._catalog.runs()}
 
 

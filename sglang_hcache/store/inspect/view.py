@@ -1,6 +1,6 @@
 """What is in a store, seen without its lock: beside a running server or without one. Nothing is written.
 
-(SQLite may make its log beside the index while it is read, and takes it away again.)
+(But a copy of the index to the folder for temporary files, for as long as it is read.)
 """
 
 from __future__ import annotations

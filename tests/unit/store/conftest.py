@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.index_copy import private_copy
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -21,10 +27,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def ask_index(path: Path, question: str) -> list[tuple[object, ...]]:
+    """What a SELECT says of the index at ``path``, also while a store has it."""
+    with private_copy(path) as copy, contextlib.closing(sqlite3.connect(copy)) as connection:
+        return connection.execute(question).fetchall()
+
+
 def kill(store: DiskStore) -> None:
     """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
     store._keeper.close(5)
     for volume in store._volumes:
+        for path in volume.path.glob(
+            "index.sqlite*"
+        ):  # its lock stays with the file that this process has open
+            shutil.copy2(path, volume.path / "copy")
+            os.replace(volume.path / "copy", path)
         volume.directory.lock.release()
 
 

@@ -1,0 +1,63 @@
+"""A private copy of the index, to be read beside the server that has the index locked."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreFormatError
+
+_PATIENCE_S = 5.0
+_FIRST_PAUSE_S = 0.005
+_HEADER_BYTES = 32
+"""Of the log. Its salts change whenever SQLite writes the log from its beginning again."""
+
+_State = tuple[int, int, int, bytes]
+
+
+@contextlib.contextmanager
+def private_copy(path: Path) -> Iterator[Path]:
+    """The database at ``path`` with its log, copied to a folder that only this user can read and that goes at the end.
+
+    The database is copied before its log, and the log must not have begun anew meanwhile: then every page that a
+    checkpoint wrote into the database during the copy is in the log that was copied, and is read from there.
+
+    Raises:
+        OSError: it cannot be read or copied.
+        StoreFormatError: it changes too fast.
+    """
+    with tempfile.TemporaryDirectory(prefix="hcache-index-", ignore_cleanup_errors=True) as folder:
+        copy, give_up_at, pause_s = Path(folder) / path.name, time.monotonic() + _PATIENCE_S, _FIRST_PAUSE_S
+        while not _copied(path, copy):
+            if time.monotonic() >= give_up_at:
+                raise StoreFormatError(f"it changed all the time for {_PATIENCE_S:g} s; try again")
+            time.sleep(pause_s)
+            pause_s *= 1.5
+        yield copy
+
+
+def log_of(path: Path) -> Path:
+    """SQLite's log of the database at ``path``."""
+    return path.with_name(path.name + "-wal")
+
+
+def _copied(path: Path, copy: Path) -> bool:
+    before = _state(path)
+    shutil.copyfile(path, copy)
+    log_of(copy).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(log_of(path), log_of(copy))
+    return _state(path) == before
+
+
+def _state(path: Path) -> _State:
+    """What stays as long as a copy that was begun is good; the database's own state counts where there is no log."""
+    header = b""
+    with contextlib.suppress(FileNotFoundError), log_of(path).open("rb") as log:
+        header = log.read(_HEADER_BYTES)
+    found = path.stat()
+    return (found.st_ino, *((0, 0) if header else (found.st_mtime_ns, found.st_size)), header)
