@@ -12,11 +12,15 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.reader import SliceFailure
 from sglang_hcache.store.segments import StoredRun
+from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 
 _log = logging.getLogger(__name__)
 
 _FAILURES_ALLOWED = 2
-"""Chunks are quarantined at this many EIO: else one bad sector would delay every restore of them."""
+"""Chunks are quarantined at this many errors: else one bad sector would delay every restore of them."""
+
+_OF_NO_RUN = OWN_ERRNOS | GONE_ERRNOS | {errno.ENOENT, errno.ECANCELED}
+"""What says nothing of a run's bytes. Of the rest a bad sector may be any: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
 
 
 class Judge:
@@ -40,7 +44,7 @@ class Judge:
                 if self._catalog.drop_run(run):
                     _log.warning("hcache: a stored run is forgotten: %s", failure.error)
                     self.forget_row(run)
-            elif failure.error_number == errno.EIO:
+            elif failure.error_number is not None and failure.error_number not in _OF_NO_RUN:
                 run.failures += run.number not in failed  # once, of however many layers
                 failed.add(run.number)
                 if run.failures >= _FAILURES_ALLOWED:

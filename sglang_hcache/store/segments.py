@@ -73,7 +73,7 @@ class StoredRun:
         """Of its row in the index; grows with age."""
         self.dropped = False
         self.failures = 0
-        """Reads that ended in EIO."""
+        """Reads that ended in an error such as EIO."""
         self.quarantined: dict[int, str] = {}
         """Chunks that are not served any more, and why."""
 

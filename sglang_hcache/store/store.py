@@ -216,7 +216,7 @@ class DiskStore:
         Raises:
             CorruptExtentError: not the bytes that were written; those chunks are not served again.
             StoreTimeoutError: a device hangs and may still write to the memory: do not use it again.
-            StoreIOError: a device failed; at the second EIO the chunks are not served again.
+            StoreIOError: a device failed; at the second such error the chunks are not served again.
             TierMissError: the lease is closed.
             ValueError: a wrong layer or memory.
         """

@@ -23,7 +23,7 @@ GONE_ERRNOS = frozenset(
 )
 """One is enough: the device hangs or is not there."""
 
-_OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """This process lacks files, memory or threads: no device is the better for being left alone."""
 
 _FAILURES_ALLOWED = 3
@@ -97,7 +97,7 @@ class Health:
     def failed(self, error: OSError, *, writing: bool) -> None:
         """An operation failed. What this process lacks says nothing of the device, and is only counted."""
         self._observer.count("store.io_errors")
-        if error.errno in _OWN_ERRNOS:
+        if error.errno in OWN_ERRNOS:
             return
         reason = error.strerror or str(error)
         with self._lock:

@@ -70,6 +70,27 @@ def test_layers_that_are_read_together_fail_once(store: DiskStore, engine: Fault
     assert not any(store.contains(key) for key in OLD)
 
 
+@pytest.mark.parametrize(
+    ("number", "counts"),
+    [
+        *((number, True) for number in (errno.ENODATA, errno.EREMOTEIO, errno.EILSEQ, errno.ENOLINK)),
+        *((number, True) for number in (errno.EUCLEAN, errno.EBADMSG, errno.EIO)),
+        *((number, False) for number in (errno.EMFILE, errno.ENOMEM, errno.ENODEV, errno.ESTALE)),
+    ],
+)
+def test_whatever_a_bad_sector_says_it_is_not_read_for_ever(
+    store: DiskStore, engine: FaultEngine, number: int, counts: bool
+) -> None:
+    for _ in range(2):
+        wait_until(lambda: store.match(OLD) == len(OLD))
+        engine.decide = always(IOKind.READ, number)
+        with pytest.raises(StoreIOError):
+            read_keys(store, OLD)
+        heal(engine)
+    wait_until(lambda: all(item.condition == "healthy" for item in store.stats().directories))
+    assert store.match(OLD) == (0 if counts else len(OLD))
+
+
 @pytest.mark.parametrize("kind", [IOKind.WRITE, IOKind.SYNC])
 @pytest.mark.parametrize("stripe", [None, 0, 1])
 def test_a_failed_write_stores_nothing_and_costs_nothing(
