@@ -108,11 +108,11 @@ class Space:
             segment.used = list(reservation.ends)
             return reservation
 
-    def abandon(self, reservation: Reservation, *, seal: bool, in_flight: bool) -> None:
+    def abandon(self, reservation: Reservation, *, seal: bool, full: bool, in_flight: bool) -> None:
         """Give back the room of a run that was not written; the caller still unpins.
 
         With ``seal`` the next run goes to new files: these gave an error. What is still ``in_flight`` keeps its
-        room, for it may be written yet.
+        room, for it may be written yet. With ``full`` others make room.
         """
         segment = reservation.segment
         with self._lock:
@@ -123,6 +123,8 @@ class Space:
             if not segment.runs and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
                 self._remover.retire(segment, only_unpinned=False)
+            if full:
+                self._evict_where_full(segment.members)
 
     def evict_one(self) -> bool:
         """Remove the least dear segment; False if none can go."""
@@ -141,7 +143,7 @@ class Space:
             # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
             everywhere = range(len(self._volumes))
             if (shortages := self._room.shortages(0, everywhere)) and self._time_to_warn():
-                self._warn_about_floor(shortages)
+                _warn_about_floor(shortages, self._volumes, self._config.free_floor_bytes)
             self._keep_floor(0, everywhere)
             members = self._next_members()
             if members:
@@ -220,10 +222,12 @@ class Space:
         self._next_number += 1
         try:
             segment.create()
-        except StoreError:
+        except StoreError as error:
             if segment.accounted_bytes:
                 segment.retired = True
                 self._remover.leftovers.add(segment)
+            if isinstance(error, StoreFullError):
+                self._evict_where_full(members)
             raise
         self._catalog.add_segment(segment)
         self._active = segment
@@ -272,15 +276,14 @@ class Space:
                 return False
         return True
 
-    def _warn_about_floor(self, shortages: Sequence[Shortage]) -> None:
-        _log.warning(
-            "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
-            "is given up, and nothing new is stored there until more is free",
-            format_bytes(self._config.free_floor_bytes),
-            ", ".join(
-                str(self._volumes[stripe].path) for item in shortages for stripe in members_of(item.mask)
-            ),
-        )
+    def _evict_where_full(self, members: Iterable[int]) -> None:
+        """A device is full though its file system shows room (a quota, no inodes left): one segment there goes.
+
+        How often that happens is bounded by how often the directory is tried again.
+        """
+        full = [stripe for stripe in members if self._volumes[stripe].health.is_full]
+        if full:
+            self._evict_to_gain(mask_of(full))
 
     def _evict_to_free(self, shortage: Shortage) -> bool:
         """Evict until so much was deleted since the look; False if that is not possible."""
@@ -337,3 +340,12 @@ class Space:
         """Sum over segments in use and files that could not be removed."""
         in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
         return in_use + self._remover.leftover_bytes
+
+
+def _warn_about_floor(shortages: Sequence[Shortage], volumes: Sequence[Volume], floor_bytes: int) -> None:
+    _log.warning(
+        "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
+        "is given up, and nothing new is stored there until more is free",
+        format_bytes(floor_bytes),
+        ", ".join(str(volumes[stripe].path) for item in shortages for stripe in members_of(item.mask)),
+    )

@@ -357,5 +357,6 @@ def _traces_of(error: BaseException) -> dict[str, bool]:
     """What a write that ended with ``error`` may have left, as ``Space.abandon`` wants it."""
     return {
         "seal": isinstance(error, StoreError) and not isinstance(error, StoreLockedError),
+        "full": isinstance(error, StoreFullError),
         "in_flight": isinstance(error, StoreTimeoutError) or not isinstance(error, Exception),
     }

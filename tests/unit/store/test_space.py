@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from sglang_hcache.core.errors import ConfigError, StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.testing.io_faults import without_sync
+from sglang_hcache.testing.io_faults import FaultEngine, always, without_sync
 from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
@@ -434,6 +437,44 @@ def test_a_segment_that_cannot_be_created_leaves_nothing(
     read_keys(store, make_keys(0, 1))
     assert list(config.dirs[0].glob("segment-*")), "the other directory goes on alone"
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC])
+def test_a_limit_that_the_file_system_does_not_show_is_kept_by_evicting(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, counters: Counters, number: int
+) -> None:
+    """A quota, or a file system without inodes: four files, though there is room for more."""
+    store = open_store(small_config(tmp_path, segment=MIB))
+    real = StoreDirectory.create_segment
+
+    def limited(self: StoreDirectory, segment: int, size: int) -> None:
+        if len(self.segment_sizes()) >= 4:
+            raise OSError(number, "limit")
+        real(self, segment, size)
+
+    monkeypatch.setattr(StoreDirectory, "create_segment", limited)
+    (first, *others) = fill(store, 0, 4)
+    for turn in range(1, 4):
+        with pytest.raises(StoreFullError):
+            fill(store, 1000 * turn, 1)
+        assert counters["store.segments_evicted"] == turn
+        wait_until(lambda: store.stats().directories[0].condition == "healthy")
+        (new,) = fill(store, 1000 * turn, 1)
+        read_keys(store, new)
+    assert store.match(first) == store.match(others[1]) == 0
+    read_keys(store, others[2])
+
+
+def test_a_device_that_is_full_when_written_to_gets_room_by_evicting(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    engine = FaultEngine(PosixEngine(1, 1), lambda op, number: None)
+    store = open_store(small_config(tmp_path, segment=MIB), engine)
+    fill(store, 0, 3)
+    engine.decide = always(IOKind.WRITE, errno.EDQUOT)
+    with pytest.raises(StoreFullError):
+        fill(store, 1000, 1)
+    assert counters["store.segments_evicted"] == 1
 
 
 def test_a_file_system_without_preallocation(
