@@ -128,11 +128,17 @@ class Ledger:
             volume.probe(lambda: remove_index(volume.path / INDEX_NAME))
 
     def outgrow(self, other: StoreIdentity) -> None:
-        """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us."""
+        """Let ours count from now on, and no segment that ``other`` cleared, in a directory that was not with us.
+
+        A clearing counts whatever its epoch: ours may have grown by other things since.
+        """
         with self._lock:
-            if other.epoch >= self._identity.epoch and other != self._identity:
-                first_segment = max(self._identity.first_segment, other.first_segment)
-                self._identity = replace(self._identity, epoch=other.epoch).next(first_segment=first_segment)
+            ours = self._identity
+            is_newer = other.epoch >= ours.epoch and other != ours
+            if is_newer or other.first_segment > ours.first_segment:
+                first_segment = max(ours.first_segment, other.first_segment)
+                epoch = max(ours.epoch, other.epoch)
+                self._identity = replace(ours, epoch=epoch).next(first_segment=first_segment)
                 self._is_published = False
 
     def mark_whole(self) -> None:
@@ -155,11 +161,14 @@ class Ledger:
                 _log.warning("hcache: the clearing is not written down yet: %s", error)
 
     def close(self) -> None:
-        """Close the index, unless its directory hangs."""
-        try:
-            self._call(Index.close)
-        except StoreError as error:
-            _log.warning("hcache: the index is left open: %s", error)
+        """Close the index, unless its directory hangs; also where that is out, for an open one is locked."""
+        with self._lock:
+            if self._index is None:
+                return
+            try:
+                self._volumes[self._identity.index_stripe].probe(self._index.close)
+            except OSError as error:
+                _log.warning("hcache: the index is left open: %s", error)
 
     def _call(self, function: Callable[[Index], T]) -> T:
         with self._lock:

@@ -8,7 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Observer
@@ -108,7 +108,9 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     elif (found.identity.store_id, found.stripe) != (identity.store_id, volume.stripe):
         raise StoreFormatError(f"{directory.path} belongs to another store now")
     elif found.identity.epoch < identity.epoch:
-        directory.write_superblock(Superblock(identity, volume.stripe))
+        # A clearing that only this directory knows of stays there until all know it.
+        first_segment = max(identity.first_segment, found.identity.first_segment)
+        directory.write_superblock(Superblock(replace(identity, first_segment=first_segment), volume.stripe))
     directory.probe()
     return identity if found is None else found.identity
 

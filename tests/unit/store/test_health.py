@@ -19,11 +19,12 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import sick, wait_until
+from tests.unit.store.conftest import kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 4096, 8192)
@@ -401,6 +402,41 @@ def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
     assert store.stats().chunks == 0
     for directory in config.dirs:
         assert not list(directory.glob("segment-*"))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_it_is_back(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    away: set[str] = set()
+    sick(away, monkeypatch)
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    store._keeper.close(5)
+    with store.lease(OLD):  # files stay, as after a kill
+        store._volumes[0].health.take_out("the test says so")
+        store.clear()
+        store.close()
+    assert list(config.dirs[1].glob("segment-*"))
+    away.add("disk1")
+    for number in range(1, 5):  # settings change, and with them the epoch
+        config = replace(config, size_bytes=config.size_bytes + number * 2**20)
+        store = open_store(config)
+        if number < 4:
+            store.close()
+    if is_killed:
+        monkeypatch.setattr(Ledger, "outgrow", lambda self, other: None)
+    away.clear()
+    wait_until(lambda: all_well(store))
+    if is_killed:
+        kill(store)
+        monkeypatch.undo()
+        store = open_store(config)
+    assert store.match(OLD) == 0
+    assert {len(list(path.glob("segment-*"))) for path in config.dirs} == {0}
+    store.close()
+    assert open_store(config).match(OLD) == 0
 
 
 def test_many_hung_operations_leave_no_thread_of_the_callers_behind(
