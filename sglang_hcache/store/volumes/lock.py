@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
 LOCK_NAME = "lock"
 _ATTEMPTS = 3
@@ -94,8 +95,7 @@ class DirectoryLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{self._user_pid or os.getpid()}\n".encode(), 0)
+            _write_down(fd, self._user_pid or os.getpid())
         except BlockingIOError:
             holder = _written_in(fd)
             os.close(fd)
@@ -108,10 +108,25 @@ class DirectoryLock:
         return fd
 
 
+def _write_down(fd: int, pid: int) -> None:
+    """Say who has the lock; a full disk may not take that, and the lock is good without."""
+    text = f"{pid}\n".encode()
+    try:
+        os.pwrite(
+            fd, text, 0
+        )  # before it is cut: the block that an earlier one has is written to without room
+        os.ftruncate(fd, len(text))
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)  # not somebody else's
+
+
 def _written_in(fd: int) -> str:
     for _ in range(_LOOKS):
-        if found := os.pread(fd, 32, 0).decode(errors="replace").strip():
-            return found
+        if found := os.pread(fd, 32, 0).decode(errors="replace").split():
+            return found[0]
         time.sleep(_PAUSE_S)  # who has just taken it is about to write
     return "unknown"
 

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import logging
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Observer
@@ -20,6 +22,12 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
 from sglang_hcache.store.volumes.volume import Volume
 
 _log = logging.getLogger(__name__)
+
+_SHOWS_S = 1.0
+"""On a full disk the next segment goes when the room of the last one does not show so long, ..."""
+_LONGEST_WAIT_S = 10.0
+"""... but a start does not wait for longer than that in all."""
+_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -186,10 +194,10 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
             if not is_new:
                 _check_emptied(directory, identity.file_systems[volume.stripe])
             directory.write_superblock(Superblock(identity, volume.stripe))
-        _probe(directory)
 
     try:
         volume.probe(make_ready)
+        _probe(volume)
     except OSError as error:
         if is_new:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
@@ -224,18 +232,31 @@ def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
         )
 
 
-def _probe(directory: StoreDirectory) -> None:
-    """Try O_DIRECT; on a full disk the oldest segments go first: without room not even the index opens."""
+def _probe(volume: Volume) -> None:
+    """Try O_DIRECT; on a full disk the oldest segments go first: without room not even the index opens.
+
+    One after the other, for some file systems free in the background.
+    """
+    directory = volume.directory
+    unlink_at, wait_no_more_at = 0.0, time.monotonic() + _LONGEST_WAIT_S
     while True:
         try:
-            directory.probe()
+            volume.probe(directory.probe)
             return
         except OSError as error:
-            oldest = min(directory.segment_sizes(), default=None)
-            if error.errno not in FULL_ERRNOS or oldest is None:
+            if error.errno not in FULL_ERRNOS:
+                raise
+            if time.monotonic() < unlink_at:
+                time.sleep(_PAUSE_S)
+                continue
+            sizes = volume.probe(directory.segment_sizes)
+            oldest = min(sizes, default=None)
+            if oldest is None:
                 raise
             _log.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
-            directory.unlink_segment(oldest)
+            volume.probe(partial(directory.unlink_segment, oldest))
+            if sizes[oldest]:
+                unlink_at = min(time.monotonic() + _SHOWS_S, wait_no_more_at)
 
 
 def _updated(

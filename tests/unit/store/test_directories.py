@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from sglang_hcache.core.errors import (
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.inspect.rebuild import rebuild
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 
 OpenStore = Callable[..., DiskStore]
@@ -131,6 +134,7 @@ def test_others_are_told_the_process_that_they_can_stop(tmp_path: Path, open_sto
 
 SECOND = """
 import sys
+import time
 from pathlib import Path
 from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
@@ -153,6 +157,58 @@ def test_a_second_process_is_told_who_has_the_directory(tmp_path: Path, open_sto
     assert "--hcache-dirs" in second.stdout
     store.close()
     assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_the_lock_is_taken_all_the_same(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    config = small_config(tmp_path)
+    open_store(config).close()
+
+    def full(*_: object) -> int:
+        raise OSError(number, "full")
+
+    monkeypatch.setattr("os.pwrite", full)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), (4096, 4096))
+    monkeypatch.setattr("sglang_hcache.store.volumes.lock._LOOKS", 2)
+    open_fails(config, StoreLockedError, "in use by process unknown;")
+
+
+def test_a_longer_number_in_the_lock_does_not_show(tmp_path: Path, open_store: OpenStore) -> None:
+    config = replace(small_config(tmp_path), user_pid=12345678)
+    open_store(config).close()
+    open_store(replace(config, user_pid=9))
+    assert (config.dirs[0] / "lock").read_text() == "9\n"
+    open_fails(config, StoreLockedError, "in use by process 9;")
+
+
+def test_on_a_full_disk_that_frees_in_the_background_one_segment_is_given_up(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    runs = [make_keys(20 * number, 20) for number in range(6)]
+    for keys in runs:
+        write_keys(store, keys, (4096, 4096))
+    store.close()
+    shows_at: list[float] = []
+    real_probe, real_unlink = StoreDirectory.probe, StoreDirectory.unlink_segment
+
+    def probe(self: StoreDirectory) -> None:
+        if not shows_at or time.monotonic() < shows_at[0]:
+            raise OSError(errno.ENOSPC, "full")
+        real_probe(self)
+
+    def unlink(self: StoreDirectory, segment: int) -> None:
+        real_unlink(self, segment)
+        shows_at.append(time.monotonic() + 0.5)
+
+    monkeypatch.setattr(StoreDirectory, "probe", probe)
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", unlink)
+    store = open_store(config)
+    assert [store.match(keys) for keys in runs] == [0, *[20] * 5]
 
 
 def test_a_failed_open_keeps_no_lock(tmp_path: Path, open_store: OpenStore) -> None:
