@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
-from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.ledger import Ledger
@@ -60,6 +61,8 @@ class Returns:
             if lost:
                 self._observer.count("store.runs_lost", len(segment.runs))
                 self._remover.retire(segment, only_unpinned=False)
+            elif volume.stripe in segment.members and segment.sealed and not self._ledger.is_partial:
+                self._trim(segment, volume, sizes[segment.number])
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if volume.stripe in item.members}
         loose = self._loose()
@@ -106,6 +109,21 @@ class Returns:
             segment.sealed = True
             self._catalog.add_segment(segment)
         segment.extend(volume.stripe, size)
+
+    def _trim(self, segment: Segment, volume: Volume, size: int) -> None:
+        """Cut a file of ``size`` bytes that could not be cut when its segment was sealed."""
+        used, directory = segment.used[volume.stripe], volume.directory
+        if size <= used:
+            return
+        try:
+            volume.probe(partial(directory.trim_segment, segment.number, used))
+            left = volume.probe(partial(directory.segment_bytes, segment.number))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            _log.warning("hcache: could not trim segment %d in %s: %s", segment.number, volume.path, error)
+        else:
+            segment.accounted[volume.stripe] = left + FILE_SLACK_BYTES
 
     def _loose(self) -> dict[int, Segment]:
         """Segments of which no run is known."""

@@ -155,10 +155,16 @@ class Segment:
         )
 
     def trim(self) -> None:
-        """Cut every file behind what is used. Raises StoreError."""
+        """Cut every file behind what is used. Raises the last StoreError when all were tried."""
+        failure: StoreError | None = None
         for stripe in self.members:
-            self._volumes[stripe].trim_segment(self.number, self.used[stripe])
+            try:
+                self._volumes[stripe].trim_segment(self.number, self.used[stripe])
+            except StoreError as error:
+                failure = error
         self.measure()
+        if failure is not None:
+            raise failure
 
     def measure(self) -> None:
         """Bring ``accounted`` up to date with the files; one that cannot be asked counts as before or in full."""

@@ -333,7 +333,6 @@ class Space:
         try:
             segment.trim()
         except StoreError as error:
-            segment.measure()
             _log.warning("hcache: could not trim segment %d: %s", segment.number, error)
 
     def _used_bytes(self) -> int:

@@ -380,6 +380,31 @@ def test_the_tail_of_a_sealed_segment_is_given_back(tmp_path: Path, open_store: 
     assert (config.dirs[0] / "segment-00000000.seg").stat().st_size == 8192
 
 
+def test_a_directory_that_does_not_cut_keeps_no_other_from_it_and_does_so_when_it_is_back(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 3, segment=3 * MIB)
+    store = open_store(config)
+    write_keys(store, (make_key(1),), (4096,) * 3)
+    paths = [folder / "segment-00000000.seg" for folder in config.dirs]
+    real = StoreDirectory.trim_segment
+
+    def refuse(self: StoreDirectory, segment: int, size: int) -> None:
+        if self.path == config.dirs[0]:
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(self, segment, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "trim_segment", refuse)
+        patch.setattr(StoreDirectory, "probe", lambda self: refuse(self, 9, 0))
+        write_keys(store, make_keys(10, 64), (8192,) * 3)
+        write_keys(store, make_keys(100, 64), (8192,) * 3)
+        assert [path.stat().st_size for path in paths] == [MIB, *[8192 + 4096 + 64 * 8192] * 2]
+        reserved = store.stats().reserved_bytes
+    wait_until(lambda: len({path.stat().st_size for path in paths}) == 1)
+    wait_until(lambda: store.stats().reserved_bytes <= reserved - MIB // 3)
+
+
 def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path, 2, segment=MIB)
     store = open_store(config)
