@@ -18,6 +18,7 @@ from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.rate import PROBE_NAME
+from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
 
 SUPERBLOCK_NAME = "superblock.json"
@@ -70,12 +71,29 @@ class StoreDirectory:
         return self.path / f"segment-{segment:08d}.seg"
 
     def segment_sizes(self) -> dict[int, int]:
-        """Bytes of every segment file here, by segment number."""
+        """Bytes of every segment file here, by segment number; 0 of one that cannot be asked, if others can.
+
+        Raises:
+            OSError: the directory is gone or sick.
+        """
         sizes = {}
+        failures: list[OSError] = []
         for entry in self._entries():
             match = _SEGMENT_NAME.fullmatch(entry.name)
-            if match and entry.is_file(follow_symlinks=False):
-                sizes[int(match.group(1))] = entry.stat(follow_symlinks=False).st_size
+            if match is None:
+                continue
+            try:
+                if entry.is_file(follow_symlinks=False):
+                    sizes[int(match.group(1))] = entry.stat(follow_symlinks=False).st_size
+            except FileNotFoundError:  # evicted meanwhile
+                continue
+            except OSError as error:
+                _raise_unless_of_one_file(error)
+                _log.warning("hcache: %s cannot be used: %s", entry.path, error)
+                failures.append(error)
+                sizes[int(match.group(1))] = 0
+        if len(failures) > 1 and len(failures) == len(sizes):
+            raise failures[-1]
         return sizes
 
     def physical_bytes(self) -> int:
@@ -84,8 +102,8 @@ class StoreDirectory:
         for entry in self._entries():
             try:
                 total += entry.stat(follow_symlinks=False).st_blocks
-            except FileNotFoundError:  # evicted meanwhile
-                continue
+            except OSError as error:  # evicted meanwhile, or damaged
+                _raise_unless_of_one_file(error)
         return 512 * total
 
     def free_bytes(self) -> int:
@@ -316,6 +334,12 @@ class StoreDirectory:
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
+
+
+def _raise_unless_of_one_file(error: OSError) -> None:
+    """``error`` came of asking for a file: is the device gone, or this process short of something?"""
+    if error.errno in GONE_ERRNOS | OWN_ERRNOS:
+        raise error
 
 
 def _preallocate(fd: int, size: int) -> None:

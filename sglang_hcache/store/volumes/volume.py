@@ -81,15 +81,15 @@ class Volume:
         self.call(trim, "cannot trim a segment file", writing=True)
 
     def segment_bytes(self, segment: int) -> int:
-        return self.call(partial(self.directory.segment_bytes, segment), "cannot measure a segment file")
+        measure = partial(self.directory.segment_bytes, segment)
+        return self.call(measure, "cannot measure a segment file", blame=False)
 
     def segment_sizes(self) -> dict[int, int]:
         return self.call(self.directory.segment_sizes, "cannot list the segments")
 
     def segment_time(self, segment: int) -> float:
-        return self.call(
-            partial(self.directory.segment_time, segment), "cannot ask for a segment file's time"
-        )
+        ask = partial(self.directory.segment_time, segment)
+        return self.call(ask, "cannot ask for a segment file's time", blame=False)
 
     def limit_segment_time(self, segment: int, latest_s: float) -> None:
         limit = partial(self.directory.limit_segment_time, segment, latest_s)

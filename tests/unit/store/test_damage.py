@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_keys,
@@ -215,3 +217,78 @@ def test_one_bad_run_of_a_lease_leaves_the_other_in_place(tmp_path: Path, store:
     assert [store.contains(key) for key in BAD] == [False, True, True, True]
     write_keys(store, BAD, LAYERS)
     read_keys(store, [*GOOD, *BAD])
+
+
+class Sick:
+    """A directory's entry of which nothing but the name can be had."""
+
+    def __init__(self, entry: os.DirEntry[str], number: int) -> None:
+        self.name, self.path, self._number = entry.name, entry.path, number
+
+    def fail(self, *, follow_symlinks: bool) -> None:
+        raise OSError(self._number, os.strerror(self._number), self.path)
+
+    is_file = stat = fail
+
+
+def damage_entries(monkeypatch: pytest.MonkeyPatch, names: set[str], number: int = errno.EUCLEAN) -> None:
+    """Files of these names cannot be asked for anything, nor deleted."""
+    entries, unlink = StoreDirectory._entries, StoreDirectory.unlink_segment
+
+    def some(self: StoreDirectory) -> Iterator[os.DirEntry[str] | Sick]:
+        for entry in entries(self):
+            yield Sick(entry, number) if entry.name in names else entry
+
+    def fail(self: StoreDirectory, segment: int) -> None:
+        if self.segment_path(segment).name in names:
+            raise OSError(number, os.strerror(number))
+        unlink(self, segment)
+
+    monkeypatch.setattr(StoreDirectory, "_entries", some)
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", fail)
+
+
+def two_segments(base: Path, open_store: OpenStore) -> StoreConfig:
+    for keys in (BAD, GOOD):  # each start begins a segment
+        store = open_store(small_config(base, 2))
+        write_keys(store, keys, LAYERS)
+        store.close()
+    return small_config(base, 2)
+
+
+@pytest.mark.parametrize("number", [errno.EUCLEAN, errno.EIO])
+def test_a_file_that_cannot_be_asked_costs_its_runs_and_not_the_directory(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    config = two_segments(tmp_path, open_store)
+    damage_entries(monkeypatch, {"segment-00000000.seg"}, number)
+    store = open_store(config)
+    assert [item.condition for item in store.stats().directories] == ["healthy", "healthy"]
+    assert store.match(BAD) == 0
+    read_keys(store, GOOD)
+    write_keys(store, BAD, LAYERS)
+    read_keys(store, BAD)
+    assert store.stats().physical_bytes > 0
+
+
+def test_a_directory_of_which_no_file_can_be_asked_is_out(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = two_segments(tmp_path, open_store)
+    with monkeypatch.context() as patch:
+        damage_entries(patch, {"segment-00000000.seg", "segment-00000001.seg"})
+        with pytest.raises(StoreIOError):
+            open_store(config)
+    store = open_store(config)
+    read_keys(store, BAD)
+    read_keys(store, GOOD)
+
+
+def test_a_device_that_goes_while_it_is_listed_is_no_damaged_file(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = two_segments(tmp_path, open_store)
+    damage_entries(monkeypatch, {"segment-00000000.seg"}, errno.ESTALE)
+    with pytest.raises(StoreIOError):
+        open_store(config)
+    assert len(list(config.dirs[0].glob("*.seg"))) == 2
