@@ -120,8 +120,8 @@ class HCacheConfig(BaseModel):
     """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
     Default: an eighth of ``disk_size``, at most 256 MiB."""
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
-    """Seconds after which a read or write is given up, and its directory left out until it answers again; at most
-    3600."""
+    """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
+    until it answers again; at most 3600."""
     disk_read_limit: Size | None = Field(default=None, gt=0)
     """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
     measure_s: Number = Field(default=0.3, gt=0, le=60)

@@ -45,7 +45,8 @@ class StoreConfig:
     read_limit_bytes_per_s: int | None = None
     """Read no faster than this, as from a slower disk; None: as fast as it goes."""
     io_timeout_s: float = 5.0
-    """An operation that takes longer is given up, and its directory taken out, seconds."""
+    """An operation that takes longer is given up, and its directory taken out, seconds; writes have a second more for
+    each 20 MB."""
     retry_s: float = 1.0
     """First attempt to take a directory in again, seconds; doubles up to a minute."""
     write_budget_bytes: int | None = None

@@ -39,7 +39,8 @@ class RunWriter:
         for layers in _batches(place):
             self._write_layers(segment, place, layers, payload)
         touched = [stripe for stripe, size in enumerate(place.shape.part_bytes) if size]
-        self._run([IOOp(IOKind.SYNC, stripe, segment.file(stripe)) for stripe in touched])
+        syncs = [IOOp(IOKind.SYNC, stripe, segment.file(stripe)) for stripe in touched]
+        self._run(syncs, max(place.shape.part_bytes))
 
     def _write_layers(
         self, segment: Segment, place: RunPlace, layers: Sequence[int], payload: Payload
@@ -66,8 +67,8 @@ class RunWriter:
             ops.append(IOOp(IOKind.WRITE, stripe, file, place.extent_offset(layer), buffers))
         self._run(ops)
 
-    def _run(self, ops: Sequence[IOOp]) -> None:
-        results = self._transfers.run(ops)
+    def _run(self, ops: Sequence[IOOp], unsynced_bytes: int = 0) -> None:
+        results = self._transfers.run(ops, unsynced_bytes)
         if any(result.in_flight for result in results):
             self._scratch.discard()
         # What is in flight first: then the room must not be used again.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult
 from sglang_hcache.store.volumes.volume import Volume
 
+SLOWEST_BYTES_PER_S = 20 * 10**6
+"""A device that writes so fast does not hang."""
+
 
 class Transfers:
     """Runs operations through an engine. Safe from several threads.
 
     Args:
-        patience_s: a batch of which nothing ended for so long is given up, seconds.
+        patience_s: a batch of which nothing ended for so long is given up, seconds; later by what it writes.
     """
 
     def __init__(self, engine: IOEngine, volumes: Sequence[Volume], patience_s: float) -> None:
@@ -23,15 +27,23 @@ class Transfers:
         self._volumes = volumes
         self._patience_s = patience_s
 
-    def run(self, ops: Sequence[IOOp]) -> list[IOResult]:
-        """Results of ``ops``, in order. Those of directories that are out fail with ENODEV at once."""
+    def run(self, ops: Sequence[IOOp], unsynced_bytes: int = 0) -> list[IOResult]:
+        """Results of ``ops``, in order. Those of directories that are out fail with ENODEV at once.
+
+        ``unsynced_bytes``: most that one directory may have to write for a SYNC among them.
+        """
         wanted = [index for index, op in enumerate(ops) if self._volumes[op.stripe].health.readable]
         batch = Batch([ops[index] for index in wanted], self._late)
         if wanted:
             self._engine.submit(batch, range(len(wanted)))
         out = IOResult(0, OSError(errno.ENODEV, "its directory is out"))
         results = [out] * len(ops)
-        for index, result in zip(wanted, batch.wait(self._patience_s), strict=True):
+        # Reads come in small pieces. A write is one operation however large it is, and so is a sync.
+        written = Counter({-1: unsynced_bytes})
+        for op in ops:
+            written[op.stripe] += op.size if op.kind is IOKind.WRITE else 0
+        patience_s = self._patience_s + max(written.values()) / SLOWEST_BYTES_PER_S
+        for index, result in zip(wanted, batch.wait(patience_s), strict=True):
             results[index] = _explained(ops[index], result)
             self._note(ops[index], results[index])
         return results

@@ -20,6 +20,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
@@ -144,6 +145,23 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     wait_until(lambda: all_well(store))
     write_keys(store, OLD, LAYERS)
     read_keys(store, OLD)
+
+
+@pytest.mark.parametrize("kind", [IOKind.WRITE, IOKind.SYNC])
+def test_a_slow_disk_has_more_time_for_what_is_large(
+    tmp_path: Path,
+    open_store: OpenStore,
+    hanging: HangingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: IOKind,
+) -> None:
+    monkeypatch.setattr(transfers, "SLOWEST_BYTES_PER_S", 500)
+    store = open_store(quick(tmp_path, 1), hanging)
+    hanging.hangs = hang(kind, 0)
+    threading.Timer(1.5, hanging.let_go).start()
+    write_keys(store, NEW, LAYERS)
+    read_keys(store, NEW)
+    assert all_well(store)
 
 
 def test_a_hung_write_never_lands_on_a_later_run(
