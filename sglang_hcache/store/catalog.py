@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
@@ -247,11 +248,18 @@ class Catalog:
         with self._lock:
             return self._evictable()
 
-    def take_recency(self, limit: int) -> dict[int, Recency]:
-        """Segments used since the last call, at most ``limit`` of them."""
+    @contextmanager
+    def unsaved_recency(self, limit: int) -> Iterator[dict[int, Recency]]:
+        """Segments used since they were saved, at most ``limit`` of them. If the block fails, they come again."""
         with self._lock:
             taken = [self._stale.pop() for _ in range(min(limit, len(self._stale)))]
-            return {segment.number: Recency(segment.last_used, segment.score) for segment in taken}
+            recency = {segment.number: Recency(segment.last_used, segment.score) for segment in taken}
+        try:
+            yield recency
+        except BaseException:
+            with self._lock:
+                self._stale.update(segment for segment in taken if not segment.retired)
+            raise
 
     # -- looking around --------------------------------------------------------------------------
 

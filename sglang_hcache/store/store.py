@@ -180,13 +180,13 @@ class DiskStore:
         )
         self._writer.write(segment, place, payload)
         stored = StoredRun(place, segment, self._catalog.take_run_number())
-        recency = self._catalog.take_recency(_RECENCY_BATCH)
-        try:
-            kept = self._ledger.commit(stored, recency)
-        except StoreFullError:
-            if not self._space.evict_one():
-                raise
-            kept = self._ledger.commit(stored, recency)
+        with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
+            try:
+                kept = self._ledger.commit(stored, recency)
+            except StoreFullError:
+                if not self._space.evict_one():
+                    raise
+                kept = self._ledger.commit(stored, recency)
         if not kept:
             self._judge.forget_row(stored)  # clear() came in between: the run is gone like all others.
 
@@ -303,8 +303,7 @@ class DiskStore:
             return
         self._space.close()
         try:
-            while recency := self._catalog.take_recency(_RECENCY_BATCH):
-                self._ledger.save_recency(recency)
+            self._save_recency()
             self._ledger.save_meta(self._meta())
         except StoreError as error:
             _log.warning("hcache: recency is not saved: %s", error)
@@ -331,12 +330,19 @@ class DiskStore:
 
     def _write_down(self) -> None:
         self._last_stats = self.stats()
-        while recency := self._catalog.take_recency(_RECENCY_BATCH):
-            self._ledger.save_recency(recency)
+        self._save_recency()
         meta = self._meta()
         if meta != self._saved:
             self._ledger.save_meta(meta)
             self._saved = meta
+
+    def _save_recency(self) -> None:
+        is_more = True
+        while is_more:
+            with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
+                if recency:
+                    self._ledger.save_recency(recency)
+            is_more = bool(recency)
 
 
 @contextmanager

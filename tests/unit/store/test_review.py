@@ -237,6 +237,33 @@ def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: 
     wait_until(lambda: ask_index(config.dirs[0] / "index.sqlite", question) == [(segment.last_used,)])
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_recency_that_could_not_be_saved_is_saved_later(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a run that is not committed, and by itself."""
+    store = open_store(small_config(tmp_path))
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    store._write_down()
+
+    def fail(*_: object) -> None:
+        raise StoreIOError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index.Index, "insert", fail)
+        patch.setattr(index.Index, "save_recency", fail)
+        store.touch(keys)
+        with pytest.raises(StoreIOError):
+            write_keys(store, make_keys(10, 2), LAYERS)
+        with pytest.raises(StoreIOError):
+            store._write_down()
+    store._write_down()
+    (segment,) = [item for item in store._catalog.segments() if item.runs]
+    question = f"SELECT last_used FROM segments WHERE segment = {segment.number}"
+    assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
+
+
 def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
