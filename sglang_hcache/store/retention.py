@@ -55,13 +55,22 @@ class Retention:
         for segment in self._catalog.segments():
             if segment is active:
                 continue
-            written = written_s(segment.number, segment.members, self._volumes)
+            written = segment.written_s or self._ask(segment)
             if 0 < written < oldest:
                 self._remover.expire(segment)
             elif written > now:
                 self._bring_back(segment, now)
 
+    def _ask(self, segment: Segment) -> float:
+        """As :func:`written_s`; remembered if nothing is written to it any more."""
+        is_done = segment.sealed and not segment.pins
+        all_answer = all(self._volumes[stripe].health.readable for stripe in segment.members)
+        written = written_s(segment.number, segment.members, self._volumes)
+        segment.written_s = written if is_done and all_answer else 0.0
+        return written
+
     def _bring_back(self, segment: Segment, now: float) -> None:
+        segment.written_s = 0.0
         for stripe in segment.members:
             with contextlib.suppress(StoreError):  # the next look tries again
                 self._volumes[stripe].limit_segment_time(segment.number, now)

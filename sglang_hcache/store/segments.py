@@ -99,6 +99,8 @@ class Segment:
         self.sealed = False
         self.begun_s = 0.0
         """When this process began it, by a clock that nobody sets (``time.monotonic``)."""
+        self.written_s = 0.0
+        """When all its files were written to last, seconds since 1970; 0: to be asked for."""
         self.accounted = dict.fromkeys(members, 0)
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0

@@ -15,6 +15,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store import retention as retention_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
@@ -108,6 +109,30 @@ def test_chunks_of_a_server_that_runs(
     wait_until(lambda: not store.contains(NEW[0]))
     wait_until(lambda: not segment_files(config_of(tmp_path)))
     assert counters["store.chunks_expired"] == 8
+
+
+def test_files_are_asked_for_their_time_once(
+    tmp_path: Path, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks hold up writes: not each of them by as many calls as there are files."""
+    asked: list[int] = []
+    real = StoreDirectory.segment_time
+
+    def ask(self: StoreDirectory, segment: int) -> float:
+        asked.append(segment)
+        return real(self, segment)
+
+    monkeypatch.setattr(StoreDirectory, "segment_time", ask)
+    for day in range(4, 20):
+        clock.ahead_s = day * DAY
+        store._space.tend()
+    assert asked == [0, 0]
+    clock.set_back_s = 40 * DAY  # the files' time lies in the future now
+    clock.ahead_s += DAY
+    store._space.tend()
+    assert max(path.stat().st_mtime for path in segment_files(config_of(tmp_path))) < time.time()
+    clock.ahead_s += 31 * DAY
+    wait_until(lambda: store._space.tend() or not store.contains(OLD[0]))
 
 
 def test_a_use_does_not_make_it_younger(tmp_path: Path, store: DiskStore, clock: Clock) -> None:
