@@ -9,14 +9,13 @@ The format is docs/store-format.md. ``DiskStore`` is the way in; everything else
 * ``inspect``: looking at a store and mending it.
 """
 
-from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
+from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.looking import look_ahead
 
 __all__ = [
-    "DirectoryStats",
     "DiskStore",
     "ReadLease",
     "Run",

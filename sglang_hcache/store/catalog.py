@@ -230,7 +230,7 @@ class Catalog:
 
     # -- eviction --------------------------------------------------------------------------------
 
-    def take_coldest(self, within: int = -1) -> Segment | None:
+    def take_coldest(self, within: int) -> Segment | None:
         """The least dear segment that is sealed and free of pins; its score becomes the floor.
 
         Args:

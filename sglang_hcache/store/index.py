@@ -83,7 +83,6 @@ class Index:
         self._connection = connection
         self._log_path = log_of(path)
         self._lock = threading.Lock()
-        """Whether every run known to the store has its row."""
 
     @classmethod
     def create(cls, path: Path, store_id: str, max_bytes: int) -> Index:

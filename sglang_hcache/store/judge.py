@@ -14,7 +14,7 @@ from sglang_hcache.store.reader import SliceFailure
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FAILURES_ALLOWED = 2
 """Chunks are quarantined at this many errors: else one bad sector would delay every restore of them."""
@@ -42,7 +42,7 @@ class Judge:
                 self._quarantine(run, dict.fromkeys(failure.bad_chunks or whole, str(failure.error)))
             elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
                 if self._catalog.drop_run(run):
-                    _log.warning("hcache: a stored run is forgotten: %s", failure.error)
+                    logger.warning("hcache: a stored run is forgotten: %s", failure.error)
                     self.forget_row(run)
             elif failure.error_number is not None and failure.error_number not in _OF_NO_RUN:
                 run.failures += run.number not in failed  # once, of however many layers
@@ -55,7 +55,7 @@ class Judge:
         try:
             self._ledger.delete_runs([run.number])
         except StoreError as error:
-            _log.warning("hcache: could not remove a run from the index: %s", error)
+            logger.warning("hcache: could not remove a run from the index: %s", error)
 
     def _quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> None:
         fresh = self._catalog.quarantine(run, chunks)
@@ -63,11 +63,11 @@ class Judge:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
         for chunk, reason in fresh.items():
-            _log.warning(
+            logger.warning(
                 "hcache: chunk %s in segment %d is damaged and not served again: %s",
                 run.place.keys[chunk].hex(), run.segment.number, reason,
             )  # fmt: skip
         try:
             self._ledger.quarantine(run.number, fresh)
         except StoreError as error:
-            _log.warning("hcache: the quarantine is not written down: %s", error)
+            logger.warning("hcache: the quarantine is not written down: %s", error)

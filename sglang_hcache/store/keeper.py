@@ -15,7 +15,7 @@ from sglang_hcache.store.space import Space
 from sglang_hcache.store.volumes.opening import take_again
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -97,7 +97,7 @@ class Keeper:
             self._ledger.welcome(volume)
         except Exception as error:
             if not isinstance(error, HCacheError | OSError):
-                _log.exception("hcache: %s cannot be taken in again", volume.path)
+                logger.exception("hcache: %s cannot be taken in again", volume.path)
             volume.health.still_sick(getattr(error, "strerror", None) or str(error))
             return
         volume.health.recover()
@@ -107,8 +107,8 @@ class Keeper:
             step()
         except HCacheError as error:
             if self._may_warn():
-                _log.warning("hcache: the store's upkeep failed, will try again: %s", error)
+                logger.warning("hcache: the store's upkeep failed, will try again: %s", error)
             self._observer.count("store.upkeep_failures")
         except Exception:
-            _log.exception("hcache: the store's upkeep failed, will try again")
+            logger.exception("hcache: the store's upkeep failed, will try again")
             self._observer.count("store.upkeep_failures")

@@ -20,7 +20,7 @@ from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class Ledger:
                 self._identity = self._identity.next(index_stripe=well[0].stripe)
                 self._publish()
                 self._remove_from(home)
-        _log.info("hcache: the index is in %s now", well[0].path)
+        logger.info("hcache: the index is in %s now", well[0].path)
 
     def welcome(self, volume: Volume) -> None:
         """``volume`` is back: remove the index it had, if that is elsewhere by now."""
@@ -158,7 +158,7 @@ class Ledger:
             try:
                 self._publish()
             except StoreError as error:
-                _log.warning("hcache: the clearing is not written down yet: %s", error)
+                logger.warning("hcache: the clearing is not written down yet: %s", error)
 
     def close(self) -> None:
         """Close the index, unless its directory hangs; also where that is out, for an open one is locked."""
@@ -168,7 +168,7 @@ class Ledger:
             try:
                 self._volumes[self._identity.index_stripe].probe(self._index.close)
             except OSError as error:
-                _log.warning("hcache: the index is left open: %s", error)
+                logger.warning("hcache: the index is left open: %s", error)
 
     def _call(self, function: Callable[[Index], T]) -> T:
         with self._lock:
@@ -207,7 +207,7 @@ class Ledger:
             self._close_abandoned(home)
             home.probe(lambda: remove_index(home.path / INDEX_NAME))
         except OSError as error:
-            _log.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
+            logger.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
 
     def _written_at(self, volume: Volume, meta: Mapping[str, str]) -> Index:
         path = volume.path / INDEX_NAME

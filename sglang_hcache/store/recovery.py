@@ -32,7 +32,7 @@ from sglang_hcache.store.volumes.volume import Volume
 LOAD_S = 60.0
 """For reading the whole index, which takes a second for 100,000 runs."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _agreed(
     census = Census(files, volumes, catalog, shapes, config.file_bytes)
     unusable = contents.bad_rows + [row.number for row in contents.runs if not _admit(census, row, contents)]
     if unusable:
-        _log.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
+        logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
         observer.count("store.runs_lost", len(unusable))
     # What is said of no run would be said of the next one with its number.
     orphans = contents.quarantined.keys() - {row.number for row in contents.runs}
@@ -145,7 +145,7 @@ def _find_index(
             home.health.take_out(error.strerror or str(error))
         _refuse_if_all_are_out(volumes, home)
         if files.numbers() or _has_index(home):
-            _log.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
+            logger.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
             observer.count("store.index_rebuilds")
     index, identity = _new_index(config, volumes, identity)
     recency = {number: Recency(number, 0.0) for number in files.uncleared()}
@@ -176,7 +176,7 @@ def _remove_old_index(volume: Volume) -> None:
     try:
         volume.call(lambda: remove_index(volume.path / INDEX_NAME), "an old index", writing=True)
     except StoreError as error:
-        _log.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
+        logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
 
 
 def _load_index(home: Volume, identity: StoreIdentity, limit: int, num_stripes: int) -> _FoundIndex:
@@ -214,13 +214,13 @@ def _new_index(
         try:
             index = volume.call(create, "cannot create the index", writing=True)
         except StoreError as error:
-            _log.warning("hcache: %s cannot hold the index: %s", volume.path, error)
+            logger.warning("hcache: %s cannot hold the index: %s", volume.path, error)
             continue
         if volume is not home:
             identity = identity.next(index_stripe=volume.stripe)
             publish(volumes, identity)
         return index, identity
-    _log.warning("hcache: no directory takes writes; nothing new is stored until one does")
+    logger.warning("hcache: no directory takes writes; nothing new is stored until one does")
     return None, identity
 
 
@@ -241,13 +241,13 @@ def _read_files(
     rows = [replace(row, number=number) for number, row in enumerate(fresh, last + 1)]
     is_partial = len(well) < len(volumes)
     if is_partial:
-        _log.warning("hcache: what lies in directories that are out is found again when all are back")
+        logger.warning("hcache: what lies in directories that are out is found again when all are back")
     index = found.index
     if index is not None:
         try:
             rows = _fill(index, home, rows, is_partial)
         except StoreError as error:
-            _log.warning("hcache: the new index cannot be written yet: %s", error)
+            logger.warning("hcache: the new index cannot be written yet: %s", error)
             with contextlib.suppress(OSError):
                 home.probe(index.close)
             index = None  # the ledger makes another one, from memory
@@ -271,7 +271,7 @@ def _fill(index: Index, home: Volume, rows: Sequence[RunRow], is_partial: bool) 
             put(partial(index.insert, batch, {}))
             kept += batch
     except StoreFullError as error:
-        _log.warning("hcache: not all stored runs fit the index: %s", error)
+        logger.warning("hcache: not all stored runs fit the index: %s", error)
     put(partial(index.save_meta, partial_meta(is_partial)))
     put(index.mark_complete)
     return kept
@@ -282,4 +282,4 @@ def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
         for batch in batches(rows):  # each with a deadline of its own
             ledger.delete_runs(batch)
     except StoreError as error:
-        _log.warning("hcache: could not tidy the index: %s", error)
+        logger.warning("hcache: could not tidy the index: %s", error)

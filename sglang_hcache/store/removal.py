@@ -17,7 +17,7 @@ from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Remover:
@@ -86,7 +86,9 @@ class Remover:
             # Going on is safe, for rows without files are dropped at the next start; stopping would mean
             # that a full disk, which fails the index too, could never be emptied.
             if self._may_warn():
-                _log.warning("hcache: could not remove segment %d from the index: %s", segment.number, error)
+                logger.warning(
+                    "hcache: could not remove segment %d from the index: %s", segment.number, error
+                )
         if not segment.pins:
             self._unlink(segment)
         return retired.chunks
@@ -103,7 +105,7 @@ class Remover:
         except TimeoutError:
             raise
         except OSError as error:
-            _log.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
+            logger.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
             self._observer.count("store.unlink_failures")
             stray = Segment(number, self._volumes, (volume.stripe,), size)
             stray.retired = True
@@ -131,4 +133,4 @@ class Remover:
         self._undeletable.add(segment)
         self._observer.count("store.unlink_failures")
         if self._may_warn():
-            _log.warning("hcache: segment %d stays for now: %s", segment.number, error)
+            logger.warning("hcache: segment %d stays for now: %s", segment.number, error)

@@ -19,7 +19,7 @@ from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Returns:
@@ -98,7 +98,7 @@ class Returns:
             census.admit(replace(row, number=self._catalog.take_run_number()), Recency(0, 0.0), {})
         self._ledger.mark_whole()
         self._observer.count("store.runs_recovered", len(rows))
-        _log.info("hcache: all directories are there; %d runs are whole again", len(rows))
+        logger.info("hcache: all directories are there; %d runs are whole again", len(rows))
         _, useless = census.strays(is_partial=False)
         return list(census.segments.values()), useless
 
@@ -121,7 +121,7 @@ class Returns:
         except TimeoutError:
             raise
         except OSError as error:
-            _log.warning("hcache: could not trim segment %d in %s: %s", segment.number, volume.path, error)
+            logger.warning("hcache: could not trim segment %d in %s: %s", segment.number, volume.path, error)
         else:
             segment.accounted[volume.stripe] = left + FILE_SLACK_BYTES
 

@@ -23,7 +23,7 @@ from sglang_hcache.store.room import Room, Shortage
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _EVICTIONS_IN_VAIN = 3
 """Segments whose files could not be deleted, before nothing more is evicted in that directory."""
@@ -32,7 +32,7 @@ _FLOOR_WARNING_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one run. Its segment is pinned until :meth:`Space.unpin`."""
+    """Room for one run. Its segment is pinned until :meth:`Catalog.unpin`."""
 
     segment: Segment
     offsets: tuple[int, ...]
@@ -186,10 +186,6 @@ class Space:
             for segment in self._catalog.segments():
                 self._remover.retire(segment, only_unpinned=False)
 
-    def unpin(self, segments: Iterable[Segment]) -> bool:
-        """Give back one pin of each; True if :meth:`tend` has files to delete now. Does no I/O."""
-        return self._catalog.unpin(segments)
-
     def reserved_bytes(self) -> int:
         """What counts against the cap, the index's part included."""
         with self._lock:
@@ -333,7 +329,7 @@ class Space:
         try:
             segment.trim()
         except StoreError as error:
-            _log.warning("hcache: could not trim segment %d: %s", segment.number, error)
+            logger.warning("hcache: could not trim segment %d: %s", segment.number, error)
 
     def _used_bytes(self) -> int:
         """Sum over segments in use and files that could not be removed."""
@@ -342,7 +338,7 @@ class Space:
 
 
 def _warn_about_floor(shortages: Sequence[Shortage], volumes: Sequence[Volume], floor_bytes: int) -> None:
-    _log.warning(
+    logger.warning(
         "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
         "is given up, and nothing new is stored there until more is free",
         format_bytes(floor_bytes),

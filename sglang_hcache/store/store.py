@@ -43,7 +43,7 @@ from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import Volume, volume_stats
 from sglang_hcache.store.writer import RunWriter
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _RECENCY_BATCH = 64
 _CLOSE_S = 3.0
@@ -238,7 +238,7 @@ class DiskStore:
         self._unpin([item.run.segment for item in lease.slices])
 
     def _unpin(self, segments: Sequence[Segment]) -> None:
-        if self._space.unpin(segments):
+        if self._catalog.unpin(segments):
             self._keeper.wake()
 
     # -- upkeep ----------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class DiskStore:
         drained = self._operations.drain(_CLOSE_S)
         if not (self._keeper.close(_CLOSE_S) and drained):
             # I/O that hangs: everything acknowledged is durable already, and the locks end with the process.
-            _log.warning(
+            logger.warning(
                 "hcache: reads or writes did not end within %g s; the store is left as it is", _CLOSE_S
             )
             return
@@ -306,7 +306,7 @@ class DiskStore:
             self._save_recency()
             self._ledger.save_meta(self._meta())
         except StoreError as error:
-            _log.warning("hcache: recency is not saved: %s", error)
+            logger.warning("hcache: recency is not saved: %s", error)
         self._ledger.close()
         self._engine.close(_CLOSE_S)
         for volume in self._volumes:

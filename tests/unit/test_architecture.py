@@ -63,7 +63,7 @@ MUTATORS = {
     *("add", "discard", "update", "setdefault", "popitem", "appendleft", "popleft"),
 }
 CONSTANT_NAME = re.compile(r"_{0,2}[A-Z][A-Za-z0-9_]*|__\w+__")
-MODULE_OBJECTS = {"logger", "_logger", "log", "_log", "app"}
+MODULE_OBJECTS = {"logger", "app"}
 """Lower-case module names that are not state: the module's logger and the command-line application."""
 
 

@@ -109,7 +109,7 @@ def pack_header(header: ExtentHeader) -> bytes:
     return bytes(block)
 
 
-def looks_like_header(block: Buffer) -> bool:
+def _looks_like_header(block: Buffer) -> bool:
     """Whether ``block`` begins as a header does; says nothing about its validity."""
     return bytes(block[: len(MAGIC)]) == MAGIC
 
@@ -122,7 +122,7 @@ def parse_header(block: Buffer) -> ExtentHeader:
     """
     if len(block) != BLOCK:
         raise CorruptExtentError(f"header has {len(block)} of {BLOCK} bytes")
-    if not looks_like_header(block):
+    if not _looks_like_header(block):
         raise CorruptExtentError(f"header has wrong magic {bytes(block[:8])!r}")
     fields = _FIXED.unpack_from(block)
     (_, version, header_bytes, stored_digest, namespace_id, run_id, layer, num_layers, first_chunk,
@@ -168,7 +168,7 @@ def peek_extent(block: Buffer, first: ExtentHeader) -> tuple[int, int, int] | No
 
     Looks at the first ``PEEK_BYTES`` only and not at the digest: quick, for what is served is checked again.
     """
-    if len(block) < PEEK_BYTES or not looks_like_header(block):
+    if len(block) < PEEK_BYTES or not _looks_like_header(block):
         return None
     (_, version, header_bytes, _, namespace_id, run_id, layer, num_layers, first_chunk,
      num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, member_mask,

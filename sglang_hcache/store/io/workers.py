@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
@@ -69,7 +69,7 @@ class WorkerPool:
             try:
                 job()
             except Exception:  # our bug; the thread outlives it
-                _log.exception("hcache: a job failed")
+                logger.exception("hcache: a job failed")
             job = None  # the next one may be long in coming, and this one holds buffers
 
 

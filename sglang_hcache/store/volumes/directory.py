@@ -31,7 +31,7 @@ _OWN_NAMES = frozenset(
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StoreDirectory:
@@ -89,7 +89,7 @@ class StoreDirectory:
                 continue
             except OSError as error:
                 _raise_unless_of_one_file(error)
-                _log.warning("hcache: %s cannot be used: %s", entry.path, error)
+                logger.warning("hcache: %s cannot be used: %s", entry.path, error)
                 failures.append(error)
                 sizes[int(match.group(1))] = 0
         if len(failures) > 1 and len(failures) == len(sizes):
@@ -289,7 +289,7 @@ class StoreDirectory:
             raise OSError(errno.EIO, "what was written did not come back")
         if not self.direct and not self._has_warned:
             self._has_warned = True
-            _log.warning(
+            logger.warning(
                 "hcache: %s does not support O_DIRECT; its reads and writes use the page cache", self.path
             )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_hcache.core.observer import Observer
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 READ_ONLY_ERRNOS = FULL_ERRNOS | {errno.EROFS}
@@ -135,14 +135,14 @@ class Health:
         """A probe failed."""
         with self._lock:
             if reason != self.reason:
-                _log.warning("hcache: %s is still %s: %s", self._path, self.condition, reason)
+                logger.warning("hcache: %s is still %s: %s", self._path, self.condition, reason)
             self.reason = reason
             self._back_off()
 
     def recover(self) -> None:
         """A probe went well: use it again."""
         with self._lock:
-            _log.info("hcache: %s is used again", self._path)
+            logger.info("hcache: %s is used again", self._path)
             self.condition = Condition.HEALTHY
             self.reason = ""
             self.is_full = False
@@ -160,7 +160,9 @@ class Health:
             self.condition, self.reason, self.is_full = condition, reason, is_full
             self._back_off()
         what = "its chunks are misses" if condition is Condition.OUT else "nothing is written to it"
-        _log.warning("hcache: %s is %s (%s): %s until it is well again", self._path, condition, reason, what)
+        logger.warning(
+            "hcache: %s is %s (%s): %s until it is well again", self._path, condition, reason, what
+        )
         self._observer.count("store.directory_trips")
         self.on_change()
 

@@ -21,7 +21,7 @@ from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirector
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
 from sglang_hcache.store.volumes.volume import Volume
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SHOWS_S = 1.0
 """On a full disk the next segment goes when the room of the last one does not show so long, ..."""
@@ -253,7 +253,7 @@ def _probe(volume: Volume) -> None:
             oldest = min(sizes, default=None)
             if oldest is None:
                 raise
-            _log.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
+            logger.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
             volume.probe(partial(directory.unlink_segment, oldest))
             if sizes[oldest]:
                 unlink_at = min(time.monotonic() + _SHOWS_S, wait_no_more_at)
@@ -280,5 +280,5 @@ def _updated(
     try:
         publish(volumes, changed)
     except StoreError as error:
-        _log.warning("hcache: the superblocks could not be brought up to date: %s", error)
+        logger.warning("hcache: the superblocks could not be brought up to date: %s", error)
     return changed

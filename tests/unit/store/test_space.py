@@ -156,7 +156,7 @@ def test_a_lease_taken_while_a_victim_is_chosen_wins(
     real = Catalog.take_coldest
     leases = []
 
-    def take_coldest(catalog: Catalog, within: int = -1) -> Segment | None:
+    def take_coldest(catalog: Catalog, within: int) -> Segment | None:
         victim = real(catalog, within)
         if not leases:
             leases.append(store.lease(held))
