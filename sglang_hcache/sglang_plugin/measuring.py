@@ -123,7 +123,7 @@ class Bench:
 
     def _quick_enough(self, lengths: Sequence[int]) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
-        token_s = self._recompute_one(lengths[0], 0) / lengths[0]
+        token_s = min(self._recompute_one(lengths[0], 0) for _ in range(_FEWEST_ROUNDS)) / lengths[0]
         quick = [length for length in lengths if length * token_s <= _MOST_BUDGETS * self.budget_s]
         return quick if len(quick) >= _FEWEST_LENGTHS else lengths[:_FEWEST_LENGTHS]
 
