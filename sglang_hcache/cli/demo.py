@@ -17,7 +17,7 @@ from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import Script, write_scripts
 from sglang_hcache.cli.demo_view import DemoView
 from sglang_hcache.cli.kept_sizes import with_room_in_store
-from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, ServerPair, launch_together
+from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, ServerPair, kill_all, launch_together
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -107,7 +107,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         ChatError: a server failed.
     """
     began = time.monotonic()
-    with terminated_as_interrupted(), demo_folder(settings.keep) as folder:
+    with terminated_as_interrupted() as interruptions, demo_folder(settings.keep) as folder:
         model = folder / "model"
         if not (model / "config.json").exists():
             view.status("Writing a random model")
@@ -140,8 +140,8 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
             if report.kept:
                 tier.stop()  # gracefully: what is still in host memory goes to disk
         finally:
-            reference.kill()
-            tier.kill()
+            interruptions.ignore()
+            kill_all((tier, reference))
     return report
 
 

@@ -52,7 +52,7 @@ def run_chat_demo(
     port = usable_port(host, port)  # before anybody waits for a server
     console = Console()
     with (
-        terminated_as_interrupted(),
+        terminated_as_interrupted() as interruptions,
         demo_folder(keep) as folder,
         # SGLang, killed, leaves its temporary files. A short name: sockets are among them.
         tempfile.TemporaryDirectory(prefix="hcache-") as scratch,
@@ -76,6 +76,7 @@ def run_chat_demo(
             if keep is not None or dirs:
                 server.stop()  # gracefully: what is still in host memory goes to disk
         finally:
+            interruptions.ignore()
             server.kill()
 
 

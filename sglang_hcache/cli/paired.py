@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,12 @@ def launch_together(
         for server in servers:
             server.wait_ready(lambda _: progress(time.monotonic() - began) if progress is not None else None)
     except BaseException:
-        for server in servers:
-            server.kill()
+        kill_all(servers)
         raise
+
+
+def kill_all(servers: Sequence[ServerProcess]) -> None:
+    """Kill each of ``servers``, also if a signal or an error ends the killing of another one."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.kill)

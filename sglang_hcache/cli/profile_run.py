@@ -48,7 +48,10 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
         ConfigError: this machine cannot run a server.
     """
     began = time.monotonic()
-    with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="hcache-profile-") as folder:
+    with (
+        terminated_as_interrupted() as interruptions,
+        tempfile.TemporaryDirectory(prefix="hcache-profile-") as folder,
+    ):
         file = Path(folder) / "profile.json"
         own = settings_arguments(Path(folder) / "hcache.yaml", {**settings, "save_profile": str(file)})
         server = ServerProcess(
@@ -72,8 +75,10 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
                     for line in server.log_text().splitlines()
                     if _WARNING in line
                 ]
-            finally:
                 server.stop()
+            finally:
+                interruptions.ignore()
+                server.kill()
         return Measured(_read(file), time.monotonic() - began, tuple(troubles))
 
 

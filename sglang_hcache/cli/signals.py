@@ -1,4 +1,4 @@
-"""Signals of commands that start servers."""
+"""Signals of commands that have something to clean up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,36 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+class Interruptions:
+    """Lets the first signal through as ``KeyboardInterrupt``, and none after it: that would end the clean-up."""
+
+    def __init__(self) -> None:
+        self._is_ignoring = False
+
+    def ignore(self) -> None:
+        """From here on the first one does nothing either. Say it where clean-up begins that must reach its end."""
+        self._is_ignoring = True
+
+    def handle(self, _number: int, _frame: FrameType | None) -> None:
+        """For ``signal.signal``."""
+        if not self._is_ignoring:
+            self._is_ignoring = True
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command like Ctrl-C, through its clean-up. For the main thread."""
+def terminated_as_interrupted() -> Iterator[Interruptions]:
+    """SIGTERM and SIGHUP end the command like Ctrl-C, through its clean-up, which further signals do not end.
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    For the main thread. A signal that our caller ignores (``nohup``) stays ignored.
+    """
+    interruptions = Interruptions()
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = {number: handler for number, handler in old.items() if handler is not signal.SIG_IGN}
     try:
-        yield
+        for number in taken:
+            signal.signal(number, interruptions.handle)
+        yield interruptions
     finally:
-        for number, handler in old.items():
+        for number, handler in taken.items():
             signal.signal(number, handler)

@@ -86,6 +86,8 @@ class StandIn:
     def stop(self) -> None:
         self.is_running = False
 
+    kill = stop
+
     def log_text(self) -> str:
         return self.text
 

@@ -1,0 +1,120 @@
+"""Commands that get signals while they run and while they clean up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from sglang_hcache.cli import demo
+from sglang_hcache.cli.demo import DemoSettings, run_demo
+from sglang_hcache.cli.demo_view import JsonView
+from sglang_hcache.cli.paired import launch_together
+from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.signals import terminated_as_interrupted
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def send(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """A test run in the background of a script inherits that signals are ignored."""
+    old = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", NUMBERS)
+def test_only_the_first_signal_interrupts_and_the_handlers_come_back(first: signal.Signals) -> None:
+    steps = []
+
+    def work() -> None:
+        with terminated_as_interrupted():
+            try:
+                send(first)
+                steps.append("not reached")
+            finally:
+                send(*NUMBERS)
+                steps.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["cleaned up"]
+    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 3
+
+
+def test_clean_up_is_not_interrupted_by_the_first_signal_either() -> None:
+    with terminated_as_interrupted() as interruptions:
+        interruptions.ignore()
+        send(*NUMBERS)
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with terminated_as_interrupted():
+        send(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+class Server:
+    """Stands for ``ServerProcess``: the signal ``number`` comes whenever one is killed."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self.is_killed = False
+
+    def launch(self) -> None:
+        pass
+
+    def wait_ready(self, _progress: object) -> None:
+        send(self.number)
+
+    def kill(self) -> None:
+        send(self.number)
+        self.is_killed = True
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_demo_that_gets_signal_after_signal_kills_both_servers_and_removes_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    servers = (Server(number), Server(number))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
+    monkeypatch.setattr(demo, "_servers", lambda *_: servers)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(DemoSettings(), JsonView())
+    assert [server.is_killed for server in servers] == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_kills_every_server_although_one_cannot_be_killed() -> None:
+    class Stubborn(Server):
+        def launch(self) -> None:
+            raise OSError
+
+        def kill(self) -> None:
+            raise KeyboardInterrupt
+
+    servers: list[Any] = [Stubborn(signal.SIGINT), Server(signal.SIGTERM)]
+    with terminated_as_interrupted() as interruptions:
+        interruptions.ignore()
+        with pytest.raises(KeyboardInterrupt):
+            launch_together(cast(list[ServerProcess], servers))
+    assert servers[1].is_killed
