@@ -107,7 +107,11 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         ChatError: a server failed.
     """
     began = time.monotonic()
-    with terminated_as_interrupted() as interruptions, demo_folder(settings.keep) as folder:
+    with (
+        terminated_as_interrupted() as interruptions,
+        demo_folder(settings.keep) as folder,
+        servers_scratch() as scratch,
+    ):
         model = folder / "model"
         if not (model / "config.json").exists():
             view.status("Writing a random model")
@@ -115,7 +119,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         scripts = write_scripts(settings.conversations, settings.turns, seed=settings.seed)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))
         dirs = settings.dirs or (folder / "tier",)
-        tier, reference = _servers(folder, model, sizes, dirs)
+        tier, reference = _servers(folder, model, sizes, dirs, scratch)
         try:
             view.status("Starting two servers, with and without the tier")
             launch_together(
@@ -161,7 +165,7 @@ def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[T
 
 
 def _servers(
-    folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path]
+    folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path], scratch: str
 ) -> tuple[ServerProcess, ServerProcess]:
     settings = {
         "dirs": [str(directory) for directory in dirs],
@@ -176,17 +180,18 @@ def _servers(
         *("--max-total-tokens", str(sizes.pool_tokens)),
         "--sleep-on-idle",  # the server that is not asked leaves the cores to the other one
     ]
+    environment = {**FAIR_ENVIRONMENT, "TMPDIR": scratch}
     return (
         ServerProcess(
             [*common, *settings_arguments(folder / "hcache.yaml", with_room_in_store(settings, dirs))],
             log=folder / "server-with-tier.log",
-            extra_env=FAIR_ENVIRONMENT,
+            extra_env=environment,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         ),
         ServerProcess(
             [*common, "--hierarchical-cache", "off", "--hcache-cpu-fixes"],
             log=folder / "server-without-tier.log",
-            extra_env=FAIR_ENVIRONMENT,
+            extra_env=environment,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         ),
     )
@@ -207,6 +212,11 @@ def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
 def _disk_usage(folder: Path) -> int:
     """Bytes that the files in ``folder`` take on disk, like ``du``."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def servers_scratch() -> tempfile.TemporaryDirectory[str]:
+    """For the temporary files of servers: SGLang, killed, leaves them. A short name: sockets are among them."""
+    return tempfile.TemporaryDirectory(prefix="hcache-")
 
 
 @contextlib.contextmanager

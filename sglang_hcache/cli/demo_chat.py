@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.command import require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
-from sglang_hcache.cli.demo import MODEL, demo_folder
+from sglang_hcache.cli.demo import MODEL, demo_folder, servers_scratch
 from sglang_hcache.cli.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -54,8 +53,7 @@ def run_chat_demo(
     with (
         terminated_as_interrupted() as interruptions,
         demo_folder(keep) as folder,
-        # SGLang, killed, leaves its temporary files. A short name: sockets are among them.
-        tempfile.TemporaryDirectory(prefix="hcache-") as scratch,
+        servers_scratch() as scratch,
     ):
         model = folder / "model"
         if not (model / "config.json").exists():

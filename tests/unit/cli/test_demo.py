@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from sglang_hcache.cli.demo_script import write_scripts
 from sglang_hcache.cli.demo_view import DemoView, JsonView, LiveView, PlainView
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.paired import PairedAnswer
+from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError
 from sglang_hcache.core.errors import ConfigError
 
 
@@ -112,6 +114,27 @@ def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_settings_are_refused(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"--{field}: {value} is not allowed"):
         DemoSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = []
+
+    def launch(servers: list[ServerProcess], _progress: object) -> None:
+        folders.extend(server._extra_env["TMPDIR"] for server in servers)
+        for folder in folders:
+            (Path(folder) / "socket").touch()
+        raise ServerProcessError("did not start")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
+    monkeypatch.setattr(demo, "launch_together", launch)
+    with pytest.raises(ServerProcessError):
+        demo.run_demo(DemoSettings(), JsonView())
+    assert len(folders) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_scripts() -> None:
