@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.core_model_loading import revert_weight_conversion
 
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,11 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2", {"tie_word_embeddings": True}, ffn="n_inner", shares_kv_heads=False),
 }
 """Name -> family."""
+_LEARNED_POSITIONS = ("opt", "gpt2")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EOS = "<|end|>"
 _SPECIAL_TOKENS = (EOS, "<|system|>", "<|user|>", "<|assistant|>")
+_SEEDS = range(-(2**63), 2**64)  # that torch takes
 _SMALLEST_VOCAB = 320
 """Bytes, special tokens and enough merges that some tokens are whole words."""
 _CHAT_TEMPLATE = (
@@ -120,10 +125,19 @@ class TinyModel:
             raise ConfigError(f"--kv-heads: {self.kv_heads} does not divide --heads {self.heads}")
         if self.vocab < _SMALLEST_VOCAB:
             raise ConfigError(f"--vocab: {self.vocab} is not allowed; at least {_SMALLEST_VOCAB}")
+        if self.seed not in _SEEDS:
+            raise ConfigError(f"--seed: {self.seed} is not allowed; from -2^63 to 2^64 - 1")
 
     @property
     def num_kv_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def fewest_bytes(self) -> int:
+        """That its weights take while they are made, in float32: the large matrices of every family."""
+        # A layer has Q, output and at least two matrices of the feed forward network, which are twice as wide.
+        embeddings = self.vocab + (self.max_position if self.family in _LEARNED_POSITIONS else 0)
+        return 4 * self.hidden * (self.layers * 6 * self.hidden + embeddings)
 
 
 def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | None = None) -> None:
@@ -134,9 +148,11 @@ def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | 
             a built-in one.
 
     Raises:
-        ConfigError: ``path`` holds something already, or cannot be written.
+        ConfigError: ``path`` holds something already or cannot be written, or memory is too small for ``model``.
     """
     path = given_path("FOLDER", path)
+    _check_name(path)
+    _check_memory(model)
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} exists already; name a new or an empty folder")
@@ -145,11 +161,39 @@ def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | 
             folder = Path(scratch) / "model"
             folder.mkdir()
             tokenizer = _train_tokenizer(model, [_TRAINING_TEXT] if texts is None else texts)
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
             _save(_random_model(model, tokenizer), folder)
             os.replace(folder, path)
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename or path}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    except SafetensorError as error:  # a full disk, too
+        raise ConfigError(f"cannot write {path}: {error}") from None
+
+
+def _check_name(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{str(path)!r} is not allowed: the tokenizer can write UTF-8 names only") from None
+
+
+def _check_memory(model: TinyModel) -> None:
+    """Before torch fails with an error of its own, or the system kills the process."""
+    available = psutil.virtual_memory().available
+    if model.fewest_bytes > available:
+        raise ConfigError(
+            "--layers, --hidden, --vocab, --max-position: the weights would take more than the "
+            f"{format_bytes(available)} of memory that are available"
+        )
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers has no class for a file that it cannot write
+        raise OSError(str(error)) from error
 
 
 def _save(network: Any, folder: Path) -> None:

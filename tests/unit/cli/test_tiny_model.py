@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +118,7 @@ def test_answers_keep_their_tokens_as_text(tmp_path, vocab):
         ({"heads": 4, "kv_heads": 3}, "--kv-heads: 3"),
         ({"heads": 4, "kv_heads": 0}, "--kv-heads: 0"),
         ({"vocab": 100}, "--vocab: 100"),
+        ({"seed": 10**23}, "--seed: 10{23} is not allowed"),
     ],
 )
 def test_wrong_setting_is_refused(setting, message):
@@ -126,3 +131,40 @@ def test_existing_content_is_kept(tmp_path):
     with pytest.raises(ConfigError, match="exists already"):
         write_tiny_model(tmp_path, TinyModel(**SMALL))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Like a full disk: what writes more gets an error from the system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [10, 1 << 10, 1 << 16], ids=["template", "tokenizer", "weights"])
+def test_a_full_disk_is_told_with_the_folder(tmp_path, num_bytes):
+    with (
+        files_of_at_most(num_bytes),
+        pytest.raises(ConfigError, match=f"cannot write {tmp_path}/m: .*too large"),
+    ):
+        write_tiny_model(tmp_path / "m", TinyModel(**SMALL))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"hidden": 8 * 10**9}, {"vocab": 10**12}, {"family": "opt", "max_position": 10**12}],
+)
+def test_what_does_not_fit_into_memory_is_refused_at_once(tmp_path, sizes):
+    with pytest.raises(ConfigError, match=r"--hidden, .*would take more than the"):
+        write_tiny_model(tmp_path / "m", TinyModel(**{**SMALL, **sizes}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="UTF-8"):
+        write_tiny_model(tmp_path / os.fsdecode(b"\xff"), TinyModel(**SMALL))
+    assert list(tmp_path.iterdir()) == []
