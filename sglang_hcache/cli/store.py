@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.core.errors import ConfigError, StoreFullError
+from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
@@ -24,7 +25,7 @@ Name all directories of the store, in any order, or the server's YAML file with 
 stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
 --rebuild change the store: they refuse while a server uses it, and say which process that is.
 
-Exit status: 0 all is well, 1 something is damaged, 2 the command could not be carried out.
+Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C ended it.
 """,
     no_args_is_help=True,
 )
@@ -163,6 +164,8 @@ def _clear(
 ) -> None:
     """Remove all chunks. The directories stay a store, with its counts.
 
+    It asks first. Exit status 2 if the answer is not yes.
+
     A running server does the same when it is asked with POST /hicache/storage-backend/clear.
     """
     from sglang_hcache.cli import store_report
@@ -174,7 +177,8 @@ def _clear(
         with StoreView.open(places) as view:
             refuse_if_locked(view)
             question = store_report.clear_question(view)
-        typer.confirm(question, abort=True, err=True)
+        if not _is_agreed(question):
+            raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
     _show(store_report.cleared(clear(places)), as_json)
 
 
@@ -220,16 +224,24 @@ def _show(report: Report, as_json: bool) -> None:
         report.print()
 
 
+def _is_agreed(question: str) -> bool:
+    """Whether the user types yes; the end of the input is a no. typer's own takes Ctrl-C for a no as well."""
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...]:
     """The directories meant.
 
     Raises:
-        ConfigError: none or too many ways to name them.
+        ConfigError: none or too many ways to name them, or an empty name.
     """
     if (config is None) == (not dirs):
         raise ConfigError("name the store: either its directories (DIR) or its file with --config FILE")
     if config is None:
-        parts = [part.strip() for text in dirs or [] for part in text.split(",") if part.strip()]
+        parts = [part.strip() for text in dirs or [] for part in text.split(",")]
+        if not all(parts):
+            raise ConfigError("DIR: a name is empty; is a variable of your shell not set?")
         places = tuple(given_path("DIR", part) for part in parts)
         if len(set(places)) < len(places):
             raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")

@@ -77,6 +77,13 @@ store.close()
 """
 
 
+class Impatient:
+    """Standard input of somebody who presses Ctrl-C."""
+
+    def readline(self) -> str:
+        raise KeyboardInterrupt
+
+
 @pytest.fixture
 def holder(dirs: tuple[Path, ...]) -> Iterator[int]:
     """Process id of another process that uses the store."""
@@ -158,6 +165,9 @@ def test_ways_to_name_the_directories(hcache: Hcache, dirs: tuple[Path, ...], tm
         (["--config", tmp_path / "host-only.yaml"], "sets no `dirs`"),
         ([dirs[0]], "has 2 directories, but 1 is named"),
         ([*dirs, dirs[0]], "names the same directory twice"),
+        ([""], "a name is empty"),
+        ([*dirs, " "], "a name is empty"),
+        ([f"{dirs[0]},"], "a name is empty"),
     ):
         code, out, err = hcache("stat", *arguments)
         assert (code, out) == (2, "")
@@ -237,15 +247,28 @@ def test_gc(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     assert "--to: 'much' is not allowed" in hcache("gc", "--to", "much", *dirs)[2]
 
 
+@pytest.mark.parametrize("command", [["ls"], ["gc"], ["verify"], ["clear", "--yes"], ["fsck", "--rebuild"]])
+def test_a_variable_that_is_not_set_is_told(hcache: Hcache, command: list[str]) -> None:
+    code, out, err = hcache(*command, "")
+    assert (code, out) == (2, "")
+    assert err == "hcache: error: DIR: a name is empty; is a variable of your shell not set?\n"
+
+
 def test_clear_asks(hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    code, out, err = hcache("clear", *dirs)
-    assert (code, out.strip()) == (1, "")
-    assert "Remove all 23 chunks" in err
+    for answer in ("n\n", "\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        code, out, err = hcache("clear", *dirs)
+        assert (code, out) == (2, "")
+        assert "Remove all 23 chunks" in err
+        assert "nothing is removed" in err
+    monkeypatch.setattr("sys.stdin", Impatient())
+    assert hcache("clear", *dirs)[0] == 130
     assert as_json(hcache("stat", "--json", *dirs))["chunks"] == 23
     data = as_json(hcache("clear", "--yes", "--json", *dirs))
     assert (data["chunks_removed"], data["chunks"]) == (23, 0)
     assert as_json(hcache("stat", "--json", *dirs))["segments"] == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert hcache("clear", *dirs)[0] == 0
 
 
 def test_beside_another_process_reading_works_and_changing_names_it(
