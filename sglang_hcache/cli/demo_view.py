@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.paired import LOGPROB_TOLERANCE, Timings
-from sglang_hcache.cli.terminal import spinner_for
+from sglang_hcache.cli.terminal import redraws, spinner_for
 from sglang_hcache.core.units import format_bytes
 
 _COLUMNS = (
@@ -57,7 +57,7 @@ def choose_view(*, as_json: bool) -> DemoView:
     if as_json:
         return JsonView()
     console = Console()
-    return LiveView(console) if console.is_terminal else PlainView()
+    return LiveView(console) if redraws(console) else PlainView()
 
 
 class LiveView:

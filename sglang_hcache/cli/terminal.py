@@ -13,6 +13,11 @@ def spinner_for(console: Console) -> str:
     return "dots" if console.encoding.startswith("utf") else "line"
 
 
+def redraws(console: Console) -> bool:
+    """Whether ``console`` can draw over what it shows: TERM=dumb, as in Emacs, cannot."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def never_fail_to_write(stream: TextIO) -> None:
     """What the encoding of ``stream`` does not have, such as the ² of R², is written as ?."""
     if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,11 +20,14 @@ from rich.text import Text
 
 from sglang_hcache.cli.chat_client import ChatClient, ChatError
 from sglang_hcache.cli.server_options import ApiKey, ServerUrl
+from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.store_text import new_table, print_report
-from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.cli.terminal import redraws
+from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.units import format_bytes
 
 _BAR_WIDTH = 24
+_LONGEST_S = 3600
 _RATES = (
     ("requests that looked", "lookup.requests", ""),
     ("  found something", "lookup.hits", ""),
@@ -32,8 +36,8 @@ _RATES = (
     ("  tokens from disk", "restore.tokens_disk", ""),
     ("  predicted slower, recomputed", "restore.declined_slower", ""),
     ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
-    ("  failed", "restore.failed", "bad"),
-    ("  late", "restore.late", "bad"),
+    ("  restores failed", "restore.failed", "bad"),
+    ("  restores late", "restore.late", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
@@ -62,7 +66,7 @@ class Sample:
 def top(
     url: ServerUrl = "http://127.0.0.1:30000",
     api_key: ApiKey = None,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
     as_json: Annotated[
         bool,
@@ -73,15 +77,18 @@ def top(
 ) -> None:
     """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.
 
-    It asks `/server_info`, which every server has; `--enable-metrics` is not needed.
+    It asks `/server_info`, which every server has; `--enable-metrics` is not needed. Where the window is low,
+    what went wrong comes first.
     """
+    if math.isnan(interval):  # which is neither below the least nor above the most
+        raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")
     with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
         first = _first_look(client)
         if as_json:
             _print_json(client, first, None if once else interval)
         elif once:
             print_report([render(url, first, None)])
-        elif not Console().is_terminal:
+        elif not redraws(Console()):
             _print_looks(client, url, interval, first)
         else:
             _watch(client, url, interval, first)
@@ -129,28 +136,57 @@ def _print_looks(client: ChatClient, url: str, interval: float, last: Sample) ->
 
 def _watch(client: ChatClient, url: str, interval: float, last: Sample) -> None:
     """Until Ctrl-C. A server that does not answer may come back."""
-    with Live(render(url, last, None), console=Console(highlight=False), auto_refresh=False) as live:
-        try:
+    console = Console(highlight=False)
+    live = Live(render(url, last, None, window=console), console=console, auto_refresh=False)
+    with terminated_as_interrupted():
+        try:  # not "with live": a signal while that begins would leave the cursor hidden
+            live.start(refresh=True)
             while True:
                 time.sleep(interval)
                 try:
                     sample = _look(client)
                 except ChatError as error:
-                    live.update(Group(render(url, last, None), Text(str(error), "bold red")), refresh=True)
+                    live.update(render(url, last, None, window=console, trouble=str(error)), refresh=True)
                     continue
-                live.update(render(url, sample, last), refresh=True)
+                live.update(render(url, sample, last, window=console), refresh=True)
                 last = sample
         except KeyboardInterrupt:
             return
+        finally:
+            live.stop()
 
 
-def render(url: str, sample: Sample, before: Sample | None) -> Group:
+def render(
+    url: str, sample: Sample, before: Sample | None, *, window: Console | None = None, trouble: str = ""
+) -> Group:
     """One picture.
 
     Args:
         before: an earlier look, for rates; None: totals only.
+        window: what the picture must fit into, with what went wrong above all else; None: it is whole.
+        trouble: why there is no newer look.
     """
-    return Group(_title(url, sample.state), Text(), _sizes(sample.state), Text(), _counts(sample, before))
+    title = _title(url, sample.state)
+    if trouble:
+        title = Text.assemble((trouble, "bold red"), "\n", title)
+    whole = Group(title, Text(), _sizes(sample.state), Text(), _counts(sample, before, _RATES))
+    if window is None or _height(whole, window) <= window.height:
+        return whole
+    head = Group(title, Text(), _sizes(sample.state, only_unwell=True), Text())
+    room = max(0, window.height - _height(head, window) - 1)  # below the names of the columns
+    return Group(head, _counts(sample, before, _telling(sample.state["counters"])[:room]))
+
+
+def _height(picture: RenderableType, window: Console) -> int:
+    return len(window.render_lines(picture, pad=False))
+
+
+def _telling(counters: Mapping[str, int]) -> list[tuple[str, str, str]]:
+    """Rows for a low window: first what went wrong, and nothing of what might have."""
+    wrong = [
+        (what.strip(), name, kind) for what, name, kind in _RATES if kind == "bad" and counters.get(name)
+    ]
+    return wrong + [row for row in _RATES if row[2] != "bad"]
 
 
 def _title(url: str, state: Mapping[str, Any]) -> Text:
@@ -162,7 +198,8 @@ def _title(url: str, state: Mapping[str, Any]) -> Text:
     return text
 
 
-def _sizes(state: Mapping[str, Any]) -> Table:
+def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Table:
+    """With ``only_unwell`` no healthy directories."""
     table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
     host = state["host"]
     used = host["slots"] - host["free"]
@@ -176,6 +213,8 @@ def _sizes(state: Mapping[str, Any]) -> Table:
         _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
         for directory in disk["directories"]:
             well = directory["condition"] == "healthy"
+            if well and only_unwell:
+                continue
             said = directory["condition"] + (f": {directory['reason']}" if directory["reason"] else "")
             table.add_row(
                 "", "", "", "", "", Text(f"{directory['path']}: {said}", "" if well else "bold red")
@@ -188,10 +227,10 @@ def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, no
     table.add_row(name, bar, format_bytes(used), format_bytes(capacity), f"{chunks:,}", note)
 
 
-def _counts(sample: Sample, before: Sample | None) -> Table:
+def _counts(sample: Sample, before: Sample | None, rows: Sequence[tuple[str, str, str]]) -> Table:
     table = new_table(("", "since start", "a second"), {"since start", "a second"})
     counters = sample.state["counters"]
-    for what, name, kind in _RATES:
+    for what, name, kind in rows:
         total = counters.get(name, 0)
         rate = ""
         if before is not None:

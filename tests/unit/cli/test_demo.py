@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sglang_hcache.cli.chat_client import AnswerToken, ChatAnswer, TokenSources
 from sglang_hcache.cli.demo import DemoSettings
 from sglang_hcache.cli.demo_report import DemoReport, TurnResult
 from sglang_hcache.cli.demo_script import write_scripts
-from sglang_hcache.cli.demo_view import DemoView, JsonView, LiveView, PlainView
+from sglang_hcache.cli.demo_view import DemoView, JsonView, LiveView, PlainView, choose_view
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.paired import PairedAnswer
 from sglang_hcache.cli.server_process import ServerProcess, ServerProcessError
@@ -108,6 +109,13 @@ def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     _, output = _run(monkeypatch, _report())
     assert "\x1b" not in output
     assert isinstance(JsonView(), PlainView)
+
+
+def test_a_terminal_that_cannot_draw_over_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for kind, view in (("xterm", LiveView), ("dumb", PlainView)):
+        monkeypatch.setenv("TERM", kind)
+        assert type(choose_view(as_json=False)) is view
 
 
 @pytest.mark.parametrize(("field", "value"), [("conversations", 2), ("turns", 1)])

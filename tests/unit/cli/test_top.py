@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +16,10 @@ from typer.testing import CliRunner
 
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.top import Sample, render
+from sglang_hcache.core.config import environment_with
+from sglang_hcache.core.errors import ConfigError
+
+HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def state(**counters: int) -> dict[str, Any]:
@@ -38,12 +48,16 @@ def state(**counters: int) -> dict[str, Any]:
     }
 
 
+def picture(console: Console, *arguments: Any, **options: Any) -> list[str]:
+    with console.capture() as capture:
+        console.print(render("http://here", *arguments, **options))
+    return capture.get().splitlines()
+
+
 def shown(sample: Sample, before: Sample | None) -> dict[str, list[str]]:
     """Lines by their first words."""
     console = Console(width=160, highlight=False)
-    with console.capture() as capture:
-        console.print(render("http://here", sample, before))
-    lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+    lines = [line.rstrip() for line in picture(console, sample, before) if line.strip()]
     return {line.strip().split("  ")[0]: line.split() for line in lines}
 
 
@@ -62,7 +76,7 @@ def test_totals_and_rates() -> None:
     found = shown(after, before)
     assert found["tokens from disk"][-2:] == ["1,640", "320"]
     assert found["bytes read from disk"][-4:] == ["4.0", "MB", "2.0", "MB"]
-    assert found["failed"][-2:] == ["1", "0.5"]
+    assert found["restores failed"][-2:] == ["1", "0.5"]
     assert found["restores done"][-1] == "0"
 
 
@@ -110,3 +124,91 @@ def test_into_a_pipe_each_look_is_printed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_no_server_is_the_way_to_name_one_is_told() -> None:
     result = CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:1", "--once"])
     assert "is a server running there? --url names another" in str(result.exception)
+
+
+def test_a_low_window_shows_what_went_wrong_first() -> None:
+    window = Console(width=80, height=24, force_terminal=True, no_color=True, highlight=False)
+    wrong = {"demote__chunks_dropped_full": 7, "store__io_errors": 3}
+    sample = Sample(0.0, state(restore__done=5, **wrong))
+    lines = picture(window, sample, None, window=window, trouble="the server does not answer")
+    assert len(lines) <= 24
+    assert "the server does not answer" in lines[0]
+    text = "\n".join(lines)
+    places = [text.index(words) for words in ("/b: out", "dropped: disk full", "I/O errors", "restores done")]
+    assert places == sorted(places)
+    for words in ("/a: healthy", "restores late", "damaged extents"):
+        assert words not in text
+    assert "bytes written to disk" in text
+
+    lowest = Console(width=80, height=10, force_terminal=True, highlight=False)
+    assert len(picture(lowest, sample, None, window=lowest)) <= 10
+    high = Console(width=80, height=50, force_terminal=True, highlight=False)
+    assert picture(high, sample, None, window=high) == picture(high, sample, None)
+
+
+@pytest.mark.parametrize("interval", ["inf", "1e30", "nan", "0"])
+def test_an_interval_that_nobody_can_wait_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, interval: str
+) -> None:
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=1))
+    result = CliRunner().invoke(app, ["top", "--interval", interval], env={"COLUMNS": "200"})
+    assert "--interval" in f"{result.output}{result.exception}"
+    assert result.exit_code == 2 or isinstance(result.exception, ConfigError)
+
+
+def in_terminal(kind: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """``hcache top`` of a :class:`Server` that goes on answering; and the other side of its terminal."""
+    program = tmp_path / "top.py"
+    program.write_text(
+        "from sglang_hcache.cli import top\n"
+        "from tests.unit.cli.test_top import Server\n"
+        "top.ChatClient = lambda *_, **__: Server(looks=10**6)\n"
+        "top.top(interval=0.1)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        env=environment_with({"TERM": kind, "PYTHONPATH": str(Path(__file__).parents[3])}),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def read_until(terminal: int, words: bytes) -> bytes:
+    """What it writes up to ``words``, or to its end."""
+    text = b""
+    while words not in text:
+        try:
+            text += os.read(terminal, 65536)
+        except OSError:
+            break
+    return text
+
+
+def test_sigterm_gives_the_cursor_back(tmp_path: Path) -> None:
+    process, terminal = in_terminal("xterm", tmp_path)
+    try:
+        assert HIDDEN in read_until(terminal, b"restores done")
+        process.terminate()
+        assert SHOWN in read_until(terminal, SHOWN)
+        read_until(terminal, b"the end")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def test_a_terminal_that_cannot_draw_over_gets_look_after_look(tmp_path: Path) -> None:
+    process, terminal = in_terminal("dumb", tmp_path)
+    try:
+        for _ in range(2):
+            assert b"restores done" in read_until(terminal, b"I/O errors")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
