@@ -42,6 +42,7 @@ OTHERS = {
     "cli": {
         *("numpy", "torch", "typer", "rich", "yaml", "psutil", "httpx"),
         *("transformers", "tokenizers", "safetensors", "matplotlib", "prometheus_client", "nicegui"),
+        *("markdown_it", "pygments", "starlette"),
     },
     "testing": {"numpy", "xxhash"},
 }
@@ -262,7 +263,11 @@ def test_every_foreign_import_is_a_declared_dependency():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     requirements = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
     declared = {re.split(r"[<>=\[; ]", text)[0].lower() for text in requirements}
-    distribution = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}
+    distribution = {
+        "yaml": "pyyaml",
+        "prometheus_client": "prometheus-client",
+        "markdown_it": "markdown-it-py",
+    }
     roots = {module.split(".")[0] for source in SOURCES for _, module in imported_modules(source)}
     foreign = roots - sys.stdlib_module_names - {"sglang_hcache", "nixl"}  # nixl: optional
     assert {distribution.get(root, root) for root in foreign} <= declared

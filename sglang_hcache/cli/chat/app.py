@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nicegui import app, ui
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 
+from sglang_hcache.cli.chat.answer_html import code_css
 from sglang_hcache.cli.chat.page import ChatPage, PageTexts
 from sglang_hcache.cli.chat.server import AnswerOptions, ChatServer
 from sglang_hcache.cli.chat.session import Session
@@ -17,10 +21,11 @@ from sglang_hcache.cli.chat.watch import Watch
 
 _TITLE = "hcache chat"
 _FOLDER = Path(__file__).parent
-# Whatever a model writes, an address of a picture say: the browser asks nobody but this page's server.
+# Whatever a model writes, an address of a picture say: the browser asks nobody but this page's server, posts nothing
+# elsewhere, and shows the page inside no other one.
 _POLICY = (
-    '<meta http-equiv="Content-Security-Policy" '
-    "content=\"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:\">"
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 _FAVICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#2f5d8c"/>'
@@ -80,8 +85,8 @@ class ChatApp:
 
     def page(self) -> None:
         """Build the page for one tab."""
-        ui.add_head_html(_POLICY)
         ui.add_head_html(f"<script>{(_FOLDER / 'page.js').read_text(encoding='utf-8')}</script>")
+        ui.add_css(code_css())
         ui.add_css(_FOLDER / "page.css")
         ChatPage(
             self._session(str(app.storage.browser["id"])), self._watch, self._settings.texts, self._clear
@@ -100,6 +105,13 @@ class ChatApp:
                 each.conversations.cache_cleared(before)
 
 
+async def _with_policy(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    # A header: in the page itself browsers do not heed frame-ancestors.
+    response = await call_next(request)
+    response.headers["Content-Security-Policy"] = _POLICY
+    return response
+
+
 def run_page(settings: PageSettings) -> None:
     """Serve the page until Ctrl-C or SIGTERM. For the main thread, once a process.
 
@@ -107,6 +119,7 @@ def run_page(settings: PageSettings) -> None:
     with the process.
     """
     chat = ChatApp(settings)
+    app.middleware("http")(_with_policy)
     app.on_startup(chat.start)
     app.on_shutdown(chat.stop)
     ui.page("/", title=_TITLE)(lambda: chat.page())

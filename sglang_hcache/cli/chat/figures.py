@@ -25,7 +25,6 @@ _RESULT_NAMES = {
     "predicted_slower": "not started: predicted slower",
     "no_slots": "not started: no room in the KV pool",
 }
-_FENCE = "```"
 _LOST = ("failed", "late")
 _PHASE_NAMES = {
     "queue": "waiting to begin",
@@ -105,12 +104,6 @@ def exchange_html(exchange: Exchange) -> str:
             + '<div class="hint">The server says at the end of an answer where its prompt came from.</div>'
         )
     return found
-
-
-def answer_markdown(exchange: Exchange) -> str:
-    """The answer so far. A block of code that has not ended yet is closed, so that it looks like one already."""
-    fences = sum(line.lstrip().startswith(_FENCE) for line in exchange.answer.splitlines())
-    return f"{exchange.answer}\n{_FENCE}" if fences % 2 else exchange.answer
 
 
 def seconds_text(seconds: float) -> str:

@@ -7,8 +7,9 @@ from functools import partial
 
 from nicegui import ui
 
+from sglang_hcache.cli.chat.answer_html import answer_html
 from sglang_hcache.cli.chat.conversation import Conversation, Exchange, Phase
-from sglang_hcache.cli.chat.figures import answer_markdown, exchange_html
+from sglang_hcache.cli.chat.figures import exchange_html
 from sglang_hcache.cli.chat.page_parts import labelled
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.starters import Starter
@@ -105,7 +106,8 @@ class _ExchangeView:
             self._question(exchange.question)
             with ui.element("div").classes("answer"):
                 self._thoughts = ui.label().classes("thoughts")
-                self._text = ui.markdown().classes("text")
+                # NiceGUI's class brings its looks of Markdown; sanitised in the browser once more.
+                self._text = ui.html(sanitize=True).classes("text nicegui-markdown")
                 self._waiting = ui.element("div").classes("typing").props("role=img")
                 labelled(self._waiting, "Waiting for the first token")
                 with self._waiting:
@@ -146,7 +148,7 @@ class _ExchangeView:
         self._cleared.set_visibility(exchange.after_clearing)
         self._thoughts.text = exchange.thoughts
         self._thoughts.set_visibility(bool(exchange.thoughts))
-        self._text.content = answer_markdown(exchange)
+        self._text.content = answer_html(exchange.answer)
         self._text.set_visibility(bool(exchange.answer))
         self._waiting.set_visibility(exchange.phase is Phase.WAITING)
         self._empty.set_visibility(exchange.phase is Phase.DONE and not exchange.answer)

@@ -9,7 +9,6 @@ import pytest
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.figures import (
-    answer_markdown,
     exchange_html,
     measures_text,
     restore_results,
@@ -72,18 +71,6 @@ def test_below_an_answer() -> None:
     assert "at the end of an answer" in stopped
     assert "asked for" in exchange_html(exchange(Phase.DONE, is_cut=True))
     assert "asked for" not in exchange_html(exchange(Phase.DONE))
-
-
-@pytest.mark.parametrize(
-    ("answer", "shown"),
-    [
-        ("See:\n```python\nx = 1", "See:\n```python\nx = 1\n```"),
-        ("See:\n```\nx\n```", "See:\n```\nx\n```"),
-        ("no code", "no code"),
-    ],
-)
-def test_code_that_has_not_ended_is_code(answer: str, shown: str) -> None:
-    assert answer_markdown(Exchange("q", answer=answer, phase=Phase.STREAMING)) == shown
 
 
 def test_a_server_without_the_tier() -> None:
