@@ -128,6 +128,22 @@ def refusal(response: httpx.Response) -> str:
     return f"HTTP {response.status_code}: {text}{hint}"
 
 
+class Lines:
+    """Lines of a stream of server-sent events that comes in pieces.
+
+    Only a line feed ends one here. httpx also takes U+2028 and others for line ends, which SGLang does not escape in an
+    answer.
+    """
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def take(self, piece: str) -> list[str]:
+        """The lines that ``piece`` ends. What follows the last line feed is no line yet."""
+        *lines, self._begun = (self._begun + piece).split("\n")
+        return [line.removesuffix("\r") for line in lines]
+
+
 class ChatClient:
     """A client of one server. Requests are greedy and ask for the answer's logprobs.
 
@@ -172,8 +188,10 @@ class ChatClient:
                 if response.is_error:
                     response.read()
                     raise ChatError(f"{self._url}: {refusal(response)}")
-                for line in response.iter_lines():
-                    reader.take(line)
+                lines = Lines()
+                for piece in response.iter_text():
+                    for line in lines.take(piece):
+                        reader.take(line)
         except httpx.HTTPError as error:
             raise ChatError(f"{self._url}: {error!r}") from error
         return reader.answer()

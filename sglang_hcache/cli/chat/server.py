@@ -15,6 +15,7 @@ from sglang_hcache.cli.chat_client import (
     CHAT_PATH,
     KEEPALIVE_S,
     ChatError,
+    Lines,
     Message,
     StreamReader,
     authorization,
@@ -177,9 +178,11 @@ class ChatServer:
                 if response.is_error:
                     await response.aread()
                     raise ChatError(refusal(response))
-                async for line in response.aiter_lines():
-                    reader.take(line)
-                    on_piece(reader)
+                lines = Lines()
+                async for piece in response.aiter_text():
+                    for line in lines.take(piece):
+                        reader.take(line)
+                        on_piece(reader)
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         if not reader.is_whole:

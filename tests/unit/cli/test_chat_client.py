@@ -13,6 +13,7 @@ from sglang_hcache.cli.chat_client import (
     ChatAnswer,
     ChatClient,
     ChatError,
+    Lines,
     Message,
     TokenSources,
     compare_answers,
@@ -54,7 +55,28 @@ def test_the_api_key_is_sent() -> None:
             client.tier_state()
 
 
+def test_only_line_feeds_end_a_line() -> None:
+    lines = Lines()
+    assert lines.take("a\u2028b") == []
+    assert lines.take("\u2029\x85c\r") == []
+    assert lines.take("\n\nd\x0ce\n" + "f") == ["a\u2028b\u2029\x85c", "", "d\x0ce"]
+    assert lines.take("\n") == ["f"]
+
+
 USAGE = {"choices": [], "usage": {"prompt_tokens": 100}}
+
+
+def test_an_answer_with_line_ends_of_other_kinds() -> None:
+    text = "one\u2028two\u2029three\x85four\u20ac"
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        chunks = [_piece(text, (text, -0.5)), USAGE]  # not escaped, as SGLang sends them
+        lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\r\n\r\n" for chunk in chunks]
+        body = "".join([*lines, "data: [DONE]\n\n"]).encode()
+        return httpx.Response(200, content=(body[at : at + 1] for at in range(len(body))))
+
+    with _client(answer) as client:
+        assert client.ask(MESSAGES, max_tokens=3).text == text
 
 
 def test_puts_a_stream_together() -> None:

@@ -124,6 +124,18 @@ def test_an_answer() -> None:
     assert seen[0]["return_cached_tokens_details"]
 
 
+def test_an_answer_with_line_ends_of_other_kinds() -> None:
+    text = "one\u2028two\u2029three\x85four"
+    chunk = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
+
+    async def run() -> None:
+        content = f"data: {chunk}\r\n\r\n".encode() + DONE
+        async with server_of(lambda _: httpx.Response(200, content=content)) as server:
+            assert (await texts_of(server))[-1] == text
+
+    asyncio.run(run())
+
+
 def test_temperature_is_sent_when_given() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert json.loads(request.content)["temperature"] == 0.0
