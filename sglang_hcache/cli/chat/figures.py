@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
-from sglang_hcache.cli.chat.watch import Look, Reach
+from sglang_hcache.cli.chat.watch import FOREIGN_STATE, Look, Reach
 from sglang_hcache.cli.chat_client import TokenSources
 from sglang_hcache.cli.plan_report import METHOD_NAMES
 from sglang_hcache.cli.store_text import counted
@@ -135,11 +135,23 @@ def tier_html(look: Look) -> str:
             '<p class="lack">This server runs without the tier. Start it with '
             "<code>--hierarchical-cache hcache</code> (<code>hcache serve</code> adds it).</p>"
         )
+    try:
+        return _state_html(look, look.tier)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ):  # of another version, whose state has other parts
+        return f'<p class="lack">{FOREIGN_STATE}</p>'
+
+
+def _state_html(look: Look, tier: Mapping[str, Any]) -> str:
     return "".join(
         (
-            _sizes_html(look.tier),
-            _hits_html(look.tier["counters"]),
-            _restores_html(look.tier["counters"]),
+            _sizes_html(tier),
+            _hits_html(tier["counters"]),
+            _restores_html(tier["counters"]),
             _layers_html(look),
             _phases_html(look.phases),
         )

@@ -78,6 +78,12 @@ def test_a_server_without_the_tier() -> None:
     assert "Nothing is known" in tier_html(Look())
 
 
+@pytest.mark.parametrize("lacking", ["host", "counters", "disk"])
+def test_a_tier_of_another_version(lacking: str) -> None:
+    tier = {name: part for name, part in state().items() if name != lacking}
+    assert "not that of this version" in tier_html(tier_look(tier=tier))
+
+
 def tier_look(**changes: Any) -> Look:
     counters = {"lookup__requests": 8, "lookup__hits": 6, "restore__done": 5, "restore__failed": 1}
     fields = {

@@ -314,6 +314,34 @@ def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[s
     asyncio.run(run())
 
 
+FOREIGN: list[Any] = [
+    [{"hcache": {**state(), "layers": ["kv", "of_tomorrow"]}}],
+    [{"hcache": {}}],
+    [{"hcache": 1}],
+    [None],
+    {"hcache": {}},
+]
+
+
+@pytest.mark.parametrize("states", FOREIGN)
+def test_the_watch_outlives_a_state_of_another_version(states: Any) -> None:
+    answers = {"internal_states": states}
+
+    async def run() -> None:
+        async with server_of(lambda _: httpx.Response(200, json=answers)) as server:
+            watch = Watch(server)
+            task = asyncio.create_task(watch.run())
+            watch.seen()
+            await until(lambda: watch.look.reach is Reach.AWAY)
+            assert "not that of this version" in watch.look.problem
+            answers.update(info(state()))
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.UP)
+            task.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_server_without_the_tier() -> None:
     look = look_of(info(None), None)
     assert (look.reach, look.tier, look.layers) == (Reach.UP, None, ())
