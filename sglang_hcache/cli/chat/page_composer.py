@@ -16,6 +16,8 @@ _ON_ENTER = """(event) => {
     event.preventDefault();
     emit(event.target.value);
 }"""
+# What stands in the field now: what the server knows of it may be older.
+_ON_CLICK = """() => emit(document.querySelector(".composer textarea").value)"""
 _HINT = "Enter sends, Shift+Enter starts a new line."
 
 
@@ -39,10 +41,9 @@ class Composer:
                 "field"
             )
             labelled(self._field, "Message")
-            self._field.on("keydown", self._on_enter, js_handler=_ON_ENTER)
-            self._send = (
-                ui.button(icon="send", on_click=self._on_send).props("round unelevated").classes("send")
-            )
+            self._field.on("keydown", self._on_text, js_handler=_ON_ENTER)
+            self._send = ui.button(icon="send").props("round unelevated").classes("send")
+            self._send.on("click", self._on_text, js_handler=_ON_CLICK)
             labelled(self._send, "Send")
             self._stop = ui.button(icon="stop", on_click=self._on_stop).props(
                 "round unelevated color=negative"
@@ -68,14 +69,8 @@ class Composer:
         if self._shown is not None:
             self._shown.draft = event.value or ""
 
-    def _on_enter(self, event: events.GenericEventArguments) -> None:
-        self._submit(str(event.args))
-
-    def _on_send(self) -> None:
-        self._submit(self._field.value or "")
-
-    def _submit(self, text: str) -> None:
-        if self._session.send(self._session.conversations.selected, text):
+    def _on_text(self, event: events.GenericEventArguments) -> None:
+        if self._session.send(self._session.conversations.selected, str(event.args)):
             self._field.value = ""
             ui.run_javascript("hcacheToEnd(); hcacheFocus('.composer textarea')")
 
