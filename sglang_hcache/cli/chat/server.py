@@ -47,6 +47,18 @@ class UnreachableError(ChatError):
     """Nobody listens at the server's address."""
 
 
+class RefusalError(ChatError):
+    """The server answered with an error.
+
+    Args:
+        status: of HTTP.
+    """
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
+
+
 class SilentError(ChatError):
     """The server took the request and did not answer in time: it may be busy."""
 
@@ -140,7 +152,8 @@ class ChatServer:
         only is written to disk.
 
         Raises:
-            ChatError: the server refused, as it does while requests run, or cannot be reached.
+            RefusalError: the server refused; with status 400 while requests run.
+            ChatError: no answer.
         """
         await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))
 
@@ -197,7 +210,7 @@ class ChatServer:
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         if response.is_error:
-            raise ChatError(refusal(response))
+            raise RefusalError(refusal(response), response.status_code)
         return response
 
     def _failure(self, error: httpx.HTTPError) -> ChatError:

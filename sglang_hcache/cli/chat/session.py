@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import dataclass
 
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
-from sglang_hcache.cli.chat.server import ChatServer, UnreachableError
+from sglang_hcache.cli.chat.server import ChatServer, RefusalError
 from sglang_hcache.cli.chat.watch import Watch
 from sglang_hcache.cli.chat_client import ChatError, StreamReader
 
+_STATUS_RUNNING = 400  # of SGLang's /flush_cache, for nothing else
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."
 
 
@@ -66,11 +67,10 @@ class Session:
         """Clear it, and say in a notice what came of it. Whether it was cleared."""
         try:
             await self._server.clear_gpu_cache()
-        except UnreachableError as error:
-            self._tell(f"The GPU cache was not cleared. {error}", is_error=True)
-            return False
         except ChatError as error:
-            self._tell(f"The GPU cache was not cleared. {error} {_REFUSED}", is_error=True)
+            is_running = isinstance(error, RefusalError) and error.status == _STATUS_RUNNING
+            hint = f" {_REFUSED}" if is_running else ""
+            self._tell(f"The GPU cache was not cleared. {error}{hint}", is_error=True)
             return False
         self._tell("GPU cache cleared. The next answer shows what the tier brings back.")
         self._watch.hurry()

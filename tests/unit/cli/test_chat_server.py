@@ -259,6 +259,26 @@ def test_clearing_the_gpu_cache(status: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("handler", "said", "is_running"),
+    [
+        (lambda _: httpx.Response(400, text="Flush cache failed."), "Flush cache failed.", True),
+        (lambda _: httpx.Response(401, json={"message": "Unauthorized"}), "Unauthorized", False),
+        (lambda _: httpx.Response(500, text="broken"), "broken", False),
+        (fails_with(httpx.ReadTimeout), "in time", False),
+        (fails_with(httpx.ConnectError), "cannot be reached", False),
+    ],
+)
+def test_why_the_gpu_cache_was_not_cleared(handler: Handler, said: str, is_running: bool) -> None:
+    async def run() -> None:
+        async with session_of(handler) as session:
+            assert not await session.clear_gpu_cache()
+            assert said in session.notice.text
+            assert ("while requests run" in session.notice.text) == is_running
+
+    asyncio.run(run())
+
+
 METRICS = """\
 # TYPE sglang:hcache_restore_phase_seconds histogram
 sglang:hcache_restore_phase_seconds_sum{phase="read",tp_rank="0"} 3.0
