@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 import httpx
 
 from sglang_hcache.core.config import API_KEY_VARIABLE
-from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.errors import ConfigError, HCacheError
 
 CHAT_PATH = "/v1/chat/completions"
 KEEPALIVE_S = 2.0
@@ -111,7 +111,16 @@ def request_body(messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header by which SGLang knows who may ask; none without a key."""
+    """The header by which SGLang knows who may ask; none without a key.
+
+    Raises:
+        ConfigError: no header can hold the key. The message does not tell it.
+    """
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError(
+            f"--api-key, or {API_KEY_VARIABLE}: holds characters other than printable ASCII, perhaps a line's end; "
+            "such a key cannot be sent"
+        )
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 

@@ -18,6 +18,7 @@ from sglang_hcache.cli.chat_client import (
     TokenSources,
     compare_answers,
 )
+from sglang_hcache.core.errors import ConfigError
 
 MESSAGES = [Message(role="user", content="Hello")]
 
@@ -53,6 +54,15 @@ def test_the_api_key_is_sent() -> None:
         client = ChatClient("http://server", api_key=key, transport=transport)
         with client, pytest.raises(ChatError, match=r"401.*--api-key, or in HCACHE_API_KEY"):
             client.tier_state()
+
+
+@pytest.mark.parametrize(
+    "key", ["secret\r", "secret\n", "sec\x00ret", "secr\u00e9t", "secret\u2028", "secret\x7f"]
+)
+def test_a_key_that_no_header_can_hold(key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key, or HCACHE_API_KEY") as refusal:
+        ChatClient("http://server", api_key=key)
+    assert "sec" not in str(refusal.value)
 
 
 def test_only_line_feeds_end_a_line() -> None:
