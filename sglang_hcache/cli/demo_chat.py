@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_hcache.cli.chat.command import require_nicegui, serve_page, usable_port
+from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
 from sglang_hcache.cli.demo import MODEL, demo_folder, servers_scratch
 from sglang_hcache.cli.kept_sizes import with_room_in_store
@@ -34,7 +34,13 @@ _STARTUP_TIMEOUT_S = 300.0
 
 
 def run_chat_demo(
-    *, dirs: Sequence[Path], keep: Path | None, host: str, port: int, opens_browser: bool
+    *,
+    dirs: Sequence[Path],
+    keep: Path | None,
+    host: str,
+    port: int,
+    opens_browser: bool,
+    allowed: Sequence[str] = (),
 ) -> None:
     """Start the server and serve the page until Ctrl-C; leaves no process, and no file but what is to be kept.
 
@@ -42,12 +48,14 @@ def run_chat_demo(
         dirs: directories of the disk tier, kept; none: a folder beside the model.
         keep: folder for model, disk tier and logs; None: a temporary one.
         port: of the page; 0 for a free one.
+        allowed: further names under which browsers may ask for the page.
 
     Raises:
         ConfigError: a setting is wrong, NiceGUI is missing, or this machine cannot run a server.
         ServerProcessError: the server did not start.
     """
     require_nicegui()
+    host_names(host, allowed)
     port = usable_port(host, port)  # before anybody waits for a server
     console = Console()
     with (
@@ -66,6 +74,7 @@ def run_chat_demo(
                 server.url,
                 host=host,
                 port=port,
+                allowed=allowed,
                 # Greedy: only whole words win then, so that an answer that is sent back has the tokens it had.
                 options=AnswerOptions(max_tokens=_ANSWER_TOKENS, temperature=0.0),
                 opens_browser=opens_browser,

@@ -196,6 +196,7 @@ def _demo(
     ] = False,
     host: chat.PageHost = "127.0.0.1",
     port: chat.PagePort = chat.PAGE_PORT,
+    allowed: chat.AllowedHosts = None,
     opens_browser: chat.OpensBrowser = False,
 ) -> None:
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
@@ -210,7 +211,9 @@ def _demo(
     if with_page:
         from sglang_hcache.cli.demo_chat import run_chat_demo
 
-        run_chat_demo(dirs=folders, keep=keep, host=host, port=port, opens_browser=opens_browser)
+        run_chat_demo(
+            dirs=folders, keep=keep, host=host, port=port, allowed=allowed or (), opens_browser=opens_browser
+        )
         return
     settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
     with choose_view(as_json=as_json) as view:

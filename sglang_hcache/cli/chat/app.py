@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nicegui import app, ui
 from starlette.middleware.base import RequestResponseEndpoint
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -45,6 +46,8 @@ class PageSettings:
     """The SGLang server."""
     host: str
     port: int
+    names: tuple[str, ...] = ()
+    """Under which browsers may ask for the page; none: any."""
     options: AnswerOptions = field(default_factory=AnswerOptions)
     texts: PageTexts = field(default_factory=PageTexts)
     opens_browser: bool = False
@@ -120,6 +123,8 @@ def run_page(settings: PageSettings) -> None:
     """
     chat = ChatApp(settings)
     app.middleware("http")(_with_policy)
+    if settings.names:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.names, www_redirect=False)
     app.on_startup(chat.start)
     app.on_shutdown(chat.stop)
     ui.page("/", title=_TITLE)(lambda: chat.page())

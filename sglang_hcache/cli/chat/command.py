@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.cli.chat_client import authorization
 from sglang_hcache.cli.ports import try_to_listen
 from sglang_hcache.cli.server_options import ApiKey, ServerUrl
 from sglang_hcache.core.errors import ConfigError
 
 PAGE_PORT = 8088
 _PANEL = "The page"
+_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_HOST_NAME = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-fA-F:.]+\]", re.ASCII)
 
 PagePort = Annotated[
     int,
@@ -25,6 +30,18 @@ PageHost = Annotated[
     typer.Option(
         help="Address that the page listens on. There is no login: with another one than this machine's own, "
         "whoever reaches it can use it.",
+        rich_help_panel=_PANEL,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="Name under which browsers may ask for the page, besides this machine's own, behind a reverse proxy say; "
+        "can be given again, and `*.NAME` is any name below one. Where --host is not this machine's own and none is "
+        "given, any name will do.",
+        show_default=False,
         rich_help_panel=_PANEL,
     ),
 ]
@@ -39,6 +56,7 @@ def chat(
     api_key: ApiKey = None,
     host: PageHost = "127.0.0.1",
     port: PagePort = PAGE_PORT,
+    allowed: AllowedHosts = None,
     opens_browser: OpensBrowser = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 1024,
     temperature: Annotated[
@@ -60,7 +78,15 @@ def chat(
     Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Ctrl-C ends it.
     """
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
-    serve_page(url, api_key=api_key, host=host, port=port, options=options, opens_browser=opens_browser)
+    serve_page(
+        url,
+        api_key=api_key,
+        host=host,
+        port=port,
+        allowed=allowed or (),
+        options=options,
+        opens_browser=opens_browser,
+    )
 
 
 def serve_page(
@@ -70,6 +96,7 @@ def serve_page(
     port: int,
     options: AnswerOptions,
     opens_browser: bool,
+    allowed: Sequence[str] = (),
     api_key: str | None = None,
     note: str = "",
 ) -> None:
@@ -79,12 +106,15 @@ def serve_page(
         url: of the SGLang server.
         api_key: what it was given as ``--api-key``.
         port: 0 for a free one.
+        allowed: as :func:`host_names` takes them.
         note: about the model, shown in the page.
 
     Raises:
-        ConfigError: NiceGUI is missing, or the page cannot listen there.
+        ConfigError: NiceGUI is missing, the key cannot be sent, a name is none, or the page cannot listen there.
     """
     require_nicegui()
+    names = host_names(host, allowed)
+    authorization(api_key)  # its error belongs on the terminal, not into the page's log
     from sglang_hcache.cli.chat.app import PageSettings, run_page
     from sglang_hcache.cli.chat.page import PageTexts
     from sglang_hcache.cli.chat.starters import starters
@@ -95,11 +125,36 @@ def serve_page(
             api_key=api_key,
             host=host,
             port=usable_port(host, port),
+            names=names,
             options=options,
             texts=PageTexts(starters=starters(), note=note),
             opens_browser=opens_browser,
         )
     )
+
+
+def host_names(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Names under which browsers may ask for the page; none: any.
+
+    A page of somebody else can have its own name point to this machine. The browser then lets it read what is served
+    here, but still says that name.
+
+    Args:
+        host: what the page listens on.
+        allowed: further names, ``*.`` before one for all below it.
+
+    Raises:
+        ConfigError: one of ``allowed`` is no name.
+    """
+    for name in allowed:
+        if not _HOST_NAME.fullmatch(name):
+            raise ConfigError(
+                f"--allow-host: {name!r} is not a name without scheme and port, as in chat.example.org"
+            )
+    is_own = host in _OWN_NAMES or host == "::1" or host.startswith("127.")
+    if not (is_own or allowed):
+        return ()
+    return tuple(dict.fromkeys((*_OWN_NAMES, f"[{host}]" if ":" in host else host, *allowed)))
 
 
 def require_nicegui() -> None:

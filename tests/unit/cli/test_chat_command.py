@@ -39,11 +39,42 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = run(
         monkeypatch, "--url", "gpu7:30000", "--port", "9", "--max-tokens", "5", "--temperature", "0", "--system", "s",
-        "--open",
+        "--open", "--allow-host", "a.b", "--allow-host", "c",
     )  # fmt: skip
     assert (seen["url"], seen["port"]) == ("http://gpu7:30000", 9)
     assert seen["options"] == AnswerOptions(max_tokens=5, temperature=0.0, system="s")
     assert seen["opens_browser"]
+    assert seen["allowed"] == ["a.b", "c"]
+
+
+@pytest.mark.parametrize("command_line", [["chat", "--port", "0"], ["top", "--once"]])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_told(command_line: list[str]) -> None:
+    result = CliRunner().invoke(app, command_line, env={"HCACHE_API_KEY": "s3cret\r"})
+    assert isinstance(result.exception, ConfigError)
+    assert "HCACHE_API_KEY" in str(result.exception)
+    assert "s3cret" not in str(result.exception) + result.output
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "names"),
+    [
+        ("127.0.0.1", (), ("localhost", "127.0.0.1", "[::1]")),
+        ("localhost", (), ("localhost", "127.0.0.1", "[::1]")),
+        ("::1", (), ("localhost", "127.0.0.1", "[::1]")),
+        ("127.0.0.2", ("a.b",), ("localhost", "127.0.0.1", "[::1]", "127.0.0.2", "a.b")),
+        ("0.0.0.0", (), ()),
+        ("0.0.0.0", ("*.a.b",), ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "*.a.b")),
+        ("fd00::1", ("[fd00::2]",), ("localhost", "127.0.0.1", "[::1]", "[fd00::1]", "[fd00::2]")),
+    ],
+)
+def test_names_of_the_page(host: str, allowed: tuple[str, ...], names: tuple[str, ...]) -> None:
+    assert command.host_names(host, allowed) == names
+
+
+@pytest.mark.parametrize("name", ["http://a.b", "a.b:80", "*", "a*", "a.*", "", "a b", "::1"])
+def test_what_is_no_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-host"):
+        command.host_names("127.0.0.1", ["a.b", name])
 
 
 def test_a_port_in_use_is_named() -> None:
