@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import Locator, Page, expect
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 HCACHE = Path(sys.executable).parent / "hcache"
 PATIENCE_MS = 120_000.0  # machines that run tests are slow, and busy
 _SOURCES = re.compile(r"by source: ([\d,]+) GPU, ([\d,]+) host, ([\d,]+) disk, ([\d,]+) recomputed")
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    """A browser; the test is skipped where there is none."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield running
+        running.close()
 
 
 class ChatProcess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,11 +9,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import yaml
-from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect
 
 from sglang_hcache.cli.chat.starters import starters
 from sglang_hcache.cli.server_process import free_port
-from tests.e2e.chat_page import PATIENCE_MS, ChatProcess, Tab
+from tests.e2e.chat_page import PATIENCE_MS, ChatProcess, Tab, running_browser
 from tests.e2e.harness import TierServer
 
 _DESKTOP: ViewportSize = {"width": 1360, "height": 860}
@@ -25,13 +24,8 @@ _LONG_ANSWER_TOKENS = "5000"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("needs a browser: apt-get install chromium")
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with running_browser() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
