@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -179,9 +180,9 @@ def in_terminal(kind: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int
 
 
 def read_until(terminal: int, words: bytes) -> bytes:
-    """What it writes up to ``words``, or to its end."""
+    """What it writes up to ``words``, to its end or until it is silent for a minute."""
     text = b""
-    while words not in text:
+    while words not in text and select.select([terminal], [], [], 60.0)[0]:
         try:
             text += os.read(terminal, 65536)
         except OSError:
