@@ -452,7 +452,7 @@ def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_
         monkeypatch.undo()
         store = open_store(config)
     assert store.match(OLD) == 0
-    assert {len(list(path.glob("segment-*"))) for path in config.dirs} == {0}
+    wait_until(lambda: not any(list(path.glob("segment-*")) for path in config.dirs))
     store.close()
     assert open_store(config).match(OLD) == 0
 

@@ -157,8 +157,3 @@ def test_a_probe_that_hangs_means_posix(
     (record,) = messages.records
     assert record.levelno == logging.WARNING
     assert "no answer within 0.05 s" in record.getMessage()
-
-
-def test_there_are_no_other_engines(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fast"):
-        choose("fast", tmp_path)
