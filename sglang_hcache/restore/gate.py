@@ -151,12 +151,11 @@ class RestoreGate:
             unknown or parts,
             key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
         )
-        saved_s = costs.compute_recompute_s - self._drift[_PREFILL] * self.profile.compute.recompute.fixed_s
         return Decision(
             num_recompute=times.num_recompute,
             work_s=times.total_s,
             delay_s=self._delay_s,
-            recompute_s=len(self._stored) * saved_s,
+            recompute_s=self.prefill_s(count, start),
             recomputing_s=work_s[_PREFILL],
             io_s=times.io_s,
             bottleneck=slowest

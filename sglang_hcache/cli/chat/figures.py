@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
-from sglang_hcache.cli.chat.watch import FOREIGN_STATE, Look, Reach
+from sglang_hcache.cli.chat.watch import FOREIGN_ERRORS, FOREIGN_STATE, Look, Reach
 from sglang_hcache.cli.chat_client import TokenSources
 from sglang_hcache.cli.plan_report import METHOD_NAMES
 from sglang_hcache.cli.store_text import counted
@@ -137,12 +137,7 @@ def tier_html(look: Look) -> str:
         )
     try:
         return _state_html(look, look.tier)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ):  # of another version, whose state has other parts
+    except FOREIGN_ERRORS:
         return f'<p class="lack">{FOREIGN_STATE}</p>'
 
 

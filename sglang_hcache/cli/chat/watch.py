@@ -15,6 +15,8 @@ from sglang_hcache.core.layout import Method
 
 _EVERY_S = 2.0
 _EVERY_AWAY_S = 1.0  # while the server is away: people wait
+FOREIGN_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
+"""What comes of a state that has other parts than that of this version."""
 FOREIGN_STATE = "The server answers, but its state is not that of this version of hcache."
 _VIEWER_S = 5.0  # a page that was not drawn for so long is closed
 
@@ -100,7 +102,7 @@ class Watch:
             self.look = look_of(info, await self._server.phase_seconds())
         except SilentError as error:
             self.look = replace(self.look, reach=Reach.BUSY, problem=str(error))
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except FOREIGN_ERRORS:
             self.look = replace(self.look, reach=Reach.AWAY, problem=FOREIGN_STATE)
         except ChatError as error:  # nobody is there, or it answers, but not as a server that is ready
             self.look = replace(self.look, reach=Reach.AWAY, problem=str(error))

@@ -598,16 +598,21 @@ def test_new_weights_end_everything(world: World) -> None:
     assert all(world.coordinator.may_be_admitted(f"r{name}") for name in (1, 2, 3))
 
 
-def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def end_late(world: World, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The restore of "late", the first of two prefixes on disk, runs for so long and is too late."""
     monkeypatch.setattr(RestoreJob, "sources", (DISK,))
     for name in (1, 2):
         world.store(tokens(name, 4))
     world.queue("late", tokens(1, 4))
     world.coordinator.tick()
-    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
+    world.engine.end(RestoreState.FAILED, late_after_s=seconds)
     world.coordinator.tick()
+
+
+def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_late(world, monkeypatch, 10.0)
     world.queue("next", tokens(2, 4))
     assert world.coordinator.may_be_admitted("next")
     world.coordinator.drop("next")
@@ -622,13 +627,7 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
 def test_one_that_was_late_for_others_before_it_says_nothing_of_the_disk(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
-    for name in (1, 2):
-        world.store(tokens(name, 4))
-    world.queue("late", tokens(1, 4))
-    world.coordinator.tick()
-    world.engine.end(RestoreState.FAILED, late_after_s=0.1)
-    world.coordinator.tick()
+    end_late(world, monkeypatch, 0.1)
     assert world.coordinator.may_be_admitted("late")
     world.queue("next", tokens(2, 4))
     world.coordinator.tick()

@@ -216,10 +216,8 @@ def test_of_one_prefix_the_part_that_was_used_again_is_written(tmp_path: Path) -
     tiers.close()
 
 
-def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
-    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demoter, "_MOST_WAITING_TOKENS", 100)
+def held_up(tiers: TieredStore) -> threading.Event:
+    """The demoter does nothing until this is set."""
     begun, go_on = threading.Event(), threading.Event()
 
     def wait() -> list[bytes]:
@@ -229,6 +227,14 @@ def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
 
     tiers.demote(wait)
     assert begun.wait(10)
+    return go_on
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_MOST_WAITING_TOKENS", 100)
+    go_on = held_up(tiers)
     put(tiers, 1)
     for _ in range(3):
         tiers.demote(lambda: [key(1)], 40)
@@ -245,15 +251,7 @@ def test_what_is_written_at_the_end_does_not_depend_on_what_waits(
     tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demoter, "_MOST_REQUESTS", 2)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def wait() -> list[bytes]:
-        begun.set()
-        go_on.wait(10)
-        return []
-
-    tiers.demote(wait)
-    assert begun.wait(10)
+    go_on = held_up(tiers)
     put(tiers, 1)
     for _ in range(3):
         tiers.demote(list, 1)
