@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.device.kv_rows import GatheredRows, load_library
 from sglang_hcache.device.projector import KVPool
 
 
@@ -21,7 +23,7 @@ class KVGather(Protocol):
 
 
 class TorchGather:
-    """By torch's operations, a layer at a time. A :class:`KVGather`."""
+    """By torch's operations, a layer at a time, where nothing else can be had. A :class:`KVGather`."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -34,9 +36,13 @@ class TorchGather:
 
 def load_gather(pool: KVPool, num_layers: int, *, is_cpu: bool) -> KVGather:
     """The one for this device."""
+    pools = [pool.buffers(layer) for layer in range(num_layers)]
     if is_cpu:
-        return TorchGather(pool)
+        try:
+            return GatheredRows(load_library(), pools)
+        except (ConfigError, OSError):  # whoever writes rows has said so
+            return TorchGather(pool)
     # Imported where it is used: Triton is slow to import, and a CPU has no use for it.
     from sglang_hcache.device.triton_gather import TritonGather
 
-    return TritonGather([pool.buffers(layer) for layer in range(num_layers)])
+    return TritonGather(pools)

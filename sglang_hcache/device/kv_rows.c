@@ -1,5 +1,5 @@
 /* K and V rows into the paged pool, K rotated on the way: one pass over memory that the model's own operations need
- * eight for. Every product and difference is rounded as those operations round it, so the results are the same bits.
+ * eight for. And out of it, all layers in one call. Every product and difference is rounded as those operations round it, so the results are the same bits.
  *
  * Slot numbers have 64 bits; strides count elements; count is of rows. */
 
@@ -86,4 +86,15 @@ void store_rows(const char *restrict rows, const int64_t *restrict slots, char *
         write_past_caches(value_pool + slots[row] * row_bytes, rows + (2 * row + 1) * row_bytes, row_bytes);
     }
     finish_writes();
+}
+
+/* into: (layers, count, 2 * row_bytes), K first; keys, values: where each layer's pool begins, rows of row_bytes. */
+void gather_rows(char *restrict into, const char *const *keys, const char *const *values,
+                 const int64_t *restrict slots, int64_t row_bytes, int64_t layers, int64_t count) {
+    for (int64_t layer = 0; layer < layers; layer++) {
+        for (int64_t row = 0; row < count; row++, into += 2 * row_bytes) {
+            memcpy(into, keys[layer] + slots[row] * row_bytes, row_bytes);
+            memcpy(into + row_bytes, values[layer] + slots[row] * row_bytes, row_bytes);
+        }
+    }
 }

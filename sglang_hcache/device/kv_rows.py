@@ -1,4 +1,4 @@
-"""K and V rows into the KV pool on a CPU, in one pass over memory. Built from ``kv_rows.c`` at start.
+"""K and V rows into the KV pool on a CPU and out of it, in one pass over memory. Built from ``kv_rows.c`` at start.
 
 Works on the calling thread, which leaves the interpreter free meanwhile.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from importlib import resources
 from typing import ClassVar
 
@@ -27,6 +28,16 @@ _ROTATIONS = {torch.bfloat16: "rotate_and_store_bf16", torch.float32: "rotate_an
 _Int = ctypes.c_int64
 
 
+def load_library() -> ctypes.CDLL:
+    """Build the library, or find it built.
+
+    Raises:
+        ConfigError, OSError: neither is possible.
+    """
+    source = resources.files(__package__).joinpath("kv_rows.c").read_text(encoding="utf-8")
+    return ctypes.CDLL(str(ensure_library("kv-rows", _LIBRARY, source, _OPTIONS) / _LIBRARY))
+
+
 class KVRows:
     """Writes rows to the pool's buffers. A :class:`~.row_writers.RowWriter`.
 
@@ -41,13 +52,11 @@ class KVRows:
 
     @classmethod
     def load(cls) -> KVRows | None:
-        """Build the library, or find it built; None, with a line in the log, where that is not possible."""
-        source = resources.files(__package__).joinpath("kv_rows.c").read_text(encoding="utf-8")
+        """With its library; None, with a line in the log, where there can be none."""
         try:
-            folder = ensure_library("kv-rows", _LIBRARY, source, _OPTIONS)
-            return cls(ctypes.CDLL(str(folder / _LIBRARY)))
+            return cls(load_library())
         except (ConfigError, OSError) as error:
-            logger.warning("hcache: restores are slower than they could be: %s", error)
+            logger.warning("hcache: saving and restoring are slower than they could be: %s", error)
             return None
 
     def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
@@ -98,6 +107,35 @@ class KVRows:
         arguments = (*(_address(each) for each in (rows, slots, *pools)), _Int(row_bytes))
         function = self._library["store_rows"]
         function(*arguments, _Int(len(slots)))
+
+
+class GatheredRows:
+    """Reads rows of the pool, any number of layers in one call. A :class:`~.kv_gather.KVGather`.
+
+    Args:
+        library: built from ``kv_rows.c``.
+        pools: memory of K and V of each layer, (slots, kv_heads, head_dim) each, contiguous; it stays where it is.
+    """
+
+    def __init__(self, library: ctypes.CDLL, pools: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._gather = library["gather_rows"]
+        self._pools = pools  # their memory lives as long as this
+        addresses = ctypes.c_void_p * len(pools)
+        self._keys, self._values = (
+            addresses(*(pool[which].data_ptr() for pool in pools)) for which in (0, 1)
+        )
+
+    def __call__(self, into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        num_layers, num_rows, width = into.shape
+        assert slots.dtype is torch.int64
+        assert first + num_layers <= len(self._pools)
+        begin = first * ctypes.sizeof(ctypes.c_void_p)
+        self._gather(
+            _address(into),
+            *(ctypes.byref(pools, begin) for pools in (self._keys, self._values)),
+            _address(slots),
+            *map(_Int, (width // 2 * into.element_size(), num_layers, num_rows)),
+        )
 
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:

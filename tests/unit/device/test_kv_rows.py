@@ -1,28 +1,30 @@
-"""Rows written by the compiled library are, bit for bit, what torch's operations would have written."""
+"""Rows written and read by the compiled library are, bit for bit, what torch's operations write and read."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_hcache.device.key_steps import KeyNorm, KeySteps, Rotation
-from sglang_hcache.device.kv_rows import KVRows
+from sglang_hcache.device.kv_gather import TorchGather, load_gather
+from sglang_hcache.device.kv_rows import GatheredRows, KVRows
 
-HEADS, HEAD_DIM, SLOTS, POSITIONS = 3, 16, 3000, 500
+LAYERS, HEADS, HEAD_DIM, SLOTS, POSITIONS = 4, 3, 16, 3000, 500
 WIDTH = HEADS * HEAD_DIM
 DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> KVRows:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVRows]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         loaded = KVRows.load()
-    assert loaded is not None
-    return loaded
+        assert loaded is not None
+        yield loaded
 
 
 def pools(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +72,40 @@ def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count
     assert torch.equal(mine[1], expected[1])
 
 
+class Pool:
+    """Of ``LAYERS`` layers."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        self.memory = torch.randn(2, LAYERS, SLOTS, HEADS, head_dim).mul(50).clamp(-120, 120).to(dtype)
+
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.memory[0, layer], self.memory[1, layer]
+
+    def write(self, *_args: object) -> None:
+        raise NotImplementedError
+
+    def read(self, *_args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("rows")  # built, and in the folder where it is looked for
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.uint8], ids=str)
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 6])
+@pytest.mark.parametrize(("first", "count"), [(0, LAYERS), (1, 2), (3, 1)])
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 1777])
+def test_rows_of_layers_are_read_from_their_slots(
+    dtype: torch.dtype, head_dim: int, first: int, count: int, num_rows: int
+) -> None:
+    pool, slots = Pool(dtype, head_dim), torch.randperm(SLOTS)[:num_rows]
+    gather = load_gather(pool, LAYERS, is_cpu=True)
+    assert isinstance(gather, GatheredRows)
+    memory = torch.full((count + 2, num_rows, 2 * HEADS * head_dim), 7, dtype=dtype)  # one more on each side
+    found, expected = memory.clone(), memory.clone()
+    gather(found[1:-1], first, slots)
+    TorchGather(pool)(expected[1:-1], first, slots)
+    assert torch.equal(found, expected)
+
+
 def test_a_position_outside_the_table_is_refused(rows: KVRows) -> None:
     key = torch.zeros(2, WIDTH)
     steps = KeySteps(None, Rotation(torch.zeros(POSITIONS, HEAD_DIM), True, True))
@@ -114,4 +150,5 @@ def test_without_a_compiler_there_is_a_line_in_the_log(
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING):
         assert KVRows.load() is None
-    assert "restores are slower than they could be: no C compiler" in caplog.text
+    assert isinstance(load_gather(Pool(torch.float32, HEAD_DIM), LAYERS, is_cpu=True), TorchGather)
+    assert "saving and restoring are slower than they could be: no C compiler" in caplog.text

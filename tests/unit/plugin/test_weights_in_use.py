@@ -38,8 +38,9 @@ class Served:
             weights=lambda: self.weights,
             namespace=lambda _layout, weights: Namespace(b"model", weights),
         )
+        pool = SimpleNamespace(buffers=lambda _layer: (torch.zeros(1, 1, 1),) * 2)
         device: Any = SimpleNamespace(
-            is_cpu=True, beside=None, host_memory=host_buffer, pool=None, tree=None, scheduler=None
+            is_cpu=True, beside=None, host_memory=host_buffer, pool=pool, tree=None, scheduler=None
         )
         counters = Counters()
         host = HostTier(np.zeros(8 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, counters, keep_dirty=False)
