@@ -7,7 +7,7 @@ import os
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, Ti
 from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
 from sglang_hcache.restore.pipeline import most_together
 from sglang_hcache.restore.rows import StoredRows
+from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import ForwardModel
 from sglang_hcache.sglang_plugin.scratch import NUM_LAYERS, ScratchReads
@@ -152,11 +153,13 @@ class Bench:
 
     def _tiers(self, holds: ExitStack) -> dict[str, TierCurves]:
         """What reading costs, by tier; a disk that does not take the chunks, or does not give them back, is missing."""
-        found = {HOST: self._tier_curves(self._scratch_in(None, holds))}
+        found = {HOST: self._host_curves(holds)}
         if self.disk is not None:
             try:
                 reads = self._scratch_in(self.disk, holds)
-                curves = self._tier_curves(reads)
+                curves = self._tier_curves(
+                    lambda method: self._with_bus(method, self._read_curve(reads[method]))
+                )
                 found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
             except (StoreError, TierMissError) as error:
                 logger.warning(
@@ -179,10 +182,15 @@ class Bench:
             holds.callback(found[method].close)
         return found
 
-    def _tier_curves(self, reads: Mapping[Method, ScratchReads]) -> TierCurves:
-        hidden, kv = (
-            self._with_bus(method, self._read_curve(reads[method])) for method in (Method.HIDDEN, Method.KV)
-        )
+    def _host_curves(self, holds: ExitStack) -> TierCurves:
+        """Of host memory: a device beside the CPU copies most prefixes from where they lie."""
+        if self.restorer.stage is not None:
+            return self._tier_curves(partial(self._bus_curve, self.restorer.stage))
+        reads = self._scratch_in(None, holds)
+        return self._tier_curves(lambda method: self._read_curve(reads[method]))
+
+    def _tier_curves(self, curve_of: Callable[[Method], CostCurve]) -> TierCurves:
+        hidden, kv = curve_of(Method.HIDDEN), curve_of(Method.KV)
         shape = self.model.shape
         # Fewer bytes never take longer: where two measurements say so, it is noise.
         if shape.hidden_row_bytes >= shape.kv_row_bytes:
@@ -198,8 +206,10 @@ class Bench:
     def _with_bus(self, method: Method, read: CostCurve) -> CostCurve:
         """Reading one layer while the one before is copied to a device beside the CPU: the slower of both."""
         stage = self.restorer.stage
-        if stage is None:
-            return read
+        return read if stage is None else _at_least(read, self._bus_curve(stage, method))
+
+    def _bus_curve(self, stage: DeviceStage, method: Method) -> CostCurve:
+        """Copying one layer's rows to the device."""
         width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
         lengths = [length for length in self._lengths if length <= ROWS_AT_ONCE]  # more is cut to such pieces
         rows = stage.host_rows(lengths[-1], width, self.model.row_dtype)
@@ -211,7 +221,7 @@ class Bench:
             mark.wait()
             return (time.monotonic() - began) / NUM_LAYERS
 
-        return _at_least(read, self._fit(lengths, copy))
+        return self._fit(lengths, copy)
 
     def _contention(self, reads: ScratchReads) -> float:
         """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
