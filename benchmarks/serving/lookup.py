@@ -16,7 +16,8 @@ from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.geometry import ShapeTable
-from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.segments import Segment, StoredRun
 
 _RUN_CHUNKS = 16
 _RUNS_OF_SEGMENT = 256

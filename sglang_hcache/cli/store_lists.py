@@ -15,7 +15,7 @@ from sglang_hcache.store.inspect.view import RunInfo, StoreView
 def list_runs(view: StoreView, limit: int) -> Report:
     """The newest runs."""
     runs = view.runs()
-    shown = [(run, view.written_at(run.row)) for run in first_of(reversed(runs), limit)]
+    shown = [(run, view.written_at(run.place)) for run in first_of(reversed(runs), limit)]
     data = {"runs": [_run_data(run, written) for run, written in shown], "of": len(runs)}
     if not runs:
         return Report(data, [Text("no run is stored"), *index_note(view)])
@@ -32,15 +32,15 @@ def list_runs(view: StoreView, limit: int) -> Report:
     ]
     table = new_table(columns, right={"run", "tokens", "chunks", "on disk", "segment"})
     for run, written in shown:
-        row = run.row
+        place = run.place
         table.add_row(
-            str(row.number),
-            row.namespace_id.hex()[:8],
-            f"{row.first_chunk * CHUNK_TOKENS}-{(row.first_chunk + len(row.keys)) * CHUNK_TOKENS - 1}",
-            str(len(row.keys)),
+            str(run.number),
+            place.namespace_id.hex()[:8],
+            f"{place.first_chunk * CHUNK_TOKENS}-{(place.first_chunk + len(place.keys)) * CHUNK_TOKENS - 1}",
+            str(len(place.keys)),
             format_bytes(run.disk_bytes),
-            str(row.segment),
-            ",".join(str(stripe) for stripe in row.members),
+            str(place.segment),
+            ",".join(str(stripe) for stripe in place.shape.members),
             ago(written),
             _state(run),
         )
@@ -97,9 +97,9 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
     data = {
         "quarantined": [
             {
-                "key": run.row.keys[chunk].hex(),
-                "run": run.row.number,
-                "segment": run.row.segment,
+                "key": run.place.keys[chunk].hex(),
+                "run": run.number,
+                "segment": run.place.segment,
                 "chunk": chunk,
                 "reason": why,
             }
@@ -111,7 +111,7 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
         return Report(data, [Text("no chunk is in quarantine"), *index_note(view)])
     table = new_table(["chunk", "run", "segment", "reason"], right={"run", "segment"})
     for run, chunk, why in shown:
-        table.add_row(run.row.keys[chunk].hex()[:16], str(run.row.number), str(run.row.segment), Text(why))
+        table.add_row(run.place.keys[chunk].hex()[:16], str(run.number), str(run.place.segment), Text(why))
     summary = Text(
         f"{len(shown)} of {counted(len(found), 'chunk')} in quarantine; eviction removes them in time"
     )
@@ -119,16 +119,16 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
 
 
 def _run_data(run: RunInfo, written_at: float | None) -> dict[str, Any]:
-    row = run.row
+    place = run.place
     return {
-        "run": row.number,
-        "namespace": row.namespace_id.hex(),
-        "first_token": row.first_chunk * CHUNK_TOKENS,
-        "chunks": len(row.keys),
-        "layers": len(row.chunk_layer_bytes),
+        "run": run.number,
+        "namespace": place.namespace_id.hex(),
+        "first_token": place.first_chunk * CHUNK_TOKENS,
+        "chunks": len(place.keys),
+        "layers": len(place.shape.chunk_layer_bytes),
         "disk_bytes": run.disk_bytes,
-        "segment": row.segment,
-        "directories": list(row.members),
+        "segment": place.segment,
+        "directories": list(place.shape.members),
         "written_at": iso_time(written_at),
         "available": run.is_available,
         "quarantined_chunks": len(run.quarantined),

@@ -38,8 +38,8 @@ def stat(view: StoreView) -> Report:
         "physical_bytes": sum(item.physical_bytes for item in directories),
         "chunks": view.chunks(),
         "runs": len(runs),
-        "segments": len({run.row.segment for run in runs}),
-        "namespaces": len({run.row.namespace_id for run in runs}),
+        "segments": len({run.place.segment for run in runs}),
+        "namespaces": len({run.place.namespace_id for run in runs}),
         "quarantined_chunks": quarantined,
         "unavailable_runs": unavailable,
         "written_today_bytes": view.written_today_bytes(),
@@ -65,8 +65,8 @@ def verification(view: StoreView, outcome: VerifyOutcome) -> Report:
         "damages": [
             {
                 "keys": [key.hex() for key in damage.keys],
-                "run": damage.run,
-                "segment": damage.segment,
+                "run": damage.run.number,
+                "segment": damage.run.place.segment,
                 "layer": damage.layer,
                 "directory": str(damage.directory),
                 "reason": damage.reason,
@@ -255,8 +255,8 @@ def _damage_table(outcome: VerifyOutcome) -> Table:
         more = f" and {len(damage.keys) - 1} more" if len(damage.keys) > 1 else ""
         table.add_row(
             damage.keys[0].hex()[:16] + more,
-            str(damage.run),
-            str(damage.segment),
+            str(damage.run.number),
+            str(damage.run.place.segment),
             str(damage.layer),
             Text(str(damage.directory), overflow="fold"),
             Text(damage.reason),

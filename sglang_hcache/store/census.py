@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.format.geometry import BLOCK, ShapeTable
-from sglang_hcache.store.format.rows import Recency, RunRow
-from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.rows import Recency, RunPlace
+from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
 UNSEEN_SEGMENTS = 2**20
@@ -56,41 +56,34 @@ class Files:
 
 
 class Census:
-    """Makes segments of rows, as far as files bear them out, and puts their runs into the catalog.
+    """Makes segments of runs, as far as files bear them out, and puts their runs into the catalog.
 
     Args:
         file_bytes: what a file that cannot be asked counts at least.
     """
 
-    def __init__(
-        self, files: Files, volumes: Sequence[Volume], catalog: Catalog, shapes: ShapeTable, file_bytes: int
-    ) -> None:
+    def __init__(self, files: Files, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int) -> None:
         self._files = files
         self._volumes = volumes
         self._catalog = catalog
-        self._shapes = shapes
         self._file_bytes = file_bytes
         self.segments: dict[int, Segment] = {}
         """By number. The catalog does not have them yet: ``Space`` adds them."""
 
-    def admit(self, row: RunRow, recency: Recency, quarantined: Mapping[int, str]) -> bool:
-        """Whether files hold the run of ``row``, which is in the catalog then. The rest is what the index says."""
-        shape = self._shapes.get(len(row.keys), row.chunk_layer_bytes, row.members, row.rotation)
-        place = RunPlace(
-            row.run_id, row.namespace_id, row.keys, row.first_chunk, shape, row.segment, row.offsets
-        )
+    def admit(self, number: int, place: RunPlace, recency: Recency, quarantined: Mapping[int, str]) -> bool:
+        """Whether files hold the run at ``place``, which is in the catalog then. The rest is what the index says."""
         if not self._files.hold(place):
             return False
-        segment = self.segments.get(row.segment)
+        segment = self.segments.get(place.segment)
         if segment is None:
-            segment = Segment(row.segment, self._volumes, row.members, self._file_bytes)
+            segment = Segment(place.segment, self._volumes, place.shape.members, self._file_bytes)
             segment.last_used, segment.score = recency.last_used, recency.score
-            self.segments[row.segment] = segment
-        elif segment.members != row.members:
+            self.segments[place.segment] = segment
+        elif segment.members != place.shape.members:
             return False
         segment.used = [max(pair) for pair in zip(segment.used, place.ends, strict=True)]
-        run = StoredRun(place, segment, row.number)
-        run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(row.keys)}
+        run = StoredRun(place, segment, number)
+        run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)
         return True
 

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from sglang_hcache.core.errors import StoreFormatError, StoreFullError, StoreIOError, StoreLockedError
+from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
     RUN_COLUMNS,
     IndexContents,
     Recency,
-    RunRow,
+    RunPlace,
     decode,
     decode_quarantine,
     decode_recency,
@@ -129,7 +130,7 @@ class Index:
         return index
 
     @classmethod
-    def read(cls, path: Path, num_stripes: int, store_id: str) -> tuple[IndexContents, dict[str, str]]:
+    def read(cls, path: Path, shapes: ShapeTable, store_id: str) -> tuple[IndexContents, dict[str, str]]:
         """Contents and meta values of the index at ``path``, beside whoever writes to it.
 
         Raises:
@@ -142,7 +143,7 @@ class Index:
                 index = cls(connection, copy)
                 connection.execute(_EXCLUSIVE)
                 index._verify(store_id)
-                return index.load(num_stripes), index.meta()
+                return index.load(shapes), index.meta()
         except (*_SQLITE_ERRORS, OSError, StoreFormatError, StoreIOError) as error:
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
 
@@ -150,7 +151,7 @@ class Index:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
         self.save_meta({"complete": "1"})
 
-    def load(self, num_stripes: int) -> IndexContents:
+    def load(self, shapes: ShapeTable) -> IndexContents:
         """Everything.
 
         Raises:
@@ -161,13 +162,13 @@ class Index:
             rows = execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run").fetchall()
             recency = decode_recency(execute("SELECT segment, last_used, score FROM segments"))
             quarantined = decode_quarantine(execute("SELECT run, chunk, reason FROM quarantine"))
-        decoded = [decode(fields, num_stripes) for fields in rows]
-        good = [row for row in decoded if row is not None]
-        bad = [fields[0] for fields, row in zip(rows, decoded, strict=True) if row is None]
+        decoded = {fields[0]: decode(fields, shapes) for fields in rows}
+        good = {number: place for number, place in decoded.items() if place is not None}
+        bad = [number for number, place in decoded.items() if place is None]
         return IndexContents(good, bad, recency, quarantined)
 
-    def insert(self, rows: Sequence[RunRow], recency: Mapping[int, Recency]) -> None:
-        """Commit runs together with ``recency`` (at most 64 of both).
+    def insert(self, runs: Mapping[int, RunPlace], recency: Mapping[int, Recency]) -> None:
+        """Commit runs, by number, together with ``recency`` (at most 64 of both).
 
         Raises:
             StoreFullError: the index has reached its size.
@@ -176,7 +177,7 @@ class Index:
         marks = ", ".join("?" * len(RUN_COLUMNS.split(",")))
         with self._transaction():
             self._connection.executemany(
-                f"INSERT INTO runs ({RUN_COLUMNS}) VALUES ({marks})", [encode(row) for row in rows]
+                f"INSERT INTO runs ({RUN_COLUMNS}) VALUES ({marks})", [encode(*item) for item in runs.items()]
             )
             self._save_recency(recency)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.rows import Recency, RunRow
+from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.segments import StoredRun
@@ -73,7 +73,7 @@ class Ledger:
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
         """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
         with self._lock:
-            self._call(lambda index: index.insert([row_of(run)], recency))
+            self._call(lambda index: index.insert({run.number: run.place}, recency))
             return self._catalog.add_run(run)
 
     def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
@@ -218,7 +218,7 @@ class Ledger:
 
         index = put(lambda: Index.create(path, store_id, limit))
         for runs in batches(self._catalog.runs()):
-            put(partial(index.insert, [row_of(run) for run in runs], {}))
+            put(partial(index.insert, {run.number: run.place for run in runs}, {}))
             for run in runs:
                 if run.quarantined:
                     put(partial(index.quarantine, run.number, dict(run.quarantined)))
@@ -237,20 +237,3 @@ def partial_meta(is_partial: bool) -> dict[str, str]:
 def is_partial(meta: Mapping[str, str]) -> bool:
     """What :func:`partial_meta` said."""
     return meta.get(_PARTIAL) == "1"
-
-
-def row_of(run: StoredRun) -> RunRow:
-    """The row of a run in memory."""
-    place = run.place
-    return RunRow(
-        number=run.number,
-        run_id=place.run_id,
-        segment=place.segment,
-        namespace_id=place.namespace_id,
-        first_chunk=place.first_chunk,
-        members=place.shape.members,
-        rotation=place.shape.rotation,
-        keys=place.keys,
-        chunk_layer_bytes=place.shape.chunk_layer_bytes,
-        offsets=place.offsets,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import ShapeTable
-from sglang_hcache.store.format.rows import IndexContents, Recency, RunRow
+from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
@@ -63,7 +63,7 @@ def recover(
         StoreError: no directory can be read.
     """
     files = Files.listed(identity.first_segment, volumes)
-    found, identity = _find_index(config, volumes, identity, files, observer)
+    found, identity = _find_index(config, volumes, identity, files, observer, shapes)
     try:
         return _agreed(config, volumes, identity, files, found, observer, shapes)
     except BaseException:
@@ -88,17 +88,19 @@ def _agreed(
     catalog = Catalog(config.cost_doubling_tokens)
     ledger = Ledger(found.index, volumes, identity, catalog, config, is_partial=found.is_partial)
     contents = found.contents
-    census = Census(files, volumes, catalog, shapes, config.file_bytes)
-    unusable = contents.bad_rows + [row.number for row in contents.runs if not _admit(census, row, contents)]
+    census = Census(files, volumes, catalog, config.file_bytes)
+    unusable = contents.bad_rows + [
+        number for number in contents.runs if not _admit(census, number, contents)
+    ]
     if unusable:
         logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
         observer.count("store.runs_lost", len(unusable))
     # What is said of no run would be said of the next one with its number.
-    orphans = contents.quarantined.keys() - {row.number for row in contents.runs}
+    orphans = contents.quarantined.keys() - contents.runs.keys()
     _try_delete(ledger, [*unusable, *orphans])
     observer.count("store.runs_recovered", len(contents.runs) + len(contents.bad_rows) - len(unusable))
     kept, leftovers = census.strays(is_partial=found.is_partial)
-    mentioned = [row.segment for row in contents.runs]
+    mentioned = [place.segment for place in contents.runs.values()]
     highest = max([*files.numbers(), *mentioned, *contents.recency, identity.first_segment - 1])
     return Recovered(
         ledger=ledger,
@@ -110,9 +112,10 @@ def _agreed(
     )
 
 
-def _admit(census: Census, row: RunRow, contents: IndexContents) -> bool:
-    recency = contents.recency.get(row.segment, Recency(0, 0.0))
-    return census.admit(row, recency, contents.quarantined.get(row.number, {}))
+def _admit(census: Census, number: int, contents: IndexContents) -> bool:
+    place = contents.runs[number]
+    recency = contents.recency.get(place.segment, Recency(0, 0.0))
+    return census.admit(number, place, recency, contents.quarantined.get(number, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +134,14 @@ def _find_index(
     identity: StoreIdentity,
     files: Files,
     observer: Observer,
+    shapes: ShapeTable,
 ) -> tuple[_FoundIndex, StoreIdentity]:
     """The index where it belongs, or an empty one, perhaps elsewhere: see :func:`_read_files`."""
     home = volumes[identity.index_stripe]
     for volume in volumes:
         if volume is not home and volume.health.writable:
             _remove_old_index(volume)
-    load = partial(_load_index, home, identity, config.index_file_bytes, len(volumes))
+    load = partial(_load_index, home, identity, config.index_file_bytes, shapes)
     try:
         return home.probe(load, LOAD_S), identity
     except (StoreFormatError, StoreIOError, TimeoutError) as error:
@@ -149,7 +153,7 @@ def _find_index(
             observer.count("store.index_rebuilds")
     index, identity = _new_index(config, volumes, identity)
     recency = {number: Recency(number, 0.0) for number in files.uncleared()}
-    return _FoundIndex(index, IndexContents([], [], recency, {}), {}, is_partial=True), identity
+    return _FoundIndex(index, IndexContents({}, [], recency, {}), {}, is_partial=True), identity
 
 
 def _refuse_if_all_are_out(volumes: Sequence[Volume], home: Volume) -> None:
@@ -179,7 +183,7 @@ def _remove_old_index(volume: Volume) -> None:
         logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
 
 
-def _load_index(home: Volume, identity: StoreIdentity, limit: int, num_stripes: int) -> _FoundIndex:
+def _load_index(home: Volume, identity: StoreIdentity, limit: int, shapes: ShapeTable) -> _FoundIndex:
     """
     Raises:
         StoreFormatError, StoreIOError: it cannot be used.
@@ -189,13 +193,13 @@ def _load_index(home: Volume, identity: StoreIdentity, limit: int, num_stripes: 
     if not home.health.readable:
         raise StoreIOError(f"its directory is {home.health.condition}")
     if not home.health.writable:
-        contents, meta = Index.read(path, num_stripes, identity.store_id)
+        contents, meta = Index.read(path, shapes, identity.store_id)
         return _FoundIndex(None, contents, meta, is_partial(meta))
     index = Index.open(path, identity.store_id, limit)
     try:
         if index.file_bytes() > limit:
             raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-        contents, meta = index.load(num_stripes), index.meta()
+        contents, meta = index.load(shapes), index.meta()
         return _FoundIndex(index, contents, meta, is_partial(meta))
     except BaseException:
         index.close()
@@ -235,28 +239,28 @@ def _read_files(
     scanned = scan_segments(files.uncleared(), volumes, shapes)
     _refuse_if_all_are_out(volumes, home)
     well = {volume.stripe for volume in volumes if volume.health.readable}
-    known = {row.run_id for row in found.contents.runs}
-    last = max([*found.contents.bad_rows, *(row.number for row in found.contents.runs)], default=0)
-    fresh = [row for row in scanned if row.run_id not in known and well.issuperset(row.members)]
-    rows = [replace(row, number=number) for number, row in enumerate(fresh, last + 1)]
+    contents = found.contents
+    known = {place.run_id for place in contents.runs.values()}
+    fresh = [run for run in scanned if run.run_id not in known and well.issuperset(run.shape.members)]
+    runs = dict(enumerate(fresh, max([*contents.bad_rows, *contents.runs], default=0) + 1))
     is_partial = len(well) < len(volumes)
     if is_partial:
         logger.warning("hcache: what lies in directories that are out is found again when all are back")
     index = found.index
     if index is not None:
         try:
-            rows = _fill(index, home, rows, is_partial)
+            runs = _fill(index, home, runs, is_partial)
         except StoreError as error:
             logger.warning("hcache: the new index cannot be written yet: %s", error)
             with contextlib.suppress(OSError):
                 home.probe(index.close)
             index = None  # the ledger makes another one, from memory
-    contents = replace(found.contents, runs=[*found.contents.runs, *rows])
+    contents = replace(contents, runs={**contents.runs, **runs})
     return _FoundIndex(index, contents, found.meta, is_partial)
 
 
-def _fill(index: Index, home: Volume, rows: Sequence[RunRow], is_partial: bool) -> list[RunRow]:
-    """Put ``rows`` into an index that lacks them; returns those that it has room for.
+def _fill(index: Index, home: Volume, runs: Mapping[int, RunPlace], is_partial: bool) -> dict[int, RunPlace]:
+    """Put ``runs`` into an index that lacks them; returns those that it has room for.
 
     Raises:
         StoreError: it cannot be written.
@@ -265,11 +269,11 @@ def _fill(index: Index, home: Volume, rows: Sequence[RunRow], is_partial: bool) 
     def put(function: Callable[[], None]) -> None:
         home.call(function, "cannot write the index", writing=True)
 
-    kept: list[RunRow] = []
+    kept: dict[int, RunPlace] = {}
     try:
-        for batch in batches(rows):
-            put(partial(index.insert, batch, {}))
-            kept += batch
+        for batch in batches(runs.items()):
+            put(partial(index.insert, dict(batch), {}))
+            kept.update(batch)
     except StoreFullError as error:
         logger.warning("hcache: not all stored runs fit the index: %s", error)
     put(partial(index.save_meta, partial_meta(is_partial)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from sglang_hcache.core.observer import Observer
@@ -88,17 +87,17 @@ class Returns:
         } - loose.keys()
         sizes = [volume.segment_sizes() for volume in self._volumes]
         files = Files(self._ledger.identity.first_segment, sizes).without(in_use)
-        rows = scan_segments(files.uncleared(), self._volumes, self._shapes)
+        places = scan_segments(files.uncleared(), self._volumes, self._shapes)
         if not all(volume.health.readable for volume in self._volumes):
             return [], []
         for segment in loose.values():
             self._catalog.retire(segment, only_unpinned=False)
-        census = Census(files, self._volumes, self._catalog, self._shapes, self._config.file_bytes)
-        for row in rows:
-            census.admit(replace(row, number=self._catalog.take_run_number()), Recency(0, 0.0), {})
+        census = Census(files, self._volumes, self._catalog, self._config.file_bytes)
+        for place in places:
+            census.admit(self._catalog.take_run_number(), place, Recency(0, 0.0), {})
         self._ledger.mark_whole()
-        self._observer.count("store.runs_recovered", len(rows))
-        logger.info("hcache: all directories are there; %d runs are whole again", len(rows))
+        self._observer.count("store.runs_recovered", len(places))
+        logger.info("hcache: all directories are there; %d runs are whole again", len(places))
         _, useless = census.strays(is_partial=False)
         return list(census.segments.values()), useless
 

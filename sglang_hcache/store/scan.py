@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
-from sglang_hcache.store.format.rows import RunRow
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.workers import WorkerPool
 from sglang_hcache.store.volumes.health import GONE_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
@@ -41,8 +41,8 @@ class Part:
     """Layer, chunk bytes and offset inside the part, of each extent in order."""
 
 
-def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunRow]:
-    """The complete runs of segments, in the order of ``numbers`` and of their files, without their own numbers (0).
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunPlace]:
+    """The complete runs of segments, in the order of ``numbers`` and of their files.
 
     Reads several segments at a time: what takes long is waiting for the device. A directory that hangs or is gone is
     taken out, and no more is read there. Files that cannot be read hold no runs.
@@ -52,23 +52,23 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: Sha
     """
     todo = deque(numbers)
     done: _Done = queue.SimpleQueue()
-    found: dict[int, list[RunRow]] = {}
+    found: dict[int, list[RunPlace]] = {}
     scanners = [_Scanner(todo, done, volumes, shapes) for _ in range(min(_SCAN_THREADS, len(todo)))]
     while len(found) < len(numbers):
         with suppress(queue.Empty):
-            number, rows = done.get(timeout=_LOOK_S)
-            if isinstance(rows, Exception):
+            number, places = done.get(timeout=_LOOK_S)
+            if isinstance(places, Exception):
                 todo.clear()
-                raise rows
-            found[number] = rows
+                raise places
+            found[number] = places
         for index, scanner in enumerate(scanners):
             if scanner.is_given_up():
                 todo.append(scanner.number)
                 scanners[index] = _Scanner(todo, done, volumes, shapes)
-    return [row for number in numbers for row in found[number]]
+    return [place for number in numbers for place in found[number]]
 
 
-_Done = queue.SimpleQueue[tuple[int, list[RunRow] | Exception]]
+_Done = queue.SimpleQueue[tuple[int, list[RunPlace] | Exception]]
 
 
 class _Scanner:
@@ -107,16 +107,16 @@ class _Scanner:
                 self.number = self._todo.popleft()
             except IndexError:
                 return
-            rows: list[RunRow] | Exception
+            places: list[RunPlace] | Exception
             try:
-                rows = self._scan()
+                places = self._scan()
             except Exception as error:  # our bug, or no memory: for the caller, who waits
-                rows = error
+                places = error
             if self._late:
                 return  # others do it
-            self._done.put((self.number, rows))
+            self._done.put((self.number, places))
 
-    def _scan(self) -> list[RunRow]:
+    def _scan(self) -> list[RunPlace]:
         parts: dict[bytes, dict[int, Part]] = {}
         for volume in self._volumes:
             if self._late or not volume.health.readable:
@@ -133,8 +133,8 @@ class _Scanner:
                     self._where = None
                 if self._late:
                     volume.health.returned()
-        rows = (_join(found, self._shapes) for found in parts.values())
-        return sorted((row for row in rows if row is not None), key=lambda row: max(row.offsets))
+        runs = (_join(found, self._shapes) for found in parts.values())
+        return sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
 
     def _read(self, volume: Volume, parts: dict[bytes, dict[int, Part]]) -> None:
         path = volume.directory.segment_path(self.number)
@@ -225,7 +225,7 @@ def _next_candidate(file: _File, at: int) -> int:
     return file.size
 
 
-def _join(parts: dict[int, Part], shapes: ShapeTable) -> RunRow | None:
+def _join(parts: dict[int, Part], shapes: ShapeTable) -> RunPlace | None:
     """A run from its parts; None unless every layer is there and where it belongs."""
     first = next(iter(parts.values())).first
     layers = {
@@ -243,16 +243,13 @@ def _join(parts: dict[int, Part], shapes: ShapeTable) -> RunRow | None:
     for layer, (stripe, offset, _) in layers.items():
         if (stripe, offset) != (shape.stripe(layer), shape.layer_offsets[layer]):
             return None
-    return RunRow(
-        number=0,
+    return RunPlace(
         run_id=first.run_id,
-        segment=first.segment,
         namespace_id=first.namespace_id,
-        first_chunk=first.first_chunk,
-        members=first.members,
-        rotation=first.rotation,
         keys=first.keys,
-        chunk_layer_bytes=sizes,
+        first_chunk=first.first_chunk,
+        shape=shape,
+        segment=first.segment,
         offsets=tuple(
             parts[stripe].first.part_offset if stripe in parts else 0 for stripe in range(shapes.num_stripes)
         ),

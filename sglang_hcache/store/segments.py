@@ -5,60 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.geometry import RunShape, mask_of
-from sglang_hcache.store.format.record import ExtentHeader
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.volume import Volume
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlace:
-    """What is needed to find and check a run's bytes."""
-
-    run_id: bytes
-    namespace_id: bytes
-    keys: tuple[bytes, ...]
-    first_chunk: int
-    shape: RunShape
-    segment: int
-    offsets: tuple[int, ...]
-    """Where the run's part begins in each directory's file, bytes."""
-
-    def header(self, layer: int, digests: tuple[int, ...] = ()) -> ExtentHeader:
-        """The header that belongs in front of ``layer``."""
-        stripe = self.shape.stripe(layer)
-        return ExtentHeader(
-            namespace_id=self.namespace_id,
-            run_id=self.run_id,
-            layer=layer,
-            num_layers=len(self.shape.chunk_layer_bytes),
-            first_chunk=self.first_chunk,
-            chunk_bytes=self.shape.chunk_layer_bytes[layer],
-            stripe=stripe,
-            num_stripes=self.shape.num_stripes,
-            members=self.shape.members,
-            rotation=self.shape.rotation,
-            segment=self.segment,
-            part_offset=self.offsets[stripe],
-            part_bytes=self.shape.part_bytes[stripe],
-            extent_offset=self.shape.layer_offsets[layer],
-            keys=self.keys,
-            digests=digests,
-        )
-
-    def extent_offset(self, layer: int) -> int:
-        """Byte at which the header of ``layer`` lies in its file."""
-        return self.offsets[self.shape.stripe(layer)] + self.shape.layer_offsets[layer]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Byte behind the run's part in each directory's file; 0 where it has none."""
-        pairs = zip(self.offsets, self.shape.part_bytes, strict=True)
-        return tuple(offset + size if size else 0 for offset, size in pairs)
 
 
 class StoredRun:

@@ -26,6 +26,7 @@ from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
 from sglang_hcache.store.format.geometry import ShapeTable, extent_bytes, mask_of
 from sglang_hcache.store.format.record import RUN_ID_BYTES
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray, check_bytes
 from sglang_hcache.store.judge import Judge
@@ -35,7 +36,7 @@ from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.operations import Operations
 from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, recover
-from sglang_hcache.store.segments import RunPlace, Segment, StoredRun
+from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Reservation, Space
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.opening import open_volumes

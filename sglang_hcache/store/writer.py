@@ -9,9 +9,10 @@ import numpy as np
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import digest, pack_header
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
-from sglang_hcache.store.segments import RunPlace, Segment
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import storage_error
 

@@ -61,6 +61,11 @@ class RunShape:
         return self.members[(layer + self.rotation) % len(self.members)]
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of all extents, headers and padding included."""
+        return sum(self.part_bytes)
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of all chunks in all layers, without headers and padding."""
         return self.num_chunks * sum(self.chunk_layer_bytes)

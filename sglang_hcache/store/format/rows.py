@@ -1,4 +1,4 @@
-"""Rows of the index: what SQLite keeps of a run, checked when it comes back."""
+"""A run as it lies on disk, and as a row of the index, checked when it comes back from there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
-from sglang_hcache.store.format.geometry import MAX_CHUNKS, MAX_SEGMENT, mask_of, members_of
-from sglang_hcache.store.format.record import RUN_ID_BYTES
+from sglang_hcache.store.format.geometry import (
+    MAX_CHUNKS,
+    MAX_SEGMENT,
+    RunShape,
+    ShapeTable,
+    mask_of,
+    members_of,
+)
+from sglang_hcache.store.format.record import RUN_ID_BYTES, ExtentHeader
 
 RUN_COLUMNS = "run, run_id, segment, namespace_id, first_chunk, members, rotation, keys, layer_bytes, offsets"
 
@@ -18,21 +25,49 @@ _MAX_COUNT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class RunRow:
-    """A run as the index keeps it."""
+class RunPlace:
+    """What is needed to find and check a run's bytes: what the index keeps of it, and its headers say."""
 
-    number: int
-    """Age: of two runs with the same key the one with the larger number counts."""
     run_id: bytes
-    segment: int
     namespace_id: bytes
-    first_chunk: int
-    members: tuple[int, ...]
-    rotation: int
     keys: tuple[bytes, ...]
-    chunk_layer_bytes: tuple[int, ...]
+    first_chunk: int
+    shape: RunShape
+    segment: int
     offsets: tuple[int, ...]
-    """Start of the run's part in each directory's file, bytes."""
+    """Where the run's part begins in each directory's file, bytes; one entry a directory of the store."""
+
+    def header(self, layer: int, digests: tuple[int, ...] = ()) -> ExtentHeader:
+        """The header that belongs in front of ``layer``."""
+        stripe = self.shape.stripe(layer)
+        return ExtentHeader(
+            namespace_id=self.namespace_id,
+            run_id=self.run_id,
+            layer=layer,
+            num_layers=len(self.shape.chunk_layer_bytes),
+            first_chunk=self.first_chunk,
+            chunk_bytes=self.shape.chunk_layer_bytes[layer],
+            stripe=stripe,
+            num_stripes=self.shape.num_stripes,
+            members=self.shape.members,
+            rotation=self.shape.rotation,
+            segment=self.segment,
+            part_offset=self.offsets[stripe],
+            part_bytes=self.shape.part_bytes[stripe],
+            extent_offset=self.shape.layer_offsets[layer],
+            keys=self.keys,
+            digests=digests,
+        )
+
+    def extent_offset(self, layer: int) -> int:
+        """Byte at which the header of ``layer`` lies in its file."""
+        return self.offsets[self.shape.stripe(layer)] + self.shape.layer_offsets[layer]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Byte behind the run's part in each directory's file; 0 where it has none."""
+        pairs = zip(self.offsets, self.shape.part_bytes, strict=True)
+        return tuple(offset + size if size else 0 for offset, size in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +83,8 @@ class Recency:
 class IndexContents:
     """Everything an index holds."""
 
-    runs: list[RunRow]
-    """By number."""
+    runs: dict[int, RunPlace]
+    """By number, ascending. It is their age: of two runs with the same key the larger one counts."""
     bad_rows: list[int]
     """Numbers of rows that make no sense."""
     recency: dict[int, Recency]
@@ -58,24 +93,25 @@ class IndexContents:
     """Run number -> chunk of the run -> why it is not served."""
 
 
-def encode(row: RunRow) -> tuple[object, ...]:
+def encode(number: int, place: RunPlace) -> tuple[object, ...]:
     """Values for ``RUN_COLUMNS``."""
+    sizes = place.shape.chunk_layer_bytes
     return (
-        row.number,
-        row.run_id,
-        row.segment,
-        row.namespace_id,
-        row.first_chunk,
-        mask_of(row.members),
-        row.rotation,
-        b"".join(row.keys),
-        struct.pack(f"<{len(row.chunk_layer_bytes)}I", *row.chunk_layer_bytes),
-        struct.pack(f"<{len(row.offsets)}Q", *row.offsets),
+        number,
+        place.run_id,
+        place.segment,
+        place.namespace_id,
+        place.first_chunk,
+        mask_of(place.shape.members),
+        place.shape.rotation,
+        b"".join(place.keys),
+        struct.pack(f"<{len(sizes)}I", *sizes),
+        struct.pack(f"<{len(place.offsets)}Q", *place.offsets),
     )
 
 
-def decode(fields: Sequence[object], num_stripes: int) -> RunRow | None:
-    """The row of ``fields``, in the order of ``RUN_COLUMNS``; None if they cannot be one."""
+def decode(fields: Sequence[object], shapes: ShapeTable) -> RunPlace | None:
+    """The run of ``fields``, in the order of ``RUN_COLUMNS``; None if they cannot be one."""
     number, run_id, segment, namespace_id, first_chunk, mask, rotation, keys, layer_bytes, offsets = fields
     if not (
         isinstance(segment, int) and isinstance(first_chunk, int) and isinstance(rotation, int)
@@ -91,8 +127,8 @@ def decode(fields: Sequence[object], num_stripes: int) -> RunRow | None:
         or not 0 < len(keys) <= MAX_CHUNKS * KEY_BYTES
         or not layer_bytes
         or len(layer_bytes) % 4
-        or len(offsets) != 8 * num_stripes
-        or not 0 < mask < 1 << num_stripes
+        or len(offsets) != 8 * shapes.num_stripes
+        or not 0 < mask < 1 << shapes.num_stripes
         or not 0 <= rotation < mask.bit_count()
         or not 0 <= segment <= MAX_SEGMENT
         or not 0 <= number < _MAX_COUNT
@@ -102,17 +138,14 @@ def decode(fields: Sequence[object], num_stripes: int) -> RunRow | None:
     sizes = struct.unpack(f"<{len(layer_bytes) // 4}I", layer_bytes)
     if not all(sizes):
         return None
-    return RunRow(
-        number=number,
+    return RunPlace(
         run_id=run_id,
-        segment=segment,
         namespace_id=namespace_id,
-        first_chunk=first_chunk,
-        members=members_of(mask),
-        rotation=rotation,
         keys=tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)),
-        chunk_layer_bytes=sizes,
-        offsets=struct.unpack(f"<{num_stripes}Q", offsets),
+        first_chunk=first_chunk,
+        shape=shapes.get(len(keys) // KEY_BYTES, sizes, members_of(mask), rotation),
+        segment=segment,
+        offsets=struct.unpack(f"<{shapes.num_stripes}Q", offsets),
     )
 
 

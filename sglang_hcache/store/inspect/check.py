@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.record import check_header, parse_header
-from sglang_hcache.store.format.rows import RunRow
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.rate import PROBE_NAME
 from sglang_hcache.store.volumes.directory import INDEX_NAME, SUPERBLOCK_TMP_NAME
@@ -126,14 +126,14 @@ def _index(view: StoreView) -> Iterator[Finding]:
 
 def _parts(view: StoreView) -> dict[tuple[int, int], Finding]:
     """What is wrong with the files of segments, by directory and segment."""
-    rows: dict[tuple[int, int], list[RunRow]] = defaultdict(list)
-    for row in view.contents.runs:
-        for stripe in row.members:
-            if view.place(row).shape.part_bytes[stripe]:
-                rows[stripe, row.segment].append(row)
+    runs: dict[tuple[int, int], list[RunPlace]] = defaultdict(list)
+    for place in view.contents.runs.values():
+        for stripe, size in enumerate(place.shape.part_bytes):
+            if size:
+                runs[stripe, place.segment].append(place)
     sizes = view.segment_sizes()
     found: dict[tuple[int, int], Finding] = {}
-    for (stripe, segment), here in sorted(rows.items(), key=lambda item: item[0]):
+    for (stripe, segment), here in sorted(runs.items(), key=lambda item: item[0]):
         if stripe in sizes:
             finding = _part(view, stripe, segment, sizes[stripe].get(segment), here)
             if finding is not None:
@@ -142,25 +142,26 @@ def _parts(view: StoreView) -> dict[tuple[int, int], Finding]:
 
 
 def _part(
-    view: StoreView, stripe: int, segment: int, size: int | None, rows: Sequence[RunRow]
+    view: StoreView, stripe: int, segment: int, size: int | None, runs: Sequence[RunPlace]
 ) -> Finding | None:
-    """What is wrong with the file of ``segment`` in directory ``stripe``, which should hold ``rows``."""
+    """What is wrong with the file of ``segment`` in directory ``stripe``, which should hold ``runs``."""
     item = view.sight.seen[stripe]
     path = item.directory.segment_path(segment)
     if size is None:
-        return Finding(f"{path}: is missing, {_runs(len(rows))} lost", f"`{GC}` forgets what is lost")
-    short = sum(view.place(row).ends[stripe] > size for row in rows)
+        return Finding(f"{path}: is missing, {_runs(len(runs))} lost", f"`{GC}` forgets what is lost")
+    short = sum(place.ends[stripe] > size for place in runs)
     if short:
         what = f"{path}: ends after {size} bytes, {_runs(short)} cut off"
         return Finding(what, f"`{GC}` forgets what is lost")
     try:
         blocks = item.volume.call(
-            lambda: item.directory.read_blocks(segment, [row.offsets[stripe] for row in rows]), "cannot read"
+            lambda: item.directory.read_blocks(segment, [place.offsets[stripe] for place in runs]),
+            "cannot read",
         )
     except StoreError as error:
         return Finding(f"{path}: {error}", "see to its device")
     reasons = [
-        reason for row, block in zip(rows, blocks, strict=True) if (reason := _bad(view, stripe, row, block))
+        reason for place, block in zip(runs, blocks, strict=True) if (reason := _bad(stripe, place, block))
     ]
     if not reasons:
         return None
@@ -168,10 +169,10 @@ def _part(
     return Finding(what, f"`{REBUILD}` forgets what is lost")
 
 
-def _bad(view: StoreView, stripe: int, row: RunRow, block: bytes) -> str:
+def _bad(stripe: int, place: RunPlace, block: bytes) -> str:
     """Why ``block`` is not the first header of the run in directory ``stripe``; empty if it is."""
-    place = view.place(row)
-    first = next(layer for layer in range(len(row.chunk_layer_bytes)) if place.shape.stripe(layer) == stripe)
+    shape = place.shape
+    first = next(layer for layer in range(len(shape.chunk_layer_bytes)) if shape.stripe(layer) == stripe)
     try:
         check_header(parse_header(block), place.header(first))
     except CorruptExtentError as error:
@@ -182,10 +183,10 @@ def _bad(view: StoreView, stripe: int, row: RunRow, block: bytes) -> str:
 def _strays(view: StoreView) -> Iterator[Finding]:
     """Files of no run, and what lies behind the last run of a file."""
     ends: dict[tuple[int, int], int] = {}
-    for row in view.contents.runs:
-        for stripe, end in enumerate(view.place(row).ends):
-            if stripe in row.members:
-                ends[stripe, row.segment] = max(ends.get((stripe, row.segment), 0), end)
+    for place in view.contents.runs.values():
+        for stripe in place.shape.members:
+            key = (stripe, place.segment)
+            ends[key] = max(ends.get(key, 0), place.ends[stripe])
     for stripe, sizes in view.segment_sizes().items():
         path = view.paths[stripe]
         strays = [number for number in sizes if (stripe, number) not in ends]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.index import Index, remove_index
@@ -151,12 +152,13 @@ def _first_headers(item: Seen) -> list[ExtentHeader]:
 
 def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
     """Ids of the runs that the index knows; none if it cannot be read."""
+    shapes = ShapeTable(identity.num_stripes)
     for item in seen:
         try:
-            contents, _ = Index.read(item.volume.path / INDEX_NAME, identity.num_stripes, identity.store_id)
+            contents, _ = Index.read(item.volume.path / INDEX_NAME, shapes, identity.store_id)
         except StoreError:
             continue
-        return {row.run_id for row in contents.runs}
+        return {place.run_id for place in contents.runs.values()}
     return set()
 
 

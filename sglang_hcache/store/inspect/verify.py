@@ -35,9 +35,7 @@ class Damage:
 
     keys: tuple[bytes, ...]
     """Of the damaged chunks; all of the run where its header is damaged or nothing could be read."""
-    run: int
-    run_id: bytes
-    segment: int
+    run: RunInfo
     layer: int
     directory: Path
     reason: str
@@ -50,7 +48,8 @@ class Verification:
         self._view = view
         runs = view.runs()
         self._runs = sorted(
-            (run for run in runs if run.is_available), key=lambda run: (run.row.segment, max(run.row.offsets))
+            (run for run in runs if run.is_available),
+            key=lambda run: (run.place.segment, max(run.place.offsets)),
         )
         self.total_bytes = sum(run.disk_bytes for run in self._runs)
         """What there is to read, headers and padding included."""
@@ -95,14 +94,14 @@ class Verification:
 
     def _check(self, run: RunInfo) -> list[Damage] | None:
         """Read and check all layers of a run; None if one of its directories is out by now."""
-        place = self._view.place(run.row)
-        segment = Segment(run.row.segment, self._view.volumes, run.row.members, 0)
-        item = RunSlice(StoredRun(place, segment, run.row.number), 0, len(place.keys), 0)
+        place = run.place
+        segment = Segment(place.segment, self._view.volumes, place.shape.members, 0)
+        item = RunSlice(StoredRun(place, segment, run.number), 0, len(place.keys), 0)
         damages = []
         for layer, chunk_bytes in enumerate(place.shape.chunk_layer_bytes):
             stripe = place.shape.stripe(layer)
             end = place.extent_offset(layer) + extent_bytes(len(place.keys), chunk_bytes)
-            size = self._sizes.get(stripe, {}).get(run.row.segment, 0)
+            size = self._sizes.get(stripe, {}).get(place.segment, 0)
             if end > size:  # before a row that makes no sense asks for too much memory
                 reason = f"the file has {size} bytes, this ends at {end}" if size else "the file is missing"
                 damages += self._damage(run, layer, (), reason)
@@ -118,16 +117,16 @@ class Verification:
 
     def _damage(self, run: RunInfo, layer: int, chunks: Sequence[int], reason: str) -> list[Damage]:
         """Nothing if every one of ``chunks`` (none: all of the run) is in quarantine already."""
-        row = run.row
-        wanted = chunks or range(len(row.keys))
-        keys = tuple(row.keys[index] for index in wanted if index not in run.quarantined)
-        directory = self._view.paths[self._view.place(row).shape.stripe(layer)]
-        return [Damage(keys, row.number, row.run_id, row.segment, layer, directory, reason)] if keys else []
+        place = run.place
+        wanted = chunks or range(len(place.keys))
+        keys = tuple(place.keys[index] for index in wanted if index not in run.quarantined)
+        directory = self._view.paths[place.shape.stripe(layer)]
+        return [Damage(keys, run, layer, directory, reason)] if keys else []
 
     def _still_there(self, suspects: list[Damage]) -> list[Damage]:
         """Those of ``suspects`` whose run was not evicted while it was read."""
         if not suspects or self._view.lock_holder is None:
             return suspects
         with StoreView.open(self._view.paths) as now:
-            current = {row.run_id for row in now.contents.runs}
-        return [damage for damage in suspects if damage.run_id in current]
+            current = {place.run_id for place in now.contents.runs.values()}
+        return [damage for damage in suspects if damage.run.place.run_id in current]

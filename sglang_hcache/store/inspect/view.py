@@ -19,13 +19,12 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
 from sglang_hcache.store.format.geometry import ShapeTable
-from sglang_hcache.store.format.rows import IndexContents, RunRow
+from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
-from sglang_hcache.store.segments import RunPlace
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
@@ -56,13 +55,18 @@ class DirectoryInfo:
 class RunInfo:
     """A run and what is known of it."""
 
-    row: RunRow
-    disk_bytes: int
-    """Headers and padding included."""
+    number: int
+    """Of its row in the index; grows with age."""
+    place: RunPlace
     quarantined: Mapping[int, str]
     """Chunk of the run -> why it is not served."""
     is_available: bool
     """Whether all its directories are there: else its chunks are misses."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Headers and padding included."""
+        return self.place.shape.disk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,6 @@ class StoreView:
         self.is_partial = is_partial(meta)
         """Runs are missing in the index: see ``Ledger``."""
         self._meta = meta
-        self._shapes = ShapeTable(self.identity.num_stripes)
 
     @classmethod
     def open(cls, dirs: Sequence[Path]) -> StoreView:
@@ -198,24 +201,11 @@ class StoreView:
         """All runs, oldest first."""
         out = {volume.stripe for volume in self.volumes if not volume.health.readable}
         found = []
-        for row in self.contents.runs:
-            marks = self.contents.quarantined.get(row.number, {})
-            found.append(
-                RunInfo(
-                    row=row,
-                    disk_bytes=sum(self.place(row).shape.part_bytes),
-                    quarantined={chunk: why for chunk, why in marks.items() if chunk < len(row.keys)},
-                    is_available=out.isdisjoint(row.members),
-                )
-            )
+        for number, place in self.contents.runs.items():
+            marks = self.contents.quarantined.get(number, {})
+            quarantined = {chunk: why for chunk, why in marks.items() if chunk < len(place.keys)}
+            found.append(RunInfo(number, place, quarantined, out.isdisjoint(place.shape.members)))
         return found
-
-    def place(self, row: RunRow) -> RunPlace:
-        """Where the bytes of a run lie."""
-        shape = self._shapes.get(len(row.keys), row.chunk_layer_bytes, row.members, row.rotation)
-        return RunPlace(
-            row.run_id, row.namespace_id, row.keys, row.first_chunk, shape, row.segment, row.offsets
-        )
 
     def chunks(self) -> int:
         """Distinct chunks that are not quarantined, those of directories that are out included."""
@@ -225,27 +215,26 @@ class StoreView:
         """Largest first."""
         groups: dict[bytes, list[RunInfo]] = {}
         for run in self.runs():
-            groups.setdefault(run.row.namespace_id, []).append(run)
+            groups.setdefault(run.place.namespace_id, []).append(run)
         ranks = self._use_ranks()
         found = []
         for namespace_id, runs in groups.items():
-            segments = {run.row.segment: run.row for run in runs}
-            newest = max(segments.values(), key=lambda row: row.segment)
+            segments = {run.place.segment: run.place for run in runs}
             found.append(
                 NamespaceInfo(
                     namespace_id=namespace_id,
                     chunks=_count_chunks(runs),
                     runs=len(runs),
                     disk_bytes=sum(run.disk_bytes for run in runs),
-                    written_at=self.written_at(newest),
+                    written_at=self.written_at(segments[max(segments)]),
                     use_rank=min((ranks[number] for number in segments if number in ranks), default=None),
                 )
             )
         return sorted(found, key=lambda item: item.disk_bytes, reverse=True)
 
-    def written_at(self, row: RunRow) -> float | None:
+    def written_at(self, place: RunPlace) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
-        return written_s(row.segment, row.members, self.volumes) or None
+        return written_s(place.segment, place.shape.members, self.volumes) or None
 
     def _use_ranks(self) -> dict[int, int]:
         """Segment -> its rank by last use, 1 for the latest."""
@@ -267,7 +256,7 @@ class StoreView:
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:
     return len(
-        {key for run in runs for index, key in enumerate(run.row.keys) if index not in run.quarantined}
+        {key for run in runs for index, key in enumerate(run.place.keys) if index not in run.quarantined}
     )
 
 
@@ -289,19 +278,19 @@ def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
     home = sight.volumes[identity.index_stripe]
     if not home.health.readable:
         raise StoreFormatError(f"the index is in {home.path}, which is out: {home.health.reason}")
-    path, num_stripes = home.path / INDEX_NAME, identity.num_stripes
-    contents, meta = home.call(
-        lambda: Index.read(path, num_stripes, identity.store_id), "cannot read the index"
-    )
-    runs = [row for row in contents.runs if row.segment >= identity.first_segment]
+    path, shapes = home.path / INDEX_NAME, ShapeTable(identity.num_stripes)
+    contents, meta = home.call(lambda: Index.read(path, shapes, identity.store_id), "cannot read the index")
+    runs = {
+        number: place for number, place in contents.runs.items() if place.segment >= identity.first_segment
+    }
     return replace(contents, runs=runs), meta
 
 
 def _read_headers(sight: Sight) -> IndexContents:
     """The runs that are complete in the directories that can be read, numbered by age."""
     files = Files.listed(sight.identity.first_segment, sight.volumes)
-    rows = scan_segments(files.uncleared(), sight.volumes, ShapeTable(sight.identity.num_stripes))
-    return IndexContents([replace(row, number=number) for number, row in enumerate(rows, 1)], [], {}, {})
+    runs = scan_segments(files.uncleared(), sight.volumes, ShapeTable(sight.identity.num_stripes))
+    return IndexContents(dict(enumerate(runs, 1)), [], {}, {})
 
 
 def _mounted(path: Path) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import pytest
 from sglang_hcache.core.errors import StoreFormatError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, index_copy
+from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.io_faults import without_sync
@@ -153,7 +154,7 @@ def test_an_index_that_never_stands_still_is_not_believed(
     monkeypatch.setattr(index_copy, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(index_copy.shutil, "copyfile", copyfile)
     with pytest.raises(StoreFormatError, match="changed all the time"):
-        Index.read(path, 1, store._ledger.identity.store_id)
+        Index.read(path, ShapeTable(1), store._ledger.identity.store_id)
     with StoreView.open(config.dirs) as view:
         assert "changed all the time" in view.index_problem
         assert len(view.contents.runs) == 1

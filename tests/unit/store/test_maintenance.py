@@ -394,7 +394,7 @@ def test_what_one_directory_cleared_stays_cleared_whatever_the_newest_superblock
         place = path / "superblock.json"
         place.write_text(json.dumps({**json.loads(place.read_text()), **changes}))
     with StoreView.open(closed.dirs) as view:
-        assert {run.row.segment for run in view.runs()} == {2}
+        assert {run.place.segment for run in view.runs()} == {2}
     rebuild(closed.dirs)
     assert served(closed, open_store) == [4, 5]
 

@@ -14,7 +14,7 @@ import pytest
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.format.rows import RunRow
+from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
@@ -145,9 +145,9 @@ def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
         hang.wait(path)
         return create(path, store_id, max_bytes)
 
-    def hanging_insert(self: Index, rows: list[RunRow], recency: dict[int, object]) -> None:
+    def hanging_insert(self: Index, runs: dict[int, RunPlace], recency: dict[int, object]) -> None:
         hang.wait(self._log_path)
-        insert(self, rows, recency)  # type: ignore[arg-type]
+        insert(self, runs, recency)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Index, what, hanging_create if what == "create" else hanging_insert)
     hang.folder = config.dirs[0]

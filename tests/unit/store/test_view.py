@@ -83,7 +83,7 @@ def test_a_closed_store_is_shown_as_it_was_and_stays_as_it_is(closed: StoreConfi
         assert view.paths == closed.dirs
         assert view.lock_holder is None
         assert view.index_problem == ""
-        assert [run.row.keys for run in view.runs()] == [keys_of(number) for number in range(RUNS)]
+        assert [run.place.keys for run in view.runs()] == [keys_of(number) for number in range(RUNS)]
         assert all(run.is_available and not run.quarantined for run in view.runs())
         assert view.chunks() == RUNS * CHUNKS
         totals = view.totals()
@@ -104,14 +104,14 @@ def test_a_closed_store_is_shown_as_it_was_and_stays_as_it_is(closed: StoreConfi
 def test_beside_a_server_its_process_and_its_view_of_the_directories(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
-    config = small_config(tmp_path, 2)
+    config = replace(small_config(tmp_path, 2), retry_s=60.0)  # so that it stays as it is
     store = open_store(config)
     write_keys(store, keys_of(0), LAYERS)
     store._volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
     wait_until(lambda: "read-only" in json.dumps(StoreView.open(config.dirs)._meta))
     with StoreView.open(config.dirs) as view:
         assert view.lock_holder == str(os.getpid())
-        assert [run.row.keys for run in view.runs()] == [keys_of(0)]
+        assert [run.place.keys for run in view.runs()] == [keys_of(0)]
         assert [(item.condition, item.reason) for item in view.directories()] == [
             ("healthy", ""),
             ("read-only", "no space"),
@@ -151,9 +151,7 @@ def test_without_an_index_the_headers_say_the_same(closed: StoreConfig, damage: 
         index.write_bytes(b"no database " * 1000)
     with StoreView.open(closed.dirs) as view:
         assert "index.sqlite" in view.index_problem
-        assert [replace(row, number=0) for row in view.contents.runs] == [
-            replace(row, number=0) for row in expected
-        ]
+        assert [*view.contents.runs.values()] == [*expected.values()]
         assert view.totals() is None
         assert view.written_today_bytes() is None
         assert verified(view).damages == []
@@ -167,10 +165,10 @@ def test_what_was_cleared_is_not_shown(closed: StoreConfig) -> None:
         assert block is not None
         directory.write_superblock(Superblock(block.identity.next(first_segment=2), stripe))
     with StoreView.open(closed.dirs) as view:
-        from_index = {run.row.segment for run in view.runs()}
+        from_index = {run.place.segment for run in view.runs()}
     (closed.dirs[0] / "index.sqlite").unlink()
     with StoreView.open(closed.dirs) as view:
-        from_headers = {run.row.segment for run in view.runs()}
+        from_headers = {run.place.segment for run in view.runs()}
     assert from_index == from_headers
     assert min(from_index) == 2
 
@@ -249,7 +247,7 @@ def test_every_extent_is_read_and_damage_is_named_to_the_chunk(closed: StoreConf
     before = contents(closed)
     with StoreView.open(closed.dirs) as view:
         found = verified(view).damages
-    assert {(item.keys[0], item.segment, item.layer, item.directory) for item in found} == expected
+    assert {(item.keys[0], item.run.place.segment, item.layer, item.directory) for item in found} == expected
     assert all(len(item.keys) == 1 and "digest" in item.reason for item in found)
     assert contents(closed) == before
 
@@ -270,7 +268,7 @@ def test_damage_to_the_whole_run(closed: StoreConfig, kind: str) -> None:
     else:
         os.truncate(path, offset + 4096)
     with StoreView.open(closed.dirs) as view:
-        last = [item for item in verified(view).damages if item.run == view.contents.runs[-1].number]
+        last = [item for item in verified(view).damages if item.run.number == max(view.contents.runs)]
     assert (header.keys, header.layer, closed.dirs[1]) in [
         (item.keys, item.layer, item.directory) for item in last
     ]
@@ -290,7 +288,7 @@ def test_a_row_that_makes_no_sense_is_damage_and_no_accident(closed: StoreConfig
         connection.execute("INSERT INTO quarantine VALUES (1, 60, 'no such chunk')")
     connection.close()
     with StoreView.open(closed.dirs) as view:
-        assert {damage.run for damage in verified(view).damages} == {2}
+        assert {damage.run.number for damage in verified(view).damages} == {2}
         [finding] = {item.what.split(": ", 1)[1] for item in check(view) if item.is_error}
         assert "run is" in finding
         assert view.chunks() == RUNS * CHUNKS
@@ -309,7 +307,7 @@ def test_a_disk_with_many_bad_sectors_is_read_to_its_end(
     monkeypatch.setattr("os.preadv", preadv)
     with StoreView.open(closed.dirs) as view:
         verification = verified(view)
-    lost = {(item.run_id, item.layer) for item in verification.damages}
+    lost = {(item.run.place.run_id, item.layer) for item in verification.damages}
     assert len(lost) == sum(len(find_extents(path)) for path in closed.dirs[1:])
     assert all("Input/output error" in item.reason for item in verification.damages)
     assert verification.unavailable_runs == 0
@@ -343,7 +341,7 @@ def test_what_a_server_evicts_meanwhile_is_no_damage(tmp_path: Path, open_store:
         flip(path, offset + 4096)
         assert store.evict_one()
         verification = verified(view)
-    assert not any(store.contains(key) for key in view.contents.runs[0].keys)
+    assert not any(store.contains(key) for key in view.runs()[0].place.keys)
     assert [(item.keys, item.layer) for item in verification.damages] == [(header.keys[:1], header.layer)]
 
 
