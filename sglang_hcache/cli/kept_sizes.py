@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.errors import StoreFormatError
-from sglang_hcache.store.volumes.agreement import agreed
-from sglang_hcache.store.volumes.looking import look_at_each
-
-_CLOSE_S = 0.5
+from sglang_hcache.store.volumes.looking import look_at
 
 
 def sizes_of_store(dirs: Sequence[Path]) -> dict[str, int]:
@@ -19,18 +16,11 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, int]:
     Empty where there is none, or one that a server refuses.
     """
     try:
-        seen = look_at_each(dirs)
+        sight = look_at(dirs)
     except StoreFormatError:
         return {}
-    try:
-        if all(item.superblock is None for item in seen):
-            return {}
-        identity = agreed(seen)
-    except StoreFormatError:
-        return {}
-    finally:
-        for item in seen:
-            item.volume.close(_CLOSE_S)
+    sight.close()
+    identity = sight.identity
     return {
         "disk_size": identity.size_bytes,
         "disk_free_floor": identity.free_floor_bytes,

@@ -21,6 +21,7 @@ from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
 from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import WorkerPool
 from sglang_hcache.store.volumes.health import GONE_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
@@ -137,14 +138,9 @@ class _Scanner:
         return sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
 
     def _read(self, volume: Volume, parts: dict[bytes, dict[int, Part]]) -> None:
-        path = volume.directory.segment_path(self.number)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            file = _File(fd, self._go_on)
-            for part in _scan_file(file, self.number, volume.stripe, self._shapes.num_stripes):
-                parts.setdefault(part.first.run_id, {})[volume.stripe] = part
-        finally:
-            os.close(fd)
+        file = _File(volume.directory.open_to_read(self.number, False), self._go_on)
+        for part in _scan_file(file, self.number, volume.stripe, self._shapes.num_stripes):
+            parts.setdefault(part.first.run_id, {})[volume.stripe] = part
 
     def _go_on(self) -> None:
         """A call has ended. Raises OSError if it was given up."""
@@ -156,20 +152,20 @@ class _Scanner:
 class _File:
     """A segment's file; after each call it says that it goes on. Raises OSError."""
 
-    def __init__(self, fd: int, go_on: Callable[[], None]) -> None:
-        self._fd = fd
+    def __init__(self, file: OpenFile, go_on: Callable[[], None]) -> None:
+        self._file = file
         self._go_on = go_on
-        self.size = os.fstat(fd).st_size
+        self.size = os.fstat(file.fd).st_size
 
     def read(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._fd, size, offset)
+        data = os.pread(self._file.fd, size, offset)
         self._go_on()
         return data
 
     def next_data(self, offset: int) -> int:
         """Where the hole ends that ``offset`` may lie in; the size if nothing follows."""
         try:
-            return os.lseek(self._fd, offset, os.SEEK_DATA)
+            return os.lseek(self._file.fd, offset, os.SEEK_DATA)
         except OSError:  # ENXIO: no data behind here
             return self.size
 

@@ -17,9 +17,7 @@ from sglang_hcache.store.inspect.maintenance import config_of
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.agreement import agreed, in_place
 from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
-from sglang_hcache.store.volumes.looking import Seen, look_at_each
-
-_CLOSE_S = 0.5
+from sglang_hcache.store.volumes.looking import Seen, close_all, look_at_each
 
 
 def rebuild(dirs: Sequence[Path]) -> list[str]:
@@ -34,7 +32,7 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
         StoreError: a directory is missing, or is not of this store.
     """
     try:
-        _check_something_is_there(look_at_each(dirs))
+        _check_something_is_there(dirs)
         identity, seen, done = _prepare(dirs)
     except OSError as error:
         raise StoreIOError(f"cannot change the store: {error}") from error
@@ -48,7 +46,7 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
     return done
 
 
-def _check_something_is_there(seen: Sequence[Seen]) -> None:
+def _check_something_is_there(dirs: Sequence[Path]) -> None:
     """Before anything is changed, and be it the mode of a directory.
 
     Raises:
@@ -56,6 +54,8 @@ def _check_something_is_there(seen: Sequence[Seen]) -> None:
         OSError: it does not answer.
         StoreFormatError: in none is anything of a store.
     """
+    seen = look_at_each(dirs)
+    close_all(seen)
     for item in seen:
         if not item.exists:
             raise StoreIOError(
@@ -76,13 +76,13 @@ def _prepare(dirs: Sequence[Path]) -> tuple[StoreIdentity, list[Seen], list[str]
             locked[path].acquire()
             stack.callback(locked[path].lock.release)
         seen = look_at_each(dirs)  # again: now nobody changes it
+        stack.callback(close_all, seen)
         identity, done = _take_in(seen)
         seen = in_place(seen, identity.num_stripes)
         for item in seen:
             locked[item.volume.path].write_superblock(Superblock(identity, item.volume.stripe))
         for item in seen:
             remove_index(item.volume.path / INDEX_NAME)
-            item.volume.close(_CLOSE_S)
     return identity, seen, done
 
 

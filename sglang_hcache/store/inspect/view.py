@@ -30,8 +30,6 @@ from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.looking import Sight, look_at
 
-_CLOSE_S = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class DirectoryInfo:
@@ -122,17 +120,16 @@ class StoreView:
         try:
             contents, meta = _read_index(sight)
         except StoreError as error:
-            for volume in sight.volumes:
-                volume.close(_CLOSE_S)
+            sight.close()
             again = look_at(dirs)
             if again.identity.epoch > sight.identity.epoch:  # a server has just moved the index
+                again.close()
                 return cls.open(dirs)
             return cls(again, _read_headers(again), {}, str(error), holder)
         return cls(sight, contents, meta, "", holder)
 
     def close(self) -> None:
-        for volume in self.volumes:
-            volume.close(_CLOSE_S)
+        self.sight.close()
 
     def __enter__(self) -> StoreView:
         return self

@@ -135,7 +135,8 @@ class StoreDirectory:
         """
         name = self.segment_path(segment).name
         with self._opened() as place:
-            fd = os.open(name, self._flags(os.O_RDWR | os.O_CREAT | os.O_EXCL), 0o600, dir_fd=place)
+            flags = _flags(os.O_RDWR | os.O_CREAT | os.O_EXCL, self.direct)
+            fd = os.open(name, flags, 0o600, dir_fd=place)
             try:
                 os.fchmod(fd, 0o600)
                 _preallocate(fd, size)
@@ -152,11 +153,15 @@ class StoreDirectory:
         For reading only where the file system takes no writes.
         """
         try:
-            return OpenFile(self._open(segment, os.O_RDWR), self.direct)
+            return OpenFile(os.open(self.segment_path(segment), _flags(os.O_RDWR, self.direct)), self.direct)
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            return OpenFile(self._open(segment, os.O_RDONLY), self.direct)
+            return self.open_to_read(segment, self.direct)
+
+    def open_to_read(self, segment: int, direct: bool) -> OpenFile:
+        """A segment's file for reading only, with O_DIRECT or through the page cache. Raises OSError."""
+        return OpenFile(os.open(self.segment_path(segment), _flags(os.O_RDONLY, direct)), direct)
 
     def trim_segment(self, segment: int, size: int) -> None:
         """Cut a file behind ``size`` bytes; one of which nothing is used may be gone. Raises OSError.
@@ -325,12 +330,6 @@ class StoreDirectory:
         finally:
             os.close(fd)
 
-    def _open(self, segment: int, flags: int) -> int:
-        return os.open(self.segment_path(segment), self._flags(flags), 0o600)
-
-    def _flags(self, flags: int) -> int:
-        return flags | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.direct else 0)
-
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
@@ -340,6 +339,10 @@ def _raise_unless_of_one_file(error: OSError) -> None:
     """``error`` came of asking for a file: is the device gone, or this process short of something?"""
     if error.errno in GONE_ERRNOS | OWN_ERRNOS:
         raise error
+
+
+def _flags(flags: int, direct: bool) -> int:
+    return flags | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
 
 def _preallocate(fd: int, size: int) -> None:

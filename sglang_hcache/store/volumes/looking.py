@@ -23,6 +23,7 @@ from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
 """For one call, such as reading the whole index. A server waits less, but here nobody is served."""
+_CLOSE_S = 0.5
 
 
 class SeenDirectory(StoreDirectory):
@@ -35,7 +36,7 @@ class SeenDirectory(StoreDirectory):
         return (self.path / SUPERBLOCK_NAME).exists()
 
     def open_segment(self, segment: int) -> OpenFile:
-        return OpenFile(self._open_to_read(segment, os.O_DIRECT if self.direct else 0), self.direct)
+        return self.open_to_read(segment, self.direct)
 
     def total_bytes(self) -> int:
         """Size of the file system where the directory is, or would be. Raises OSError."""
@@ -56,15 +57,14 @@ class SeenDirectory(StoreDirectory):
         if segment is None:
             return
         try:
-            file = OpenFile(self._open_to_read(segment, os.O_DIRECT), True)
-            os.preadv(file.fd, [aligned_empty(BLOCK).data], 0)
+            os.preadv(self.open_to_read(segment, True).fd, [aligned_empty(BLOCK).data], 0)
         except OSError:
             return
         self.direct = True
 
     def read_blocks(self, segment: int, offsets: Sequence[int]) -> list[bytes]:
         """The blocks at ``offsets`` of a segment's file, through the page cache. Raises OSError."""
-        file = OpenFile(self._open_to_read(segment, 0), False)
+        file = self.open_to_read(segment, False)
         return [os.pread(file.fd, BLOCK, offset) for offset in offsets]
 
     def modes(self) -> dict[str, int]:
@@ -74,9 +74,6 @@ class SeenDirectory(StoreDirectory):
             with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                 found[entry.name] = entry.stat(follow_symlinks=False).st_mode
         return found
-
-    def _open_to_read(self, segment: int, flags: int) -> int:
-        return os.open(self.segment_path(segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
 
 
 class SilentHealth(Health):
@@ -117,6 +114,9 @@ class Sight:
     def volumes(self) -> list[Volume]:
         return [item.volume for item in self.seen]
 
+    def close(self) -> None:
+        close_all(self.seen)
+
 
 def look_at(dirs: Sequence[Path]) -> Sight:
     """Find out which store lies in ``dirs``, given in any order.
@@ -127,19 +127,38 @@ def look_at(dirs: Sequence[Path]) -> Sight:
         StoreFormatError: no store, not one store, not all of its directories, or one of another format.
     """
     seen = look_at_each(dirs)
-    if all(item.superblock is None for item in seen):
-        raise StoreFormatError("\n".join(_no_store(item) for item in seen))
-    identity = agreed(seen)
+    try:
+        if all(item.superblock is None for item in seen):
+            raise StoreFormatError("\n".join(_no_store(item) for item in seen))
+        identity = agreed(seen)
+    except StoreFormatError:
+        close_all(seen)
+        raise
     return Sight(in_place(seen, identity.num_stripes), identity)
 
 
 def look_at_each(dirs: Sequence[Path]) -> list[Seen]:
-    """Each directory for itself, in the order given.
+    """Each directory for itself, in the order given; see :func:`close_all`.
 
     Raises:
         StoreFormatError: one of them has another format.
     """
-    return [_look(path) for path in dirs]
+    seen: list[Seen] = []
+    try:
+        for path in dirs:
+            seen.append(_look(path))
+            if seen[-1].superblock is not None:
+                check_format(path, seen[-1].superblock)
+    except StoreFormatError:
+        close_all(seen)
+        raise
+    return seen
+
+
+def close_all(seen: Sequence[Seen]) -> None:
+    """Look no more: the threads end, but for those that hang."""
+    for item in seen:
+        item.volume.close(_CLOSE_S)
 
 
 def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -> dict[Path, str]:
@@ -195,8 +214,6 @@ def _look(path: Path) -> Seen:
         return seen
     if seen.superblock is None:
         volume.health.take_out("it is empty: is its disk mounted?" if is_empty else "it has no superblock")
-    else:
-        check_format(path, seen.superblock)
     return seen
 
 

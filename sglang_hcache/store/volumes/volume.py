@@ -53,7 +53,7 @@ class Volume:
         if not self.health.readable:
             raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
         try:
-            return self._guarded(function)
+            return self.probe(function)
         except FileNotFoundError as error:
             self.check_presence()
             raise storage_error(error, doing) from error
@@ -115,7 +115,7 @@ class Volume:
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
         try:
-            present = self._guarded(self.directory.is_present)
+            present = self.probe(self.directory.is_present)
         except OSError as error:
             self.health.failed(error, writing=False)
             return
@@ -128,9 +128,6 @@ class Volume:
         if idle:
             self.directory.lock.release()
         return idle
-
-    def _guarded(self, function: Callable[[], T]) -> T:
-        return self._lane.call(function, self.patience_s)
 
 
 def volume_stats(volume: Volume) -> DirectoryStats:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -227,9 +228,11 @@ def test_not_a_store(tmp_path: Path, open_store: OpenStore, names: Sequence[str]
     (tmp_path / "a" / "copy" / "superblock.json").write_text(block)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "superblock.json").write_text('{"format_version": 1}')
+    threads = set(threading.enumerate())
     with pytest.raises(StoreFormatError, match=f"(?s){message}"):
         StoreView.open([tmp_path / name for name in names])
     assert not (tmp_path / "nowhere").exists()
+    assert set(threading.enumerate()) <= threads
 
 
 # -- verifying -----------------------------------------------------------------------------------
