@@ -173,7 +173,8 @@ class _File:
 def _scan_file(file: _File, number: int, stripe: int, num_stripes: int) -> Iterator[Part]:
     at = 0
     while at + BLOCK <= file.size:
-        first = _header_at(file, at)
+        block = file.read(BLOCK, at)
+        first = _parsed(block)
         in_place = first is not None and (
             (first.segment, first.stripe, first.num_stripes, first.part_offset, first.extent_offset)
             == (number, stripe, num_stripes, at, 0)
@@ -181,7 +182,7 @@ def _scan_file(file: _File, number: int, stripe: int, num_stripes: int) -> Itera
         if first is None or not in_place or first.part_bytes < first.extent_bytes:
             at = _next_candidate(file, at + BLOCK)
             continue
-        part = _walk_part(file, first)
+        part = _walk_part(file, first, block)
         if part:
             yield part
             at += first.part_bytes
@@ -189,12 +190,12 @@ def _scan_file(file: _File, number: int, stripe: int, num_stripes: int) -> Itera
             at += first.extent_bytes
 
 
-def _walk_part(file: _File, first: ExtentHeader) -> Part | None:
-    """The part that ``first`` begins; None if an extent is missing or out of place."""
+def _walk_part(file: _File, first: ExtentHeader, block: bytes) -> Part | None:
+    """The part that ``first`` begins, which was read from ``block``; None if an extent is missing or out of place."""
     extents = [(first.layer, first.chunk_bytes, 0)]
     at = first.extent_bytes
     while at < first.part_bytes:
-        found = peek_extent(file.read(PEEK_BYTES, first.part_offset + at), first)
+        found = peek_extent(file.read(PEEK_BYTES, first.part_offset + at), block)
         if found is None or found[2] != at:
             return None
         extents.append(found)
@@ -202,9 +203,9 @@ def _walk_part(file: _File, first: ExtentHeader) -> Part | None:
     return Part(first, tuple(extents)) if at == first.part_bytes else None
 
 
-def _header_at(file: _File, offset: int) -> ExtentHeader | None:
+def _parsed(block: bytes) -> ExtentHeader | None:
     try:
-        return parse_header(file.read(BLOCK, offset))
+        return parse_header(block)
     except CorruptExtentError:
         return None
 

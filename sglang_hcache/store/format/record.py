@@ -28,6 +28,9 @@ assert _FIXED.size == _KEYS_AT
 
 PEEK_BYTES = _FIXED.size
 """Of a header: all but keys and digests."""
+_PEEKED = struct.Struct("<16s8x32sI8sIQQ32sQ")
+"""The same bytes, without the digest: what extents of a part have in common in a few pieces, and the rest."""
+assert _PEEKED.size == PEEK_BYTES
 assert _END <= BLOCK
 
 Buffer = bytes | bytearray | memoryview
@@ -109,11 +112,6 @@ def pack_header(header: ExtentHeader) -> bytes:
     return bytes(block)
 
 
-def _looks_like_header(block: Buffer) -> bool:
-    """Whether ``block`` begins as a header does; says nothing about its validity."""
-    return bytes(block[: len(MAGIC)]) == MAGIC
-
-
 def parse_header(block: Buffer) -> ExtentHeader:
     """Read back what :func:`pack_header` wrote from 4096 bytes.
 
@@ -122,7 +120,7 @@ def parse_header(block: Buffer) -> ExtentHeader:
     """
     if len(block) != BLOCK:
         raise CorruptExtentError(f"header has {len(block)} of {BLOCK} bytes")
-    if not _looks_like_header(block):
+    if bytes(block[: len(MAGIC)]) != MAGIC:
         raise CorruptExtentError(f"header has wrong magic {bytes(block[:8])!r}")
     fields = _FIXED.unpack_from(block)
     (_, version, header_bytes, stored_digest, namespace_id, run_id, layer, num_layers, first_chunk,
@@ -163,27 +161,17 @@ def parse_header(block: Buffer) -> ExtentHeader:
     )
 
 
-def peek_extent(block: Buffer, first: ExtentHeader) -> tuple[int, int, int] | None:
-    """Layer, chunk bytes and extent offset of a later extent of the part that ``first`` begins; None if it is not one.
+def peek_extent(block: Buffer, first: Buffer) -> tuple[int, int, int] | None:
+    """Layer, chunk bytes and extent offset of a later extent of the part whose first header is ``first``, if it is one.
 
     Looks at the first ``PEEK_BYTES`` only and not at the digest: quick, for what is served is checked again.
     """
-    if len(block) < PEEK_BYTES or not _looks_like_header(block):
+    if len(block) < PEEK_BYTES:
         return None
-    (_, version, header_bytes, _, namespace_id, run_id, layer, num_layers, first_chunk,
-     num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, member_mask,
-     segment, part_offset, part_bytes, extent_offset) = _FIXED.unpack_from(block)  # fmt: skip
-    same = (
-        (version, header_bytes, namespace_id, run_id, num_layers, first_chunk, num_chunks)
-        == (FORMAT_VERSION, BLOCK, first.namespace_id, first.run_id, first.num_layers, first.first_chunk,
-            first.num_chunks)
-        and (stripe, num_stripes, rotation, member_mask, segment, part_offset, part_bytes)
-        == (first.stripe, first.num_stripes, first.rotation, mask_of(first.members), first.segment,
-            first.part_offset, first.part_bytes)
-        and payload_bytes == num_chunks * chunk_bytes
-        and layer < num_layers
-    )  # fmt: skip
-    return (layer, chunk_bytes, extent_offset) if same else None
+    begin, run, layer, counts, chunks, chunk_bytes, payload_bytes, place, offset = _PEEKED.unpack_from(block)
+    begin_1, run_1, _, counts_1, chunks_1, _, _, place_1, _ = _PEEKED.unpack_from(first)
+    same = (begin, run, counts, chunks, place) == (begin_1, run_1, counts_1, chunks_1, place_1)
+    return (layer, chunk_bytes, offset) if same and payload_bytes == chunks * chunk_bytes else None
 
 
 def check_header(header: ExtentHeader, expected: ExtentHeader) -> None:
