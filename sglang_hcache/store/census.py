@@ -81,7 +81,7 @@ class Census:
             self.segments[place.segment] = segment
         elif segment.members != place.shape.members:
             return False
-        segment.used = [max(pair) for pair in zip(segment.used, place.ends, strict=True)]
+        segment.take(place)
         run = StoredRun(place, segment, number)
         run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)

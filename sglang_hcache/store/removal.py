@@ -13,6 +13,7 @@ from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.geometry import mask_of
+from sglang_hcache.store.free_space import FreeSpace
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
@@ -24,28 +25,28 @@ class Remover:
     """What cannot be deleted is remembered, counted and tried again. Not thread-safe: ``Space`` holds its lock."""
 
     def __init__(
-        self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, observer: Observer
+        self,
+        volumes: Sequence[Volume],
+        catalog: Catalog,
+        ledger: Ledger,
+        free_space: FreeSpace,
+        observer: Observer,
     ) -> None:
         self._volumes = volumes
         self._catalog = catalog
         self._ledger = ledger
+        self._free_space = free_space
         self._observer = observer
         self._may_warn = Throttle()
         self.leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
         self._undeletable: set[Segment] = set()
         """Those of them that were tried."""
-        self.freed: Counter[int] = Counter()
-        """Bytes of deleted files, by directory, since the last look at their file systems (:class:`Room`)."""
 
     @property
     def leftover_bytes(self) -> int:
         """What they count against the cap."""
         return sum(segment.accounted_bytes for segment in self.leftovers)
-
-    def freed_in(self, within: int) -> int:
-        """Bytes of files deleted ``within`` directories, as bits, since the look."""
-        return sum(size for stripe, size in self.freed.items() if within >> stripe & 1)
 
     def stuck(self, at_least: int) -> int:
         """Directories, as bits, in which so many files could not be deleted."""
@@ -125,7 +126,7 @@ class Remover:
         error = segment.unlink()
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
-                self.freed[stripe] += size - FILE_SLACK_BYTES
+                self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
         if error is None:
             self.leftovers.discard(segment)
             self._undeletable.discard(segment)

@@ -44,8 +44,8 @@ class Retention:
         """Whether nothing more may be written to ``segment``, which this process began."""
         return self._max_age_s is not None and time.monotonic() - segment.begun_s > self._max_age_s * _FILLING
 
-    def enforce(self, active: Segment | None) -> None:
-        """Delete what is too old, all but ``active``. What is being read goes when that ends."""
+    def enforce(self) -> None:
+        """Delete what is too old, all but what is being filled. What is being read goes when that ends."""
         if self._max_age_s is None or time.monotonic() < self._next_look_s:
             return
         wait_s = min(max(self._max_age_s / _LOOKS, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
@@ -53,7 +53,7 @@ class Retention:
         now = time.time()
         oldest = now - self._max_age_s * (1 - _FILLING) + wait_s
         for segment in self._catalog.segments():
-            if segment is active:
+            if not segment.sealed:
                 continue
             written = segment.written_s or self._ask(segment)
             if 0 < written < oldest:
@@ -63,10 +63,9 @@ class Retention:
 
     def _ask(self, segment: Segment) -> float:
         """As :func:`written_s`; remembered if nothing is written to it any more."""
-        is_done = segment.sealed and not segment.pins
         all_answer = all(self._volumes[stripe].health.readable for stripe in segment.members)
         written = written_s(segment.number, segment.members, self._volumes)
-        segment.written_s = written if is_done and all_answer else 0.0
+        segment.written_s = written if all_answer and not segment.pins else 0.0
         return written
 
     def _bring_back(self, segment: Segment, now: float) -> None:

@@ -105,7 +105,6 @@ class Returns:
         """A file that may be of a run which is not whole yet. ``segment``: what is known of its number."""
         if segment is None:
             segment = Segment(number, self._volumes, (), self._config.file_bytes)
-            segment.sealed = True
             self._catalog.add_segment(segment)
         segment.extend(volume.stripe, size)
 

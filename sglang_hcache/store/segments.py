@@ -15,7 +15,7 @@ from sglang_hcache.store.volumes.volume import Volume
 
 
 class StoredRun:
-    """A run in the index. Identity matters: one object per row."""
+    """A run that is stored, or being written. Identity matters: one object per row of the index."""
 
     __slots__ = ("dropped", "failures", "number", "place", "quarantined", "segment")
 
@@ -49,7 +49,8 @@ class Segment:
         """Room in each file."""
         self.used = [0] * len(volumes)
         """Bytes handed out in each directory's file: the next run goes here."""
-        self.sealed = False
+        self.sealed = True
+        """Takes no more runs: all but the one that is being filled."""
         self.begun_s = 0.0
         """When this process began it, by a clock that nobody sets (``time.monotonic``)."""
         self.written_s = 0.0
@@ -95,6 +96,7 @@ class Segment:
         """
         self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
         self.begun_s = time.monotonic()
+        self.sealed = False
         try:
             for stripe in self.members:
                 self._volumes[stripe].create_segment(self.number, self.file_bytes)
@@ -108,6 +110,17 @@ class Segment:
         return all(
             used + part <= self.file_bytes for used, part in zip(self.used, shape.part_bytes, strict=True)
         )
+
+    def take(self, place: RunPlace) -> None:
+        """The run at ``place`` is part of it."""
+        self.used = [max(pair) for pair in zip(self.used, place.ends, strict=True)]
+
+    def give_back(self, place: RunPlace) -> None:
+        """The room at ``place`` is free again, if nothing lies behind it."""
+        ends = [(stripe, end) for stripe, end in enumerate(place.ends) if end]
+        if all(self.used[stripe] == end for stripe, end in ends):
+            for stripe, _ in ends:
+                self.used[stripe] = place.offsets[stripe]
 
     def trim(self) -> None:
         """Cut every file behind what is used. Raises the last StoreError when all were tried."""

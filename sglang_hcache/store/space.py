@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from sglang_hcache.core.errors import StoreError, StoreFullError
+from sglang_hcache.core.errors import StoreError, StoreFullError, StoreLockedError, StoreTimeoutError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
-from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
+from sglang_hcache.store.config import FILE_SLACK_BYTES, Run, StoreConfig
 from sglang_hcache.store.format.geometry import RunShape, ShapeTable, mask_of, members_of
+from sglang_hcache.store.format.record import RUN_ID_BYTES
+from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.free_space import FreeSpace, Shortage
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.retention import Retention
 from sglang_hcache.store.returning import Returns
-from sglang_hcache.store.room import Room, Shortage
-from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -28,20 +30,6 @@ logger = logging.getLogger(__name__)
 _EVICTIONS_IN_VAIN = 3
 """Segments whose files could not be deleted, before nothing more is evicted in that directory."""
 _FLOOR_WARNING_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room for one run. Its segment is pinned until :meth:`Catalog.unpin`."""
-
-    segment: Segment
-    offsets: tuple[int, ...]
-    """Start of the run's part in each file, bytes."""
-    shape: RunShape
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return tuple(a + b for a, b in zip(self.offsets, self.shape.part_bytes, strict=True))
 
 
 class Space:
@@ -65,8 +53,8 @@ class Space:
         self._catalog = catalog
         self._ledger = ledger
         self._shapes = shapes
-        self._remover = Remover(volumes, catalog, ledger, observer)
-        self._room = Room(config, volumes, catalog, self._remover.freed)
+        self._free_space = FreeSpace(config, volumes, catalog)
+        self._remover = Remover(volumes, catalog, ledger, self._free_space, observer)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
         self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
         self._lock = threading.Lock()
@@ -82,11 +70,11 @@ class Space:
             self._next_number = next_number
             self._take_over(segments)
             self._catalog.set_floor()
-            self._retention.enforce(None)
+            self._retention.enforce()
             self._shed(leftovers)
 
-    def reserve(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Reservation:
-        """Room for a run, in a new segment if need be.
+    def reserve(self, run: Run) -> StoredRun:
+        """Room for ``run``, in a new segment if need be. Its segment is pinned until :meth:`Catalog.unpin`.
 
         Raises:
             StoreFullError: no room can be made.
@@ -97,33 +85,43 @@ class Space:
             if segment is None or not all(
                 self._volumes[stripe].health.writable for stripe in segment.members
             ):
-                segment = self._renew(num_chunks, chunk_layer_bytes)
-            shape = self._shape(segment, num_chunks, chunk_layer_bytes)
+                segment = self._renew(run)
+            shape = self._shape(run, segment.members)
             if not segment.fits(shape):
-                segment = self._renew(num_chunks, chunk_layer_bytes)
-                shape = self._shape(segment, num_chunks, chunk_layer_bytes)
+                segment = self._renew(run)
+                shape = self._shape(run, segment.members)
             self._rotation += 1
             self._catalog.pin_segment(segment)
-            reservation = Reservation(segment, tuple(segment.used), shape)
-            segment.used = list(reservation.ends)
-            return reservation
+            place = RunPlace(
+                run_id=os.urandom(RUN_ID_BYTES),
+                namespace_id=run.namespace_id,
+                keys=run.keys,
+                first_chunk=run.first_chunk,
+                shape=shape,
+                segment=segment.number,
+                offsets=tuple(segment.used),
+            )
+            segment.take(place)
+            return StoredRun(place, segment, self._catalog.take_run_number())
 
-    def abandon(self, reservation: Reservation, *, seal: bool, full: bool, in_flight: bool) -> None:
-        """Give back the room of a run that was not written; the caller still unpins.
+    def abandon(self, run: StoredRun, error: BaseException) -> None:
+        """Give back the room of a run whose writing ended with ``error``; the caller still unpins.
 
-        With ``seal`` the next run goes to new files: these gave an error. What is still ``in_flight`` keeps its
-        room, for it may be written yet. With ``full`` others make room.
+        If its files gave the error, the next run goes to new ones. What is in flight keeps its room, for it may be
+        written yet.
         """
-        segment = reservation.segment
+        segment = run.segment
+        is_in_flight = isinstance(error, StoreTimeoutError) or not isinstance(error, Exception)
+        is_of_files = isinstance(error, StoreError) and not isinstance(error, StoreLockedError)
         with self._lock:
-            if tuple(segment.used) == reservation.ends and not in_flight:
-                segment.used = list(reservation.offsets)
-            if seal and segment is self._active:
+            if not is_in_flight:
+                segment.give_back(run.place)
+            if is_of_files and segment is self._active:
                 self._seal_active()
             if not segment.runs and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
                 self._remover.retire(segment, only_unpinned=False)
-            if full:
+            if isinstance(error, StoreFullError):
                 self._evict_where_full(segment.members)
 
     def evict_one(self) -> bool:
@@ -139,10 +137,10 @@ class Space:
             self._remover.retry()
             if self._active is not None and self._retention.is_filled(self._active):
                 self._seal_active()
-            self._retention.enforce(self._active)
+            self._retention.enforce()
             # Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
             everywhere = range(len(self._volumes))
-            if (shortages := self._room.shortages(0, everywhere)) and self._time_to_warn():
+            if (shortages := self._free_space.shortages(0, everywhere)) and self._time_to_warn():
                 _warn_about_floor(shortages, self._volumes, self._config.free_floor_bytes)
             self._keep_floor(0, everywhere)
             members = self._next_members()
@@ -199,17 +197,16 @@ class Space:
 
     # -- new segments ----------------------------------------------------------------------------
 
-    def _shape(self, segment: Segment, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> RunShape:
-        rotation = self._rotation % len(segment.members)
-        return self._shapes.get(num_chunks, chunk_layer_bytes, segment.members, rotation)
+    def _shape(self, run: Run, members: tuple[int, ...]) -> RunShape:
+        return self._shapes.get(len(run.keys), run.chunk_layer_bytes, members, self._rotation % len(members))
 
-    def _renew(self, num_chunks: int, chunk_layer_bytes: tuple[int, ...]) -> Segment:
+    def _renew(self, run: Run) -> Segment:
         """Seal the active segment and begin another, in every directory that takes writes and has room."""
         self._seal_active()
         members = self._next_members()
         if not any(self._volumes[stripe].health.writable for stripe in members):
-            raise self._room.why_none()
-        largest = max(self._shapes.get(num_chunks, chunk_layer_bytes, members, 0).part_bytes)
+            raise self._free_space.why_none()
+        largest = max(self._shapes.get(len(run.keys), run.chunk_layer_bytes, members, 0).part_bytes)
         file_bytes = max(self._config.file_bytes, largest)
         lacking = self._make_room(file_bytes, members)
         if lacking:
@@ -236,7 +233,7 @@ class Space:
         Those that take no writes only if no other could: they may again when they have room.
         """
         while True:
-            usable = self._room.usable(self._config.file_bytes)
+            usable = self._free_space.usable(self._config.file_bytes)
             possible = {stripe for stripe in usable.by_eviction if self._volumes[stripe].health.writable}
             possible = possible or {*usable.by_eviction}
             members = tuple(stripe for stripe in usable.now if stripe in possible)
@@ -249,7 +246,7 @@ class Space:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
         need = file_bytes + FILE_SLACK_BYTES
         over = self._used_bytes() + need * len(members) - self._config.segments_budget_bytes
-        if over > sum(self._room.freeable().values()):
+        if over > sum(self._free_space.freeable().values()):
             return (
                 f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
                 "nothing can be evicted now"
@@ -266,7 +263,7 @@ class Space:
 
         No more than one look found missing: some file systems show what was deleted seconds later.
         """
-        while shortages := self._room.shortages(need, members):
+        while shortages := self._free_space.shortages(need, members):
             made_up = [self._evict_to_free(item) for item in shortages if item.missing > 0]
             if not made_up or not all(made_up):
                 return False
@@ -283,7 +280,7 @@ class Space:
 
     def _evict_to_free(self, shortage: Shortage) -> bool:
         """Evict until so much was deleted since the look; False if that is not possible."""
-        while self._remover.freed_in(shortage.mask) < shortage.missing:
+        while self._free_space.deleted_in(shortage.mask) < shortage.missing:
             if not self._evict_to_gain(shortage.mask):
                 return False
         return True
@@ -296,10 +293,10 @@ class Space:
         """
         within &= ~self._remover.stuck(_EVICTIONS_IN_VAIN)
         for _ in range(_EVICTIONS_IN_VAIN):
-            before = self._remover.freed_in(within)
+            before = self._free_space.deleted_in(within)
             if not self._remover.evict_coldest(within):
                 return False
-            if self._remover.freed_in(within) > before:
+            if self._free_space.deleted_in(within) > before:
                 return True
         return False
 
@@ -307,7 +304,6 @@ class Space:
 
     def _take_over(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            segment.sealed = True
             self._trim(segment)
             self._catalog.add_segment(segment)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from sglang_hcache.core.errors import (
     StoreError,
     StoreFullError,
     StoreIOError,
-    StoreLockedError,
     StoreTimeoutError,
     TierMissError,
 )
@@ -25,8 +23,6 @@ from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
 from sglang_hcache.store.format.geometry import ShapeTable, extent_bytes, mask_of
-from sglang_hcache.store.format.record import RUN_ID_BYTES
-from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray, check_bytes
 from sglang_hcache.store.judge import Judge
@@ -37,7 +33,7 @@ from sglang_hcache.store.operations import Operations
 from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, recover
 from sglang_hcache.store.segments import Segment, StoredRun
-from sglang_hcache.store.space import Reservation, Space
+from sglang_hcache.store.space import Space
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.opening import open_volumes
 from sglang_hcache.store.volumes.transfers import Transfers
@@ -160,27 +156,19 @@ class DiskStore:
         with self._operations.one(), _refusals_counted(self._tally):
             size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
             with self._allowance.spending(size, now_s=time.time()):  # first, for making room costs others
-                reservation = self._space.reserve(len(run.keys), run.chunk_layer_bytes)
+                stored = self._space.reserve(run)
             try:
-                self._write(run, payload, reservation)
+                self._writer.write(stored, payload)
+                self._commit(stored)
             except BaseException as error:
-                self._space.abandon(reservation, **_traces_of(error))
+                self._space.abandon(stored, error)
                 raise
             finally:
-                self._unpin([reservation.segment])
+                self._unpin([stored.segment])
         self._tally.count("store.chunks_written", len(run.keys))
-        self._tally.count("store.bytes_written", reservation.shape.payload_bytes)
+        self._tally.count("store.bytes_written", stored.place.shape.payload_bytes)
 
-    def _write(
-        self, run: Run, payload: Callable[[int], Sequence[ByteArray]], reservation: Reservation
-    ) -> None:
-        segment, shape = reservation.segment, reservation.shape
-        run_id = os.urandom(RUN_ID_BYTES)
-        place = RunPlace(
-            run_id, run.namespace_id, run.keys, run.first_chunk, shape, segment.number, reservation.offsets
-        )
-        self._writer.write(segment, place, payload)
-        stored = StoredRun(place, segment, self._catalog.take_run_number())
+    def _commit(self, stored: StoredRun) -> None:
         with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
             try:
                 kept = self._ledger.commit(stored, recency)
@@ -358,12 +346,3 @@ def _refusals_counted(tally: Tally) -> Iterator[None]:
 def _run_bytes(num_chunks: int, chunk_layer_bytes: Sequence[int]) -> int:
     """What a run takes in all directories together."""
     return sum(extent_bytes(num_chunks, chunk_bytes) for chunk_bytes in chunk_layer_bytes)
-
-
-def _traces_of(error: BaseException) -> dict[str, bool]:
-    """What a write that ended with ``error`` may have left, as ``Space.abandon`` wants it."""
-    return {
-        "seal": isinstance(error, StoreError) and not isinstance(error, StoreLockedError),
-        "full": isinstance(error, StoreFullError),
-        "in_flight": isinstance(error, StoreTimeoutError) or not isinstance(error, Exception),
-    }

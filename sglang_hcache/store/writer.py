@@ -12,7 +12,7 @@ from sglang_hcache.store.format.record import digest, pack_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
-from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import storage_error
 
@@ -29,24 +29,23 @@ class RunWriter:
         self._transfers = transfers
         self._scratch = ScratchPool()
 
-    def write(self, segment: Segment, place: RunPlace, payload: Payload) -> None:
-        """Write all extents of a run and make them durable; the segment is pinned.
+    def write(self, run: StoredRun, payload: Payload) -> None:
+        """Write all extents of a run and make them durable; its segment is pinned.
 
         Raises:
             StoreFullError, StoreIOError: the run must not be put in the index. After a StoreTimeoutError some of
                 it may still be written.
             ValueError: ``payload`` returned something of a wrong shape.
         """
-        for layers in _batches(place):
-            self._write_layers(segment, place, layers, payload)
-        touched = [stripe for stripe, size in enumerate(place.shape.part_bytes) if size]
-        syncs = [IOOp(IOKind.SYNC, stripe, segment.file(stripe)) for stripe in touched]
-        self._run(syncs, max(place.shape.part_bytes))
+        part_bytes = run.place.shape.part_bytes
+        for layers in _batches(run.place):
+            self._write_layers(run, layers, payload)
+        touched = [stripe for stripe, size in enumerate(part_bytes) if size]
+        syncs = [IOOp(IOKind.SYNC, stripe, run.segment.file(stripe)) for stripe in touched]
+        self._run(syncs, max(part_bytes))
 
-    def _write_layers(
-        self, segment: Segment, place: RunPlace, layers: Sequence[int], payload: Payload
-    ) -> None:
-        shape = place.shape
+    def _write_layers(self, run: StoredRun, layers: Sequence[int], payload: Payload) -> None:
+        place, shape = run.place, run.place.shape
         scratch = self._scratch.take(
             sum(extent_bytes(shape.num_chunks, shape.chunk_layer_bytes[layer]) for layer in layers)
         )
@@ -63,7 +62,7 @@ class RunWriter:
             digests = tuple(digest(chunk.data) for chunk in chunks)
             extent[:BLOCK] = np.frombuffer(pack_header(place.header(layer, digests)), np.uint8)
             stripe = shape.stripe(layer)
-            file = segment.file(stripe)
+            file = run.segment.file(stripe)
             buffers = _buffers(extent, chunks, chunk_bytes, file.direct)
             ops.append(IOOp(IOKind.WRITE, stripe, file, place.extent_offset(layer), buffers))
         self._run(ops)

@@ -12,8 +12,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreFullError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore
-from sglang_hcache.store import room as room_module
+from sglang_hcache.store import DiskStore, free_space
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
@@ -44,7 +43,7 @@ class SlowDisk:
 
         monkeypatch.setattr(StoreDirectory, "unlink_segment", hide)
         monkeypatch.setattr(StoreDirectory, "free_bytes", lambda _: self.free())
-        monkeypatch.setattr(room_module, "time", self)
+        monkeypatch.setattr(free_space, "time", self)
 
     def show(self) -> None:
         self._hidden = 0

@@ -72,22 +72,25 @@ class Shortage:
     """Bytes to be freed, besides those that were freed and do not show up yet; nothing if not positive."""
 
 
-class Room:
-    """Measures; changes nothing but ``freed``. Not thread-safe: ``Space`` holds its lock.
+class FreeSpace:
+    """Measures, and remembers what was deleted meanwhile. Not thread-safe: ``Space`` holds its lock."""
 
-    Args:
-        freed: bytes of the files deleted since the last look, by directory; taken out at each look.
-    """
-
-    def __init__(
-        self, config: StoreConfig, volumes: Sequence[Volume], catalog: Catalog, freed: Counter[int]
-    ) -> None:
+    def __init__(self, config: StoreConfig, volumes: Sequence[Volume], catalog: Catalog) -> None:
         self._config = config
         self._volumes = volumes
         self._catalog = catalog
-        self._freed = freed
+        self._freed: Counter[int] = Counter()
+        """Bytes of files deleted since the last look, by directory."""
         self._awaited: dict[int, _Awaited] = {}
         """By device."""
+
+    def note_deleted(self, stripe: int, size: int) -> None:
+        """A file of ``size`` bytes was deleted."""
+        self._freed[stripe] += size
+
+    def deleted_in(self, within: int) -> int:
+        """Bytes of files deleted ``within`` directories, as bits, since the last look."""
+        return sum(size for stripe, size in self._freed.items() if within >> stripe & 1)
 
     def usable(self, file_bytes: int) -> Usable:
         """Of one look, for a directory that fails between two would seem to lack room."""
