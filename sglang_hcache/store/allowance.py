@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.format.values import read_value
 
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
@@ -33,11 +35,7 @@ class WriteAllowance:
     @classmethod
     def from_json(cls, budget_bytes: int | None, text: str | None) -> WriteAllowance:
         """What :meth:`to_json` wrote; anything else counts as nothing written."""
-        try:
-            found = json.loads(text or "{}")
-            hours = {int(hour): int(size) for hour, size in found.items() if int(size) > 0}
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            hours = {}
+        hours: dict[int, int] = read_value(text, _hours_of, {})
         return cls(budget_bytes, hours)
 
     def to_json(self) -> str:
@@ -98,3 +96,7 @@ class WriteAllowance:
         for old in [item for item in self._hours if item < hour - _WINDOW_HOURS]:
             del self._hours[old]
         return sum(self._hours.values())
+
+
+def _hours_of(found: dict[Any, Any]) -> dict[int, int]:
+    return {int(hour): int(size) for hour, size in found.items() if int(size) > 0}

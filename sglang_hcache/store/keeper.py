@@ -22,7 +22,6 @@ class Keeper:
     """Watches the directories, takes them in again, moves the index, makes room, writes down what must last.
 
     Args:
-        meta: named values for an index that is written anew.
         write_down: saves what changes often; called at the end of each round.
         interval_s: seconds between rounds when nothing calls.
     """
@@ -33,7 +32,6 @@ class Keeper:
         ledger: Ledger,
         space: Space,
         observer: Observer,
-        meta: Callable[[], dict[str, str]],
         write_down: Callable[[], None],
         interval_s: float,
     ) -> None:
@@ -41,7 +39,6 @@ class Keeper:
         self._ledger = ledger
         self._space = space
         self._observer = observer
-        self._meta = meta
         self._write_down = write_down
         self._interval_s = interval_s
         self._call = threading.Event()
@@ -85,7 +82,7 @@ class Keeper:
 
     def _move_index(self) -> None:
         try:
-            self._ledger.move_if_needed(self._meta())
+            self._ledger.move_if_needed()
         except StoreFullError:
             self._space.evict_one()  # until what is stored fits the index, or the index the disk
             raise

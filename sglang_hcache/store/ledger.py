@@ -37,6 +37,7 @@ class Ledger:
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
+        meta: its named values.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Ledger:
         identity: StoreIdentity,
         catalog: Catalog,
         config: StoreConfig,
+        meta: Mapping[str, str],
         *,
         is_partial: bool,
     ) -> None:
@@ -56,6 +58,7 @@ class Ledger:
         self._identity = identity
         self._catalog = catalog
         self._config = config
+        self._meta = {**meta}
         self._lost = index is None
         self._failures = 0
         """In a row."""
@@ -90,10 +93,12 @@ class Ledger:
         self._call(lambda index: index.save_recency(recency))
 
     def save_meta(self, values: Mapping[str, str]) -> None:
+        """If that fails, they are in the index that is written anew."""
+        self._meta.update(values)
         self._call(lambda index: index.save_meta(values))
 
-    def move_if_needed(self, meta: Mapping[str, str]) -> None:
-        """If the index or its directory failed: write the index anew, with ``meta``, where writing works."""
+    def move_if_needed(self) -> None:
+        """If the index or its directory failed: write the index anew where writing works."""
         if not self._is_published:
             with self._lock:
                 self._publish()
@@ -110,7 +115,7 @@ class Ledger:
                 self._abandoned.append((home.stripe, self._index))
                 self._index = None
             self._close_abandoned(well[0])
-            self._index = self._written_at(well[0], meta)
+            self._index = self._written_at(well[0])
             self._lost = False
             if well[0] is not home:
                 self._identity = self._identity.next(index_stripe=well[0].stripe)
@@ -209,7 +214,7 @@ class Ledger:
         except OSError as error:
             logger.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
 
-    def _written_at(self, volume: Volume, meta: Mapping[str, str]) -> Index:
+    def _written_at(self, volume: Volume) -> Index:
         path = volume.path / INDEX_NAME
         limit, store_id = self._config.index_file_bytes, self._identity.store_id
 
@@ -224,7 +229,7 @@ class Ledger:
                     put(partial(index.quarantine, run.number, dict(run.quarantined)))
         segments = {item.number: Recency(item.last_used, item.score) for item in self._catalog.segments()}
         put(lambda: index.save_recency(segments))
-        put(lambda: index.save_meta({**meta, **partial_meta(self.is_partial)}))
+        put(lambda: index.save_meta({**self._meta, **partial_meta(self.is_partial)}))
         put(index.mark_complete)
         return index
 

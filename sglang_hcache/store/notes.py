@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+from sglang_hcache.store.format.values import read_value
 
 
 class Notes:
     """Written into the index within a moment; lost if the index is lost. Thread-safe.
 
     Args:
-        text: what :meth:`to_json` gave an earlier process; what makes no sense counts as nothing, like None.
+        text: what :meth:`to_json` gave an earlier process.
     """
 
     def __init__(self, text: str | None) -> None:
-        try:
-            found = dict(json.loads(text or "{}").items())
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            found = {}
-        self._texts: dict[str, str] = {name: note for name, note in found.items() if isinstance(note, str)}
+        self._texts: dict[str, str] = read_value(text, _texts_of, {})
 
     def get(self, name: str) -> str | None:
         """What was last put there, also by an earlier process."""
@@ -30,3 +29,7 @@ class Notes:
     def to_json(self) -> str:
         """All of them."""
         return json.dumps(self._texts)
+
+
+def _texts_of(found: dict[Any, Any]) -> dict[str, str]:
+    return {name: note for name, note in found.items() if isinstance(note, str)}

@@ -86,7 +86,7 @@ def _agreed(
     if found.is_partial:
         found = _read_files(found, volumes, files, volumes[identity.index_stripe], shapes)
     catalog = Catalog(config.cost_doubling_tokens)
-    ledger = Ledger(found.index, volumes, identity, catalog, config, is_partial=found.is_partial)
+    ledger = Ledger(found.index, volumes, identity, catalog, config, found.meta, is_partial=found.is_partial)
     contents = found.contents
     census = Census(files, volumes, catalog, config.file_bytes)
     unusable = contents.bad_rows + [

@@ -82,8 +82,8 @@ class DiskStore:
         self.measuring = tally.measuring
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
-            volumes, self._ledger, self._space, tally, self._meta, self._write_down, min(_ROUND_S, config.retry_s)
-        )  # fmt: skip
+            volumes, self._ledger, self._space, tally, self._write_down, min(_ROUND_S, config.retry_s)
+        )
         for volume in volumes:
             volume.health.on_change = self._on_health
         self._on_health()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from sglang_hcache.core.observer import Counters, Observer
+from sglang_hcache.store.format.values import read_value
 
 _KEPT = "store."
 _TRAFFIC = frozenset({"store.chunks_read", "store.bytes_read", "store.chunks_written", "store.bytes_written"})
@@ -38,11 +40,8 @@ class Tally:
             self._is_measuring = False
 
     def resume(self, text: str | None) -> None:
-        """Add what an earlier :meth:`to_json` said; what makes no sense counts as nothing."""
-        try:
-            found = {str(event): int(amount) for event, amount in json.loads(text or "{}").items()}
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            return
+        """Add what an earlier :meth:`to_json` said."""
+        found: dict[str, int] = read_value(text, _amounts_of, {})
         for event, amount in found.items():
             self._counters.count(event, amount)
 
@@ -52,3 +51,7 @@ class Tally:
 
     def to_json(self) -> str:
         return json.dumps(self._counters.snapshot())
+
+
+def _amounts_of(found: dict[Any, Any]) -> dict[str, int]:
+    return {str(event): int(amount) for event, amount in found.items()}

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError
 from sglang_hcache.core.observer import Counters
@@ -21,6 +21,7 @@ from sglang_hcache.store.census import Files
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
+from sglang_hcache.store.format.values import read_value
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.retention import written_s
@@ -244,11 +245,11 @@ class StoreView:
         """What the running server thinks of its directories, by stripe."""
         if self.lock_holder is None:
             return {}  # what the last server thought is long over
-        try:
-            told = json.loads(self._meta.get("health", "[]"))
-            return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
-        except (ValueError, TypeError):
-            return {}
+        return read_value(self._meta.get("health"), _health_of, {})
+
+
+def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
+    return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
 
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:

@@ -123,6 +123,16 @@ def test_beside_a_server_its_process_and_its_view_of_the_directories(
         assert [item.condition for item in view.directories()] == ["healthy", "healthy"]
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: OpenStore) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    for told in ("[" * 10**5, "{", "[[]]", '[["ill", ""]]', "7"):
+        store._ledger.save_meta({"health": told})
+        with StoreView.open(config.dirs) as view:
+            assert [item.condition for item in view.directories()] == ["healthy"]
+
+
 def test_a_chunk_written_twice_counts_once_and_a_quarantined_one_not(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
