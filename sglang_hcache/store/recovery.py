@@ -62,60 +62,7 @@ def recover(
     Raises:
         StoreError: no directory can be read.
     """
-    files = Files.listed(identity.first_segment, volumes)
-    found, identity = _find_index(config, volumes, identity, files, observer, shapes)
-    try:
-        return _agreed(config, volumes, identity, files, found, observer, shapes)
-    except BaseException:
-        if found.index is not None:  # an open one is locked
-            with contextlib.suppress(OSError):
-                volumes[identity.index_stripe].probe(found.index.close)
-        raise
-
-
-def _agreed(
-    config: StoreConfig,
-    volumes: Sequence[Volume],
-    identity: StoreIdentity,
-    files: Files,
-    found: _FoundIndex,
-    observer: Observer,
-    shapes: ShapeTable,
-) -> Recovered:
-    """What ``found`` and the files say together. Raises StoreError."""
-    if found.is_partial:
-        found = _read_files(found, volumes, files, volumes[identity.index_stripe], shapes)
-    catalog = Catalog(config.cost_doubling_tokens)
-    ledger = Ledger(found.index, volumes, identity, catalog, config, found.meta, is_partial=found.is_partial)
-    contents = found.contents
-    census = Census(files, volumes, catalog, config.file_bytes)
-    unusable = contents.bad_rows + [
-        number for number in contents.runs if not _admit(census, number, contents)
-    ]
-    if unusable:
-        logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
-        observer.count("store.runs_lost", len(unusable))
-    # What is said of no run would be said of the next one with its number.
-    orphans = contents.quarantined.keys() - contents.runs.keys()
-    _try_delete(ledger, [*unusable, *orphans])
-    observer.count("store.runs_recovered", len(contents.runs) + len(contents.bad_rows) - len(unusable))
-    kept, leftovers = census.strays(is_partial=found.is_partial)
-    mentioned = [place.segment for place in contents.runs.values()]
-    highest = max([*files.numbers(), *mentioned, *contents.recency, identity.first_segment - 1])
-    return Recovered(
-        ledger=ledger,
-        catalog=catalog,
-        segments=[*census.segments.values(), *kept],
-        leftovers=leftovers,
-        next_number=highest + 1 + (UNSEEN_SEGMENTS if found.is_partial else 0),
-        meta=found.meta,
-    )
-
-
-def _admit(census: Census, number: int, contents: IndexContents) -> bool:
-    place = contents.runs[number]
-    recency = contents.recency.get(place.segment, Recency(0, 0.0))
-    return census.admit(number, place, recency, contents.quarantined.get(number, {}))
+    return _Recovery(config, volumes, identity, observer, shapes).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,45 +75,196 @@ class _FoundIndex:
     """Runs are missing: segments were not read yet, or not all."""
 
 
-def _find_index(
-    config: StoreConfig,
-    volumes: Sequence[Volume],
-    identity: StoreIdentity,
-    files: Files,
-    observer: Observer,
-    shapes: ShapeTable,
-) -> tuple[_FoundIndex, StoreIdentity]:
-    """The index where it belongs, or an empty one, perhaps elsewhere: see :func:`_read_files`."""
-    home = volumes[identity.index_stripe]
-    for volume in volumes:
-        if volume is not home and volume.health.writable:
-            _remove_old_index(volume)
-    load = partial(_load_index, home, identity, config.index_file_bytes, shapes)
-    try:
-        return home.probe(load, LOAD_S), identity
-    except (StoreFormatError, StoreIOError, TimeoutError) as error:
-        if isinstance(error, TimeoutError):
-            home.health.take_out(error.strerror or str(error))
-        _refuse_if_all_are_out(volumes, home)
-        if files.numbers() or _has_index(home):
-            logger.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
-            observer.count("store.index_rebuilds")
-    index, identity = _new_index(config, volumes, identity)
-    recency = {number: Recency(number, 0.0) for number in files.uncleared()}
-    return _FoundIndex(index, IndexContents({}, [], recency, {}), {}, is_partial=True), identity
+class _Recovery:
+    def __init__(
+        self,
+        config: StoreConfig,
+        volumes: Sequence[Volume],
+        identity: StoreIdentity,
+        observer: Observer,
+        shapes: ShapeTable,
+    ) -> None:
+        self._config = config
+        self._volumes = volumes
+        self._identity = identity
+        self._observer = observer
+        self._shapes = shapes
+        self._files = Files.listed(identity.first_segment, volumes)
 
+    @property
+    def _home(self) -> Volume:
+        """The directory of the index."""
+        return self._volumes[self._identity.index_stripe]
 
-def _refuse_if_all_are_out(volumes: Sequence[Volume], home: Volume) -> None:
-    """Without index and segments nothing is known, and whatever is there would be taken for files of no run.
+    def run(self) -> Recovered:
+        found = self._find_index()
+        try:
+            return self._agreed(self._with_files(found) if found.is_partial else found)
+        except BaseException:
+            if found.index is not None:  # an open one is locked
+                with contextlib.suppress(OSError):
+                    self._home.probe(found.index.close)
+            raise
 
-    Raises:
-        StoreIOError: no directory can be read.
-    """
-    if not any(volume.health.readable for volume in volumes):
-        raise StoreIOError(
-            f"cannot use {home.path} (--hcache-dirs), which holds the index: {home.health.reason}; nothing was "
-            "changed, start again when its disk answers"
+    def _agreed(self, found: _FoundIndex) -> Recovered:
+        """What ``found`` and the files say together. Raises StoreError."""
+        catalog = Catalog(self._config.cost_doubling_tokens)
+        ledger = Ledger(
+            *(found.index, self._volumes, self._identity, catalog, self._config, found.meta),
+            is_partial=found.is_partial,
         )
+        contents = found.contents
+        census = Census(self._files, self._volumes, catalog, self._config.file_bytes)
+        unusable = [*contents.bad_rows]
+        for number, place in contents.runs.items():
+            recency = contents.recency.get(place.segment, Recency(0, 0.0))
+            if not census.admit(number, place, recency, contents.quarantined.get(number, {})):
+                unusable.append(number)
+        if unusable:
+            logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
+            self._observer.count("store.runs_lost", len(unusable))
+        # What is said of no run would be said of the next one with its number.
+        orphans = contents.quarantined.keys() - contents.runs.keys()
+        _try_delete(ledger, [*unusable, *orphans])
+        num_recovered = len(contents.runs) + len(contents.bad_rows) - len(unusable)
+        self._observer.count("store.runs_recovered", num_recovered)
+        kept, leftovers = census.strays(is_partial=found.is_partial)
+        mentioned = [place.segment for place in contents.runs.values()]
+        highest = max(
+            [*self._files.numbers(), *mentioned, *contents.recency, self._identity.first_segment - 1]
+        )
+        return Recovered(
+            ledger=ledger,
+            catalog=catalog,
+            segments=[*census.segments.values(), *kept],
+            leftovers=leftovers,
+            next_number=highest + 1 + (UNSEEN_SEGMENTS if found.is_partial else 0),
+            meta=found.meta,
+        )
+
+    # -- the index -------------------------------------------------------------------------------
+
+    def _find_index(self) -> _FoundIndex:
+        """The index where it belongs, or an empty one, perhaps elsewhere: see :meth:`_with_files`."""
+        home = self._home
+        for volume in self._volumes:
+            if volume is not home and volume.health.writable:
+                _remove_old_index(volume)
+        try:
+            return home.probe(self._load_index, LOAD_S)
+        except (StoreFormatError, StoreIOError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                home.health.take_out(error.strerror or str(error))
+            self._refuse_if_all_are_out()
+            if self._files.numbers() or _has_index(home):
+                logger.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
+                self._observer.count("store.index_rebuilds")
+        recency = {number: Recency(number, 0.0) for number in self._files.uncleared()}
+        return _FoundIndex(self._new_index(), IndexContents({}, [], recency, {}), {}, is_partial=True)
+
+    def _refuse_if_all_are_out(self) -> None:
+        """Without index and segments nothing is known, and whatever is there would be taken for files of no run.
+
+        Raises:
+            StoreIOError: no directory can be read.
+        """
+        if not any(volume.health.readable for volume in self._volumes):
+            raise StoreIOError(
+                f"cannot use {self._home.path} (--hcache-dirs), which holds the index: {self._home.health.reason}; "
+                "nothing was changed, start again when its disk answers"
+            )
+
+    def _load_index(self) -> _FoundIndex:
+        """
+        Raises:
+            StoreFormatError, StoreIOError: it cannot be used.
+            StoreLockedError: another program writes to it.
+        """
+        path, store_id, limit = (
+            self._home.path / INDEX_NAME,
+            self._identity.store_id,
+            self._config.index_file_bytes,
+        )
+        if not self._home.health.readable:
+            raise StoreIOError(f"its directory is {self._home.health.condition}")
+        if not self._home.health.writable:
+            contents, meta = Index.read(path, self._shapes, store_id)
+            return _FoundIndex(None, contents, meta, is_partial(meta))
+        index = Index.open(path, store_id, limit)
+        try:
+            if index.file_bytes() > limit:
+                raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
+            contents, meta = index.load(self._shapes), index.meta()
+            return _FoundIndex(index, contents, meta, is_partial(meta))
+        except BaseException:
+            index.close()
+            raise
+
+    def _new_index(self) -> Index | None:
+        """An empty index, not complete yet; None if no directory takes it. From now on its directory is home."""
+        home, store_id, limit = self._home, self._identity.store_id, self._config.index_file_bytes
+        for volume in (home, *self._volumes):
+            if not volume.health.writable:
+                continue
+            create = partial(Index.create, volume.path / INDEX_NAME, store_id, limit)
+            try:
+                index = volume.call(create, "cannot create the index", writing=True)
+            except StoreError as error:
+                logger.warning("hcache: %s cannot hold the index: %s", volume.path, error)
+                continue
+            if volume is not home:
+                self._identity = self._identity.next(index_stripe=volume.stripe)
+                publish(self._volumes, self._identity)
+            return index
+        logger.warning("hcache: no directory takes writes; nothing new is stored until one does")
+        return None
+
+    # -- an index that lacks runs ----------------------------------------------------------------
+
+    def _with_files(self, found: _FoundIndex) -> _FoundIndex:
+        """``found`` and the runs that the segments hold. Those with a directory that is out wait for it."""
+        scanned = scan_segments(self._files.uncleared(), self._volumes, self._shapes)
+        self._refuse_if_all_are_out()
+        well = {volume.stripe for volume in self._volumes if volume.health.readable}
+        contents = found.contents
+        known = {place.run_id for place in contents.runs.values()}
+        fresh = [run for run in scanned if run.run_id not in known and well.issuperset(run.shape.members)]
+        runs = dict(enumerate(fresh, max([*contents.bad_rows, *contents.runs], default=0) + 1))
+        is_partial = len(well) < len(self._volumes)
+        if is_partial:
+            logger.warning("hcache: what lies in directories that are out is found again when all are back")
+        index = found.index
+        if index is not None:
+            try:
+                runs = self._fill(index, runs, is_partial)
+            except StoreError as error:
+                logger.warning("hcache: the new index cannot be written yet: %s", error)
+                with contextlib.suppress(OSError):
+                    self._home.probe(index.close)
+                index = None  # the ledger makes another one, from memory
+        contents = replace(contents, runs={**contents.runs, **runs})
+        return _FoundIndex(index, contents, found.meta, is_partial)
+
+    def _fill(self, index: Index, runs: Mapping[int, RunPlace], is_partial: bool) -> dict[int, RunPlace]:
+        """Put ``runs`` into an index that lacks them; returns those that it has room for.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+
+        def put(function: Callable[[], None]) -> None:
+            self._home.call(function, "cannot write the index", writing=True)
+
+        kept: dict[int, RunPlace] = {}
+        try:
+            for batch in batches(runs.items()):
+                put(partial(index.insert, dict(batch), {}))
+                kept.update(batch)
+        except StoreFullError as error:
+            logger.warning("hcache: not all stored runs fit the index: %s", error)
+        put(partial(index.save_meta, partial_meta(is_partial)))
+        put(index.mark_complete)
+        return kept
 
 
 def _has_index(home: Volume) -> bool:
@@ -181,104 +279,6 @@ def _remove_old_index(volume: Volume) -> None:
         volume.call(lambda: remove_index(volume.path / INDEX_NAME), "an old index", writing=True)
     except StoreError as error:
         logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
-
-
-def _load_index(home: Volume, identity: StoreIdentity, limit: int, shapes: ShapeTable) -> _FoundIndex:
-    """
-    Raises:
-        StoreFormatError, StoreIOError: it cannot be used.
-        StoreLockedError: another program writes to it.
-    """
-    path = home.path / INDEX_NAME
-    if not home.health.readable:
-        raise StoreIOError(f"its directory is {home.health.condition}")
-    if not home.health.writable:
-        contents, meta = Index.read(path, shapes, identity.store_id)
-        return _FoundIndex(None, contents, meta, is_partial(meta))
-    index = Index.open(path, identity.store_id, limit)
-    try:
-        if index.file_bytes() > limit:
-            raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-        contents, meta = index.load(shapes), index.meta()
-        return _FoundIndex(index, contents, meta, is_partial(meta))
-    except BaseException:
-        index.close()
-        raise
-
-
-def _new_index(
-    config: StoreConfig, volumes: Sequence[Volume], identity: StoreIdentity
-) -> tuple[Index | None, StoreIdentity]:
-    """An empty index, not complete yet; None if no directory takes it."""
-    home = volumes[identity.index_stripe]
-    for volume in (home, *volumes):
-        if not volume.health.writable:
-            continue
-        create = partial(Index.create, volume.path / INDEX_NAME, identity.store_id, config.index_file_bytes)
-        try:
-            index = volume.call(create, "cannot create the index", writing=True)
-        except StoreError as error:
-            logger.warning("hcache: %s cannot hold the index: %s", volume.path, error)
-            continue
-        if volume is not home:
-            identity = identity.next(index_stripe=volume.stripe)
-            publish(volumes, identity)
-        return index, identity
-    logger.warning("hcache: no directory takes writes; nothing new is stored until one does")
-    return None, identity
-
-
-def _read_files(
-    found: _FoundIndex, volumes: Sequence[Volume], files: Files, home: Volume, shapes: ShapeTable
-) -> _FoundIndex:
-    """Add the runs that the segments hold. Those with a directory that is out wait for it.
-
-    Args:
-        home: the directory of ``found.index``.
-    """
-    scanned = scan_segments(files.uncleared(), volumes, shapes)
-    _refuse_if_all_are_out(volumes, home)
-    well = {volume.stripe for volume in volumes if volume.health.readable}
-    contents = found.contents
-    known = {place.run_id for place in contents.runs.values()}
-    fresh = [run for run in scanned if run.run_id not in known and well.issuperset(run.shape.members)]
-    runs = dict(enumerate(fresh, max([*contents.bad_rows, *contents.runs], default=0) + 1))
-    is_partial = len(well) < len(volumes)
-    if is_partial:
-        logger.warning("hcache: what lies in directories that are out is found again when all are back")
-    index = found.index
-    if index is not None:
-        try:
-            runs = _fill(index, home, runs, is_partial)
-        except StoreError as error:
-            logger.warning("hcache: the new index cannot be written yet: %s", error)
-            with contextlib.suppress(OSError):
-                home.probe(index.close)
-            index = None  # the ledger makes another one, from memory
-    contents = replace(contents, runs={**contents.runs, **runs})
-    return _FoundIndex(index, contents, found.meta, is_partial)
-
-
-def _fill(index: Index, home: Volume, runs: Mapping[int, RunPlace], is_partial: bool) -> dict[int, RunPlace]:
-    """Put ``runs`` into an index that lacks them; returns those that it has room for.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-
-    def put(function: Callable[[], None]) -> None:
-        home.call(function, "cannot write the index", writing=True)
-
-    kept: dict[int, RunPlace] = {}
-    try:
-        for batch in batches(runs.items()):
-            put(partial(index.insert, dict(batch), {}))
-            kept.update(batch)
-    except StoreFullError as error:
-        logger.warning("hcache: not all stored runs fit the index: %s", error)
-    put(partial(index.save_meta, partial_meta(is_partial)))
-    put(index.mark_complete)
-    return kept
 
 
 def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
