@@ -18,6 +18,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.record import ExtentHeader
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import find_extents, make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
 
@@ -132,7 +133,7 @@ def _examine(config: StoreConfig) -> set[int] | None:
         before = served(store)
         assert not is_served(store, QUARANTINED)
         wait_until(lambda: takes_writes(store), HANG_S)
-        assert store._keeper._thread.is_alive()
+        assert Inside(store).is_kept
     finally:
         store.close()
     store = DiskStore.open(config, Counters())
@@ -144,7 +145,7 @@ def _examine(config: StoreConfig) -> set[int] | None:
         store.clear()
         assert not any(store.contains(key) for keys in (*RUNS, NEW) for key in keys)
         store.stats()
-        assert store._keeper._thread.is_alive()
+        assert Inside(store).is_kept
     finally:
         store.close()
     return before

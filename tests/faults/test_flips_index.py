@@ -13,6 +13,7 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.testing.open_store import Inside
 from tests.faults.damage import ALL, HANG_S, change, examine, flip, in_time, served, takes_writes
 from tests.unit.store.conftest import wait_until
 
@@ -151,7 +152,7 @@ def test_other_bytes_in_the_log(
 
 def forgetful(store: DiskStore) -> None:
     """SQLite keeps no page in memory, as if the index were a large one."""
-    index = store._ledger._index
+    index = Inside(store).index
     assert index is not None
     with index._lock:
         index._connection.execute("PRAGMA cache_size = 0")
@@ -176,7 +177,7 @@ def test_other_bytes_in_the_index_while_running(
             assert in_time(lambda store=store: served(store)) == before
             wait_until(lambda store=store: takes_writes(store), HANG_S)
             assert in_time(lambda store=store: served(store)) == before
-            assert store._keeper._thread.is_alive()
+            assert Inside(store).is_kept
         finally:
             store.close()
         assert examine(config) is not None

@@ -12,6 +12,7 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.testing.open_store import Inside
 from tests.faults.damage import ALL, HANG_S, examine, flip, rows_of_table, served, takes_writes
 from tests.unit.store.conftest import wait_until
 
@@ -103,7 +104,7 @@ def test_a_superblock_becomes_garbage_while_running(fresh: Callable[[], StoreCon
     try:
         (path, _) = superblocks(config)
         before = path.read_bytes()
-        health = store._volumes[0].health
+        health = Inside(store).volumes[0].health
         for data in GARBAGE.values():
             path.write_bytes(data)
             health.take_out("the test says so")
@@ -115,7 +116,7 @@ def test_a_superblock_becomes_garbage_while_running(fresh: Callable[[], StoreCon
         health._retry_at = 0
         wait_until(lambda: store.stats().directories[0].condition == "healthy", HANG_S)
         assert served(store) == ALL
-        assert store._keeper._thread.is_alive()
+        assert Inside(store).is_kept
     finally:
         store.close()
 

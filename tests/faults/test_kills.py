@@ -22,6 +22,7 @@ import pytest
 from sglang_hcache.core.errors import CorruptExtentError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config
 from tests.faults.survivors import Survivors
 from tests.faults.traffic import MOST_CHUNKS, Habits
@@ -195,7 +196,7 @@ class Killing:
         try:
             self.bound = self.config.size_bytes
             self._measure()
-            with store._space._lock:  # the keeper may be evicting
+            with Inside(store).space._lock:  # the keeper may be evicting
                 check_files(store)
             evicted = store.stats().totals.get("segments_evicted", 0)  # begins anew with a new index
             self.counts["segments evicted"] = max(self.counts["segments evicted"], evicted)
@@ -257,8 +258,8 @@ class Killing:
 
 def check_files(store: DiskStore) -> None:
     """Files, memory and index agree: nothing is left behind by whoever was killed."""
-    segments = store._catalog.segments()
-    for volume in store._volumes:
+    segments = Inside(store).catalog.segments()
+    for volume in Inside(store).volumes:
         sizes = volume.directory.segment_sizes()
         assert sizes.keys() <= {item.number for item in segments if volume.stripe in item.members}
         used = {item.number: item.used[volume.stripe] for item in segments if item.used[volume.stripe]}
@@ -266,10 +267,10 @@ def check_files(store: DiskStore) -> None:
         names = [path for path in volume.path.iterdir() if not any(path.match(name) for name in OWN_NAMES)]
         assert not names, "left behind"
         index = volume.path / "index.sqlite"
-        assert index.exists() == (volume.stripe == store._ledger.identity.index_stripe)
+        assert index.exists() == (volume.stripe == Inside(store).ledger.identity.index_stripe)
         if index.exists():
             rows = {row for (row,) in ask_index(index, "SELECT run FROM runs")}
-            assert rows == {run.number for run in store._catalog.runs()}
+            assert rows == {run.number for run in Inside(store).catalog.runs()}
 
 
 @pytest.mark.parametrize("num_dirs", [1, 2, 3])

@@ -17,6 +17,7 @@ from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
 from tests.faults.damage import HANG_S
 from tests.faults.small_disk import SmallDisk, small_disk
@@ -121,7 +122,7 @@ def test_a_disk_that_others_fill_up_under_load(disk: SmallDisk, open_store: Open
     lease.close()
     wait_until(lambda: is_healthy(store), HANG_S)
     write(store, range(200, 204))
-    assert store._keeper._thread.is_alive()
+    assert Inside(store).is_kept
     store.close()
     store = open_store(config)
     assert served(store, range(200, 204)) == [200, 201, 202, 203]
@@ -244,7 +245,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again(
         ext4.unmount()
         with Watch(something_below, 0.001):
             with pytest.raises(FileNotFoundError):  # as if the store had not noticed yet
-                store._volumes[0].directory.create_segment(999, BLOCK)
+                Inside(store).volumes[0].directory.create_segment(999, BLOCK)
             wait_until(lambda turn=turn: takes_writes(store, 100 + turn), HANG_S)
             wait_until(lambda: conditions(store) == ["out", "healthy"], HANG_S)
             for run in range(20, 30):
@@ -255,7 +256,7 @@ def test_a_disk_that_is_unmounted_and_mounted_again(
         wait_until(lambda: is_healthy(store), HANG_S)
         assert served(store, range(10)) == list(range(10))
         write(store, range(30 + turn, 35 + turn))
-    assert store._keeper._thread.is_alive()
+    assert Inside(store).is_kept
     store.close()
     store = open_store(config)
     assert served(store, range(30)) == [*range(10), *range(20, 30)]

@@ -27,6 +27,7 @@ from sglang_hcache.store.io.engine import IOOp
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes import health as health_module
 from sglang_hcache.testing.io_faults import Fault, FaultEngine, HangingEngine
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
 from tests.faults.damage import HANG_S, in_time
 from tests.faults.traffic import SHAPES, Habits, Traffic, Watch
@@ -143,15 +144,15 @@ def check_all_is_well(store: DiskStore, config: StoreConfig) -> None:
     write_keys(store, make_keys(1000, 4), SHAPES[0])
     read_keys(store, make_keys(1000, 4))
     read_everything(store)
-    assert store._keeper._thread.is_alive()
+    assert Inside(store).is_kept
     # What was cleared under a lease goes by and by.
-    wait_until(lambda: not store._space._remover.leftovers, HANG_S)
-    segments = store._catalog.segments()
+    wait_until(lambda: not Inside(store).leftovers, HANG_S)
+    segments = Inside(store).catalog.segments()
     assert [segment.pins for segment in segments] == [0] * len(segments)
     assert store._operations.drain(0)
     gc.collect()
     wait_until(lambda: not open_segments(config.dirs[0].parent), HANG_S)
-    for volume in store._volumes:
+    for volume in Inside(store).volumes:
         expected = {segment.number for segment in segments if volume.stripe in segment.members}
         assert volume.directory.segment_sizes().keys() == expected
         assert volume._lane.call(lambda: True, HANG_S)

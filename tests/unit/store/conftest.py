@@ -17,6 +17,7 @@ from sglang_hcache.store.index_copy import private_copy
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -35,8 +36,8 @@ def ask_index(path: Path, question: str) -> list[tuple[object, ...]]:
 
 def kill(store: DiskStore) -> None:
     """What ``kill -9`` leaves: nothing is saved any more, and the locks are free."""
-    store._keeper.close(5)
-    for volume in store._volumes:
+    Inside(store).keeper.close(5)
+    for volume in Inside(store).volumes:
         for path in volume.path.glob(
             "index.sqlite*"
         ):  # its lock stays with the file that this process has open

@@ -22,6 +22,7 @@ from sglang_hcache.store.io.engine import IOKind, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import Fault, FaultEngine, LatencyEngine, always, seeded
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     physical_bytes,
@@ -132,14 +133,14 @@ def test_directories_that_fail_while_room_is_looked_for_cost_nothing(
     def and_fail(self: StoreDirectory) -> int:
         asked.append(self.path)
         free = free_bytes(self)
-        if len(asked) == looks * len(store._volumes):
-            for volume in store._volumes:
+        if len(asked) == looks * len(Inside(store).volumes):
+            for volume in Inside(store).volumes:
                 volume.health.failed(OSError(errno.EROFS, os.strerror(errno.EROFS)), writing=True)
         return free
 
     monkeypatch.setattr(StoreDirectory, "free_bytes", and_fail)
-    store._space.tend()
-    assert all(volume.health.condition == "read-only" for volume in store._volumes)
+    Inside(store).space.tend()
+    assert all(volume.health.condition == "read-only" for volume in Inside(store).volumes)
     read_keys(store, OLD)
 
 

@@ -15,6 +15,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, free_space
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 
 OpenStore = Callable[..., DiskStore]
@@ -88,10 +89,10 @@ def test_no_more_is_evicted_than_was_missing_at_one_look(
     expected = missing_segments(disk)
     assert 3 < expected < 15
     for _ in range(5):
-        store._space.tend()
+        Inside(store).space.tend()
         assert counters["store.segments_evicted"] == expected
     disk.show()
-    store._space.tend()
+    Inside(store).space.tend()
     assert disk.free() >= 100 * MIB
 
 
@@ -100,11 +101,11 @@ def test_what_shows_up_bit_by_bit_is_not_evicted_again(
 ) -> None:
     disk.others = 12 * MIB
     expected = missing_segments(disk)
-    store._space.tend()
+    Inside(store).space.tend()
     whole = disk._hidden
     for part in range(10, -1, -1):
         disk._hidden = whole * part // 10
-        store._space.tend()
+        Inside(store).space.tend()
     assert counters["store.segments_evicted"] == expected
 
 
@@ -112,11 +113,11 @@ def test_what_others_take_meanwhile_is_evicted_too(
     disk: SlowDisk, store: DiskStore, counters: Counters
 ) -> None:
     disk.others = 12 * MIB
-    store._space.tend()
+    Inside(store).space.tend()
     disk.others += 2 * FILE_BYTES
     disk._hidden -= FILE_BYTES // 2
     before = counters["store.segments_evicted"]
-    store._space.tend()
+    Inside(store).space.tend()
     assert counters["store.segments_evicted"] - before == 2
 
 
@@ -125,13 +126,13 @@ def test_what_was_freed_long_ago_is_not_waited_for(
 ) -> None:
     """Others keep filling the disk, or a snapshot keeps the blocks."""
     disk.others = 9 * MIB
-    store._space.tend()
+    Inside(store).space.tend()
     first = counters["store.segments_evicted"]
     disk.wait(5)
-    store._space.tend()
+    Inside(store).space.tend()
     assert counters["store.segments_evicted"] == first
     disk.wait(6)
-    store._space.tend()
+    Inside(store).space.tend()
     assert counters["store.segments_evicted"] == 2 * first
 
 
@@ -140,7 +141,7 @@ def test_room_for_a_new_segment_costs_one_and_is_used_when_it_shows_up(
 ) -> None:
     disk.others = disk.free() - 100 * MIB
     for _ in range(3):
-        store._space.tend()
+        Inside(store).space.tend()
         with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
             write_keys(store, make_keys(1000, 6), LAYERS)
     evicted = counters["store.segments_evicted"]
@@ -209,13 +210,13 @@ def test_a_disk_that_deletes_nothing_costs_few_segments_however_often_it_is_trie
     bad_disk.error_number = error_number
     bad_disk.free[0] = 99 * MIB
     for _ in range(5):
-        store._space.tend()
+        Inside(store).space.tend()
     there = [keys for keys in written if store.match(keys)]
     assert len(there) == 9
     for keys in there:
         read_keys(store, keys)
     bad_disk.error_number = 0
-    store._space.tend()
+    Inside(store).space.tend()
     assert 6 <= sum(bool(store.match(keys)) for keys in written) < 9, "now it does: two more make 1 MiB"
 
 
@@ -229,6 +230,6 @@ def test_a_file_system_that_turns_read_only_is_noticed_when_nothing_can_be_delet
     bad_disk.error_number = errno.EROFS
     bad_disk.free[0] = 99 * MIB
     for _ in range(5):
-        store._space.tend()
+        Inside(store).space.tend()
     assert [item.condition for item in store.stats().directories] == ["read-only", "healthy"]
     assert store.stats().chunks == 9 * 6

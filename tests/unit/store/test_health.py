@@ -24,6 +24,7 @@ from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
@@ -127,9 +128,7 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     store = open_store(quick(tmp_path, 2), hanging)
     write_keys(store, OLD, LAYERS)
     hanging.hangs = hang(IOKind.READ, 1)
-    stripe1 = next(
-        layer for layer in range(3) if store._catalog._chunks[OLD[0]].place.shape.stripe(layer) == 1
-    )
+    stripe1 = next(layer for layer in range(3) if Inside(store).run_of(OLD[0]).place.shape.stripe(layer) == 1)
     out = aligned_empty(4 * LAYERS[stripe1])
     out[:] = 0xEE
     with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
@@ -254,7 +253,7 @@ def test_the_index_moves_away_from_a_sick_directory_and_the_moved_one_counts(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    sick = store._volumes[0].health
+    sick = Inside(store).volumes[0].health
     sick.take_out("the test says so")
     sick._retry_at = float("inf")
     wait_until(lambda: _writes(store, NEW))
@@ -275,7 +274,7 @@ def test_an_index_that_has_moved_leaves_no_other_one_where_it_was(
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     monkeypatch.setattr(Health, "is_due", lambda self: False)  # it would be taken in again
-    store._volumes[0].health.failed(OSError(number, "no"), writing=True)
+    Inside(store).volumes[0].health.failed(OSError(number, "no"), writing=True)
     wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
     wait_until(lambda: not list(config.dirs[0].glob("index.sqlite*")))
     assert conditions(store) == ["read-only", "healthy"]
@@ -316,13 +315,13 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    if not store._volumes[1].directory.direct:
+    if not Inside(store).volumes[1].directory.direct:
         pytest.skip("no O_DIRECT here")
     if came_back_without:
         with store.lease(OLD) as lease:
             store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
             monkeypatch.setattr(StoreDirectory, "_write_probe", _without_direct)
-            store._volumes[1].health.take_out("the test says so")
+            Inside(store).volumes[1].health.take_out("the test says so")
             wait_until(lambda: all_well(store))
             read_keys(store, OLD)
     else:
@@ -331,11 +330,11 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
             sick({"disk1"}, patch)
             store = open_store(config)
         wait_until(lambda: all_well(store))
-    assert store._volumes[1].directory.direct is not came_back_without
+    assert Inside(store).volumes[1].directory.direct is not came_back_without
     write_keys(store, NEW, UNALIGNED)
     for keys in (OLD, NEW):
         read_keys(store, keys)
-    run = store._catalog._chunks[NEW[0]]
+    run = Inside(store).run_of(NEW[0])
     with store.lease(NEW):
         assert [run.segment.file(stripe).direct for stripe in (0, 1)] == [True, not came_back_without]
 
@@ -411,7 +410,7 @@ def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    for volume in store._volumes[:1]:
+    for volume in Inside(store).volumes[:1]:
         volume.health.take_out("the test says so")
         volume.health._retry_at = float("inf")
     store.clear()
@@ -431,9 +430,9 @@ def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    store._keeper.close(5)
+    Inside(store).keeper.close(5)
     with store.lease(OLD):  # files stay, as after a kill
-        store._volumes[0].health.take_out("the test says so")
+        Inside(store).volumes[0].health.take_out("the test says so")
         store.clear()
         store.close()
     assert list(config.dirs[1].glob("segment-*"))

@@ -20,6 +20,7 @@ from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.io_faults import without_sync
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
 
@@ -44,9 +45,9 @@ def test_no_file_of_the_store_is_mapped(tmp_path: Path, open_store: OpenStore) -
     read_keys(store, make_keys(0, 2))
     write_keys(store, make_keys(10, 2), LAYERS)
     assert_not_mapped(config)
-    store._volumes[0].health.take_out("test")
+    Inside(store).volumes[0].health.take_out("test")
     wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
-    wait_until(lambda: not store._ledger._lost)
+    wait_until(lambda: not Inside(store).is_index_lost)
     assert_not_mapped(config)
 
 
@@ -70,7 +71,7 @@ def test_what_a_version_that_mapped_its_log_left_is_read_and_removed(
     subprocess.run([sys.executable, "-c", MAPPING, path], check=False)
     assert path.with_name("index.sqlite-shm").exists()
     store = open_store(config)
-    assert [segment.last_used for segment in store._catalog.segments()] == [77]
+    assert [segment.last_used for segment in Inside(store).catalog.segments()] == [77]
     read_keys(store, make_keys(0, 2))
     assert_not_mapped(config)
 
@@ -154,7 +155,7 @@ def test_an_index_that_never_stands_still_is_not_believed(
     monkeypatch.setattr(index_copy, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(index_copy.shutil, "copyfile", copyfile)
     with pytest.raises(StoreFormatError, match="changed all the time"):
-        Index.read(path, ShapeTable(1), store._ledger.identity.store_id)
+        Index.read(path, ShapeTable(1), Inside(store).ledger.identity.store_id)
     with StoreView.open(config.dirs) as view:
         assert "changed all the time" in view.index_problem
         assert len(view.contents.runs) == 1

@@ -18,6 +18,7 @@ from sglang_hcache.store.inspect.check import Finding, check
 from sglang_hcache.store.inspect.maintenance import clear, collect
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_keys,
@@ -193,7 +194,7 @@ def test_what_a_kill_leaves_is_a_note_and_a_running_server_is_no_fault(
     assert "is missing" in findings(closed)[0].what
     for path in closed.dirs:
         (path / "probe.tmp").unlink()
-    store._space.close = lambda: None  # type: ignore[method-assign]  # as a kill: the last segment is not cut
+    Inside(store).space.close = lambda: None  # type: ignore[method-assign]  # as a kill: the last segment is not cut
     store.close()
     tails = [item for item in findings(closed) if "behind the last runs" in item.what]
     assert len(tails) == 2
@@ -283,7 +284,7 @@ def test_changes_are_refused_while_a_server_runs(
     closed: StoreConfig, open_store: OpenStore, operation: Callable[[tuple[Path, ...]], object]
 ) -> None:
     store = open_store(replace(closed, retry_s=60.0))
-    store._volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
+    Inside(store).volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
     wait_until(lambda: "is read-only: no space" in str(findings(closed)))
     with pytest.raises(StoreLockedError, match=f"in use by process {os.getpid()}"):
         operation(closed.dirs)

@@ -20,6 +20,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, ReadLease
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.keeper import Keeper
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     physical_bytes,
@@ -56,26 +57,26 @@ class StoreMachine(RuleBasedStateMachine):
     @property
     def out(self) -> set[int]:
         """Directories that are out."""
-        return {volume.stripe for volume in self.store._volumes if not volume.health.readable}
+        return {volume.stripe for volume in Inside(self.store).volumes if not volume.health.readable}
 
     @rule(stripe=st.integers(0, 2))
     def lose_directory(self, stripe: int) -> None:
         if stripe < len(self.config.dirs):
-            health = self.store._volumes[stripe].health
+            health = Inside(self.store).volumes[stripe].health
             health.take_out("the test says so")
             health._retry_at = math.inf
 
     @precondition(lambda self: self.out)
     @rule()
     def find_directories_again(self) -> None:
-        for volume in self.store._volumes:
+        for volume in Inside(self.store).volumes:
             volume.health._retry_at = 0
-        self.store._keeper.round()
+        Inside(self.store).keeper.round()
         assert not self.out
 
     @rule()
     def upkeep(self) -> None:
-        self.store._keeper.round()
+        Inside(self.store).keeper.round()
 
     @precondition(lambda self: not self.out)
     @rule(first=st.integers(0, NUM_KEYS), layer=st.integers(0, 2))
@@ -85,11 +86,11 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.store.contains(key):
             return
         before = self.present()
-        place = self.store._catalog._chunks[key].place
+        place = Inside(self.store).run_of(key).place
         index = place.keys.index(key)
         stripe = place.shape.stripe(layer)
         at = place.extent_offset(layer) + BLOCK + index * LAYERS[layer] + 17
-        path = self.store._volumes[stripe].directory.segment_path(place.segment)
+        path = Inside(self.store).volumes[stripe].directory.segment_path(place.segment)
         with open(path, "r+b") as file:
             file.seek(at)
             byte = file.read(1)

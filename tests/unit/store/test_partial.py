@@ -14,6 +14,7 @@ from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     physical_bytes,
@@ -49,7 +50,10 @@ def served(store: DiskStore, written: Iterable[tuple[bytes, ...]]) -> int:
 
 
 def all_there(store: DiskStore) -> bool:
-    return all(volume.health.writable for volume in store._volumes) and not store._ledger.is_partial
+    return (
+        all(volume.health.writable for volume in Inside(store).volumes)
+        and not Inside(store).ledger.is_partial
+    )
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_when_the_directory_is_back_everything_is_served_again(
     absent.clear()
     wait_until(lambda: all_there(store))
     assert served(store, [*old, *new]) == 9
-    wait_until(lambda: not store._ledger._lost)
+    wait_until(lambda: not Inside(store).is_index_lost)
     newer = fill(store, 2000, 3)
     assert counters["store.runs_lost"] == 0
     kill(store)
@@ -113,7 +117,7 @@ def test_it_may_be_back_only_at_a_later_start(
     absent.clear()
     store = open_store(config)
     assert served(store, [*old, *alone, *new]) == 6 + 4 + 12
-    assert not store._ledger.is_partial
+    assert not Inside(store).ledger.is_partial
     assert counters["store.runs_lost"] == 0
 
 
@@ -126,7 +130,7 @@ def test_directories_that_come_back_one_by_one(
     store = open_store(config)
     before = store.stats().reserved_bytes
     absent.remove("disk1")
-    wait_until(lambda: store._volumes[1].health.writable)
+    wait_until(lambda: Inside(store).volumes[1].health.writable)
     assert served(store, old) == 0
     assert store.stats().reserved_bytes >= before + physical_bytes(config.dirs[1:2]) // 2, "it counts again"
     absent.clear()
@@ -152,7 +156,7 @@ def test_what_waits_counts_and_gives_way_to_what_is_written(
     wait_until(lambda: physical_bytes(config.dirs) <= config.size_bytes)
     assert served(store, old) == 0, "half of each was evicted"
     assert served(store, new[-3:]) == 3
-    known = {f"segment-{segment.number:08d}.seg" for segment in store._catalog.segments()}
+    known = {f"segment-{segment.number:08d}.seg" for segment in Inside(store).catalog.segments()}
     assert {path.name for path in config.dirs[0].glob("*.seg")} <= known
 
 
@@ -180,7 +184,7 @@ def test_a_disk_that_was_replaced_is_not_waited_for(
     absent.clear()
     shutil.rmtree(config.dirs[0])
     store = open_store(config)
-    assert not store._ledger.is_partial
+    assert not Inside(store).ledger.is_partial
     assert served(store, old) == 0
     assert not any(list(path.glob("*.seg")) for path in config.dirs)
 
@@ -201,7 +205,7 @@ def test_an_index_without_room_for_what_is_whole_again_makes_segments_go(
 
     monkeypatch.setattr(Index, "insert", insert_few)
     absent.clear()
-    wait_until(lambda: all_there(store) and not store._ledger._lost)
+    wait_until(lambda: all_there(store) and not Inside(store).is_index_lost)
     assert served(store, old) == room
     assert served(store, fill(store, 1000, 1)) == 1
 

@@ -15,6 +15,7 @@ from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.reader import pieces, plan_slice
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
     find_extents,
@@ -52,7 +53,7 @@ def test_chunks_come_back(
 ) -> None:
     store = open_store(small_config(tmp_path, num_dirs))
     if io_mode == "buffered":
-        assert not any(volume.directory.direct for volume in store._volumes)
+        assert not any(volume.directory.direct for volume in Inside(store).volumes)
     keys = make_keys(0, 7)
     write_keys(store, keys[:5], layers)
     write_keys(store, keys[5:], layers)

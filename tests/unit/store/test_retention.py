@@ -16,6 +16,7 @@ from sglang_hcache.store import retention as retention_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
@@ -95,17 +96,17 @@ def test_chunks_of_a_server_that_runs(
 ) -> None:
     """Nothing is written to a segment for long, and each goes in time."""
     clock.ahead_s = 4 * DAY  # over a tenth of the age: the next chunks go to another segment
-    store._keeper.wake()
-    wait_until(lambda: store._space._active is None)
+    Inside(store).keeper.wake()
+    wait_until(lambda: Inside(store).active is None)
     write_keys(store, NEW, LAYERS)
     grow_old(config_of(tmp_path), -4, segment_files(config_of(tmp_path))[1::2])
     assert len(segment_files(config_of(tmp_path))) == 4
     clock.ahead_s = 28 * DAY
-    store._keeper.wake()
+    Inside(store).keeper.wake()
     wait_until(lambda: not store.contains(OLD[0]))
     assert store.match(NEW) == 4
     clock.ahead_s = 32 * DAY
-    store._keeper.wake()
+    Inside(store).keeper.wake()
     wait_until(lambda: not store.contains(NEW[0]))
     wait_until(lambda: not segment_files(config_of(tmp_path)))
     assert counters["store.chunks_expired"] == 8
@@ -125,14 +126,14 @@ def test_files_are_asked_for_their_time_once(
     monkeypatch.setattr(StoreDirectory, "segment_time", ask)
     for day in range(4, 20):
         clock.ahead_s = day * DAY
-        store._space.tend()
+        Inside(store).space.tend()
     assert asked == [0, 0]
     clock.set_back_s = 40 * DAY  # the files' time lies in the future now
     clock.ahead_s += DAY
-    store._space.tend()
+    Inside(store).space.tend()
     assert max(path.stat().st_mtime for path in segment_files(config_of(tmp_path))) < time.time()
     clock.ahead_s += 31 * DAY
-    wait_until(lambda: store._space.tend() or not store.contains(OLD[0]))
+    wait_until(lambda: Inside(store).space.tend() or not store.contains(OLD[0]))
 
 
 def test_a_use_does_not_make_it_younger(tmp_path: Path, store: DiskStore, clock: Clock) -> None:
@@ -141,14 +142,14 @@ def test_a_use_does_not_make_it_younger(tmp_path: Path, store: DiskStore, clock:
         store.touch(OLD)
         read_keys(store, OLD)
     clock.ahead_s = 28 * DAY
-    store._keeper.wake()
+    Inside(store).keeper.wake()
     wait_until(lambda: not store.contains(OLD[0]))
 
 
 def test_what_is_being_read_goes_when_that_ends(tmp_path: Path, store: DiskStore, clock: Clock) -> None:
     with store.lease(OLD) as lease:
         clock.ahead_s = 40 * DAY
-        store._keeper.wake()
+        Inside(store).keeper.wake()
         wait_until(lambda: not store.contains(OLD[0]))
         store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
         assert segment_files(config_of(tmp_path))
@@ -198,7 +199,7 @@ def test_a_time_in_the_future_is_no_way_to_stay(
     assert again.match(OLD) == 4
     assert all(abs(path.stat().st_mtime - time.time()) < 60 for path in segment_files(config))
     clock.ahead_s = 28 * DAY
-    again._keeper.wake()
+    Inside(again).keeper.wake()
     wait_until(lambda: not again.contains(OLD[0]))
 
 
@@ -215,8 +216,8 @@ def test_who_only_looks_changes_no_time(tmp_path: Path, store: DiskStore) -> Non
 def test_a_segment_is_filled_no_longer_though_the_clock_is_set_back(store: DiskStore, clock: Clock) -> None:
     clock.set_back_s = 50 * DAY
     clock.ahead_s = 4 * DAY  # over a tenth of the age
-    store._keeper.wake()
-    wait_until(lambda: store._space._active is None)
+    Inside(store).keeper.wake()
+    wait_until(lambda: Inside(store).active is None)
 
 
 def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:

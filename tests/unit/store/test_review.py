@@ -21,6 +21,7 @@ from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine, run_op
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import HangingEngine
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     physical_bytes,
@@ -58,9 +59,9 @@ def test_files_of_a_segment_that_could_not_be_made_are_counted_and_go_later(
         with pytest.raises(StoreError):
             write_keys(store, make_keys(0, 2), LAYERS)
         assert list(config.dirs[0].glob("*.seg"))
-        assert store._space.reserved_bytes() >= config.index_reserve_bytes + config.file_bytes
+        assert Inside(store).space.reserved_bytes() >= config.index_reserve_bytes + config.file_bytes
     wait_until(lambda: not list(config.dirs[0].glob("*.seg")))
-    wait_until(lambda: store._space.reserved_bytes() == config.index_reserve_bytes)
+    wait_until(lambda: Inside(store).space.reserved_bytes() == config.index_reserve_bytes)
 
 
 def test_large_files_in_a_directory_that_is_out_count_in_full(
@@ -81,7 +82,7 @@ def test_large_files_in_a_directory_that_is_out_count_in_full(
     monkeypatch.setattr(StoreDirectory, "acquire", sick)
     config = small_config(tmp_path, 2, size=size)  # with smaller segments than those that are there
     store = open_store(config)
-    assert store._space.reserved_bytes() >= physical_bytes(config.dirs)
+    assert Inside(store).space.reserved_bytes() >= physical_bytes(config.dirs)
 
 
 def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
@@ -90,10 +91,10 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
     store = open_store(small_config(tmp_path, 2))
     keys = make_keys(0, 2)
     write_keys(store, keys, LAYERS)
-    volume = store._volumes[1]
+    volume = Inside(store).volumes[1]
     stray = volume.path / "segment-00000900.seg"
     stray.write_bytes(bytes(MIB))
-    before = store._space.reserved_bytes()
+    before = Inside(store).space.reserved_bytes()
     unlink = StoreDirectory.unlink_segment
 
     def immutable(self: StoreDirectory, segment: int) -> None:
@@ -106,10 +107,10 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
         volume.health.take_out("for a test")
         wait_until(lambda: volume.health.writable)
         read_keys(store, keys)
-        assert store._space.reserved_bytes() >= before + MIB
+        assert Inside(store).space.reserved_bytes() >= before + MIB
         assert counters["store.unlink_failures"] >= 1
     wait_until(lambda: not stray.exists())
-    wait_until(lambda: store._space.reserved_bytes() == before)
+    wait_until(lambda: Inside(store).space.reserved_bytes() == before)
 
 
 def test_a_file_that_cannot_be_deleted_does_not_cost_the_segment_of_its_number(
@@ -122,7 +123,7 @@ def test_a_file_that_cannot_be_deleted_does_not_cost_the_segment_of_its_number(
     store = open_store(config)
     keys = make_keys(0, 2)
     write_keys(store, keys, LAYERS)
-    (segment,) = store._catalog.segments()
+    (segment,) = Inside(store).catalog.segments()
     assert segment.members == (0,)
     stray = config.dirs[1] / f"segment-{segment.number:08d}.seg"
     stray.write_bytes(bytes(MIB))
@@ -135,10 +136,10 @@ def test_a_file_that_cannot_be_deleted_does_not_cost_the_segment_of_its_number(
 
     monkeypatch.setattr(StoreDirectory, "unlink_segment", immutable)
     names.clear()
-    wait_until(lambda: store._volumes[1].health.writable)
+    wait_until(lambda: Inside(store).volumes[1].health.writable)
     assert stray.exists()
-    store._volumes[0].health.take_out("for a test")
-    wait_until(lambda: store._volumes[0].health.writable)
+    Inside(store).volumes[0].health.take_out("for a test")
+    wait_until(lambda: Inside(store).volumes[0].health.writable)
     read_keys(store, keys)
     assert counters["store.runs_lost"] == 0
 
@@ -191,9 +192,9 @@ def test_a_log_that_cannot_be_emptied_stops_writes_and_costs_nothing(
     for keys in stored:
         write_keys(store, keys, LAYERS)
     with monkeypatch.context() as patch:
-        patch.setattr(store._ledger._index, "_log_path", config.dirs[0] / "superblock.json")
+        patch.setattr(Inside(store).index, "_log_path", config.dirs[0] / "superblock.json")
         patch.setattr(index, "LOG_BYTES", 0)
-        store._ledger._failures = -100  # the index is not to be written anew
+        Inside(store).ledger._failures = -100  # the index is not to be written anew
         for _ in range(5):
             with pytest.raises(StoreIOError, match="cannot be emptied"):
                 write_keys(store, make_keys(9000, 4), LAYERS)
@@ -209,18 +210,18 @@ def test_after_a_kill_the_newest_segment_counts_as_used_last(tmp_path: Path, ope
     config = small_config(tmp_path, size=8 * MIB)
     store = open_store(config)
     number = 0
-    while store._catalog._floor < 5:
+    while Inside(store).floor < 5:
         write_keys(store, make_keys(8 * number, 8), LAYERS)
         number += 1
-    store._keeper.close(5)  # so that nobody saves what the last run's segment is worth
-    active = store._space._active
-    while store._space._active is active:
+    Inside(store).keeper.close(5)  # so that nobody saves what the last run's segment is worth
+    active = Inside(store).active
+    while Inside(store).active is active:
         write_keys(store, make_keys(8 * number, 8), LAYERS)
         number += 1
-    floor = store._catalog._floor
+    floor = Inside(store).floor
     kill(store)
     store = open_store(config)
-    assert store._catalog._floor >= floor - 1
+    assert Inside(store).floor >= floor - 1
     assert store.evict_one()
     assert store.match(make_keys(8 * number - 8, 8)) == 8
 
@@ -232,7 +233,7 @@ def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: 
     write_keys(store, keys, LAYERS)
     time.sleep(0.3)
     store.touch(keys)
-    (segment,) = store._catalog.segments()
+    (segment,) = Inside(store).catalog.segments()
     question = "SELECT last_used FROM segments"
     wait_until(lambda: ask_index(config.dirs[0] / "index.sqlite", question) == [(segment.last_used,)])
 
@@ -245,7 +246,7 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     store = open_store(small_config(tmp_path))
     keys = make_keys(0, 2)
     write_keys(store, keys, LAYERS)
-    store._write_down()
+    Inside(store).write_down()
 
     def fail(*_: object) -> None:
         raise StoreIOError("broken")
@@ -257,9 +258,9 @@ def test_recency_that_could_not_be_saved_is_saved_later(
         with pytest.raises(StoreIOError):
             write_keys(store, make_keys(10, 2), LAYERS)
         with pytest.raises(StoreIOError):
-            store._write_down()
-    store._write_down()
-    (segment,) = [item for item in store._catalog.segments() if item.runs]
+            Inside(store).write_down()
+    Inside(store).write_down()
+    (segment,) = [item for item in Inside(store).catalog.segments() if item.runs]
     question = f"SELECT last_used FROM segments WHERE segment = {segment.number}"
     assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
 
@@ -289,9 +290,9 @@ def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
 
 def test_two_changes_of_condition_at_once_leave_the_mask_right(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(small_config(tmp_path, 2))
-    store._keeper.close(5)  # it would take the directory in again
+    Inside(store).keeper.close(5)  # it would take the directory in again
     looked, go = threading.Event(), threading.Event()
-    set_out = store._catalog.set_out
+    set_out = Inside(store).catalog.set_out
 
     def slow(mask: int) -> None:
         if not looked.is_set():
@@ -299,17 +300,17 @@ def test_two_changes_of_condition_at_once_leave_the_mask_right(tmp_path: Path, o
             go.wait(1)
         set_out(mask)
 
-    store._catalog.set_out = slow  # type: ignore[method-assign]
+    Inside(store).catalog.set_out = slow  # type: ignore[method-assign]
     first = threading.Thread(target=store._on_health)
     first.start()
     assert looked.wait(5)
-    second = threading.Thread(target=store._volumes[1].health.take_out, args=("for a test",))
+    second = threading.Thread(target=Inside(store).volumes[1].health.take_out, args=("for a test",))
     second.start()
     second.join(0.2)
     go.set()
     first.join()
     second.join()
-    assert store._catalog._out_mask == 2
+    assert Inside(store).catalog._out_mask == 2
 
 
 def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     store = open_store(config)
     names = {"disk1"}
     sick(names, monkeypatch)
-    store._volumes[1].health.take_out("for a test")
+    Inside(store).volumes[1].health.take_out("for a test")
     on_first = make_keys(0, 2)
     write_keys(store, on_first, LAYERS)
     store.close()
@@ -367,7 +368,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
         store = open_store(config)
     else:
         names.clear()
-        wait_until(lambda: store._volumes[1].health.writable)
+        wait_until(lambda: Inside(store).volumes[1].health.writable)
     assert store.match(on_first) == 0
     write_keys(store, make_keys(30, 2), LAYERS)
     store.close()
@@ -384,11 +385,11 @@ def test_an_index_in_a_directory_that_was_deleted_is_written_anew_however_late_t
     config = small_config(tmp_path)
     store = open_store(config)
     write_keys(store, make_keys(0, 2), LAYERS)
-    store._keeper.close(5)
+    Inside(store).keeper.close(5)
     shutil.rmtree(config.dirs[0])
-    store._volumes[0].check_presence()
+    Inside(store).volumes[0].check_presence()
     time.sleep(2 * config.retry_s)
-    store._keeper.round()
+    Inside(store).keeper.round()
     write_keys(store, make_keys(10, 2), LAYERS)
     assert ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs") == [(1,)]
 
@@ -410,7 +411,7 @@ def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
         patch.setattr(index.Index, "insert", fail)
         store = open_store(config)
     read_keys(store, keys)
-    wait_until(lambda: not store._ledger._lost)
+    wait_until(lambda: not Inside(store).is_index_lost)
     store.close()
     read_keys(open_store(config), keys)
 

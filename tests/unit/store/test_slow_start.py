@@ -18,6 +18,7 @@ from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
 
@@ -109,7 +110,7 @@ def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
         assert conditions(store)[1 - stripe] == "healthy"
         assert store.match(OLD) == 0
         wait_until(lambda: (config.dirs[1 - stripe] / "index.sqlite").exists())
-        wait_until(lambda: not store._ledger._lost)
+        wait_until(lambda: not Inside(store).is_index_lost)
         write_keys(store, NEW, LAYERS)
         assert conditions(store)[stripe] == "out", "not tried while something hangs there"
         hang.let_go()

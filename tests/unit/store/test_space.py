@@ -19,6 +19,7 @@ from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import FaultEngine, always, without_sync
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
@@ -231,18 +232,18 @@ def test_below_the_floor_everything_goes_that_can_even_if_it_is_not_enough(
     )
     written = fill(store, 0, 8)
     others = 15 * MIB
-    store._space.tend()
+    Inside(store).space.tend()
     there = [keys for keys in written if store.match(keys)]
     assert 3 <= len(there) <= 6, "no more goes than is needed"
     assert "less than 104.9 MB (--hcache-disk-free-floor) is free" in caplog.text
     assert str(config.dirs[0]) in caplog.text
     lease = store.lease(there[0])
     others = 60 * MIB
-    store._space.tend()
+    Inside(store).space.tend()
     left = [keys for keys in written if store.match(keys)]
     assert left == [there[0], there[-1]], "what is read, and the segment that is being filled"
     lease.close()
-    store._space.tend()
+    Inside(store).space.tend()
     assert store.match(there[0]) == 0
     with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
         fill(store, 1000, 1)
@@ -267,7 +268,7 @@ def test_only_what_lies_on_a_disk_below_the_floor_goes(
     free[:] = 0, plenty
     on_second = fill(store, 2000, 3)
     free[:] = little, plenty
-    store._space.tend()
+    Inside(store).space.tend()
     assert [store.match(keys) for keys in (*on_both, *on_first, *on_second)] == [0] * 6 + [6] * 3
 
 
@@ -306,7 +307,7 @@ def test_a_disk_with_little_room_does_not_make_the_tier_as_small(
     for number in range(60):
         written += fill(store, 1000 * number, 1)
         if keeper:
-            store._space.tend()
+            Inside(store).space.tend()
         assert disks.segment_bytes(config.dirs[1]) <= disks.room[1]
     kept = [keys for keys in written if store.match(keys) == 6]
     assert kept == written[-len(kept) :], "the oldest go first"

@@ -22,6 +22,7 @@ from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.verify import Verification
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_keys,
@@ -108,7 +109,7 @@ def test_beside_a_server_its_process_and_its_view_of_the_directories(
     config = replace(small_config(tmp_path, 2), retry_s=60.0)  # so that it stays as it is
     store = open_store(config)
     write_keys(store, keys_of(0), LAYERS)
-    store._volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
+    Inside(store).volumes[1].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
     wait_until(lambda: "read-only" in json.dumps(StoreView.open(config.dirs)._meta))
     with StoreView.open(config.dirs) as view:
         assert view.lock_holder == str(os.getpid())
@@ -128,7 +129,7 @@ def test_health_that_makes_no_sense_is_not_shown(tmp_path: Path, open_store: Ope
     config = small_config(tmp_path)
     store = open_store(config)
     for told in ("[" * 10**5, "{", "[[]]", '[["ill", ""]]', "7"):
-        store._ledger.save_meta({"health": told})
+        Inside(store).ledger.save_meta({"health": told})
         with StoreView.open(config.dirs) as view:
             assert [item.condition for item in view.directories()] == ["healthy"]
 

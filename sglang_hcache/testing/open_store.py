@@ -1,0 +1,61 @@
+"""What tests look at inside of an open store: the one place that knows how its parts are called there."""
+
+from __future__ import annotations
+
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.keeper import Keeper
+from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.segments import Segment, StoredRun
+from sglang_hcache.store.space import Space
+from sglang_hcache.store.volumes.volume import Volume
+
+
+class Inside:
+    """The parts of ``store``, as they are now."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self.store = store
+        self.volumes: list[Volume] = [*store._volumes]
+        self.catalog: Catalog = store._catalog
+        self.space: Space = store._space
+        self.ledger: Ledger = store._ledger
+        self.keeper: Keeper = store._keeper
+
+    def run_of(self, key: bytes) -> StoredRun:
+        """The run that serves a chunk."""
+        return self.catalog._chunks[key]
+
+    @property
+    def floor(self) -> float:
+        """The least score of a segment that is used now."""
+        return self.catalog._floor
+
+    @property
+    def active(self) -> Segment | None:
+        """The segment that is being filled."""
+        return self.space._active
+
+    @property
+    def leftovers(self) -> set[Segment]:
+        """Segments out of use whose files are not gone."""
+        return self.space._remover.leftovers
+
+    @property
+    def index(self) -> Index | None:
+        return self.ledger._index
+
+    @property
+    def is_index_lost(self) -> bool:
+        """Whether the index is to be written anew."""
+        return self.ledger._lost
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the keeper's thread lives."""
+        return self.keeper._thread.is_alive()
+
+    def write_down(self) -> None:
+        """Save what changes often, as the keeper does at the end of each round."""
+        self.store._write_down()
