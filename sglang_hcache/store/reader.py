@@ -19,11 +19,11 @@ PIECE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class SlicePlan:
-    """How the bytes of one run slice travel."""
+class _Plan:
+    """How the payload of one layer of a slice travels."""
 
     straight: bool
-    """Payload goes right into the caller's memory; otherwise through scratch memory."""
+    """Right into the caller's memory; otherwise through scratch memory."""
     begin: int
     """First payload byte to read, counted from the payload's start."""
     end: int
@@ -33,24 +33,6 @@ class SlicePlan:
     @property
     def scratch_bytes(self) -> int:
         return 0 if self.straight else self.end - self.begin
-
-
-def plan_slice(start: int, stop: int, chunk_bytes: int, *, direct: bool, aligned: bool) -> SlicePlan:
-    """The payload range that covers chunks ``[start, stop)``.
-
-    ``direct``: the file wants aligned transfers. ``aligned``: the destination's memory is.
-    """
-    begin, end = start * chunk_bytes, stop * chunk_bytes
-    if not direct or (aligned and chunk_bytes % BLOCK == 0):
-        return SlicePlan(True, begin, end, 0)
-    grid = begin // BLOCK * BLOCK
-    return SlicePlan(False, grid, round_up(end), begin - grid)
-
-
-def pieces(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """``[begin, end)`` in pieces of at most ``piece_bytes``."""
-    for at in range(begin, end, piece_bytes):
-        yield at, min(at + piece_bytes, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +100,7 @@ class LayerReader:
     def _prepare(
         self, slices: Sequence[RunSlice], into: Mapping[int, ByteArray]
     ) -> tuple[list[_Job], list[SliceFailure]]:
-        wanted: list[tuple[RunSlice, int, ByteArray, OpenFile, SlicePlan]] = []
+        wanted: list[tuple[RunSlice, int, ByteArray, OpenFile, _Plan]] = []
         failures: list[SliceFailure] = []
         for layer, out in into.items():
             for item, target in _targets(slices, layer, out):
@@ -140,10 +122,14 @@ class LayerReader:
         return jobs, failures
 
 
-def _plan(item: RunSlice, layer: int, target: ByteArray, file: OpenFile) -> SlicePlan:
+def _plan(item: RunSlice, layer: int, target: ByteArray, file: OpenFile) -> _Plan:
     """By the file itself: its directory may have come back with or without O_DIRECT since it was opened."""
     chunk_bytes = item.run.place.shape.chunk_layer_bytes[layer]
-    return plan_slice(item.start, item.stop, chunk_bytes, direct=file.direct, aligned=is_aligned(target))
+    begin, end = item.start * chunk_bytes, item.stop * chunk_bytes
+    if not file.direct or (is_aligned(target) and chunk_bytes % BLOCK == 0):
+        return _Plan(True, begin, end, 0)
+    grid = begin // BLOCK * BLOCK
+    return _Plan(False, grid, round_up(end), begin - grid)
 
 
 def _targets(slices: Sequence[RunSlice], layer: int, out: ByteArray) -> Iterator[tuple[RunSlice, ByteArray]]:
@@ -154,22 +140,18 @@ def _targets(slices: Sequence[RunSlice], layer: int, out: ByteArray) -> Iterator
 
 
 def _ops(
-    item: RunSlice, layer: int, plan: SlicePlan, file: OpenFile, header: ByteArray, landing: ByteArray
+    item: RunSlice, layer: int, plan: _Plan, file: OpenFile, header: ByteArray, landing: ByteArray
 ) -> Iterator[IOOp]:
     """The header's block together with the first piece where they are neighbours, then the rest."""
     place = item.run.place
     stripe = place.shape.stripe(layer)
     base = place.extent_offset(layer)
-    parts = [
-        (begin, landing[begin - plan.begin : end - plan.begin])
-        for begin, end in pieces(plan.begin, plan.end, PIECE_BYTES)
-    ]
-    if plan.begin == 0:
-        yield IOOp(IOKind.READ, stripe, file, base, (header, parts.pop(0)[1]))
-    else:
-        yield IOOp(IOKind.READ, stripe, file, base, (header,))
-    for begin, buffer in parts:
-        yield IOOp(IOKind.READ, stripe, file, base + BLOCK + begin, (buffer,))
+    pieces = [landing[at : at + PIECE_BYTES] for at in range(0, plan.end - plan.begin, PIECE_BYTES)]
+    first = pieces[:1] if plan.begin == 0 else []
+    yield IOOp(IOKind.READ, stripe, file, base, (header, *first))
+    for index in range(len(first), len(pieces)):
+        offset = base + BLOCK + plan.begin + index * PIECE_BYTES
+        yield IOOp(IOKind.READ, stripe, file, offset, (pieces[index],))
 
 
 def _check_results(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:

@@ -29,9 +29,6 @@ _CLOSE_S = 0.5
 class SeenDirectory(StoreDirectory):
     """A directory without its lock: segments are opened for reading, and nothing is ever created."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, -1)
-
     def is_present(self) -> bool:
         return (self.path / SUPERBLOCK_NAME).exists()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
-from sglang_hcache.store.reader import pieces, plan_slice
+from sglang_hcache.store.io.engine import Batch, IOKind
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.reader import PIECE_BYTES
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -89,6 +92,39 @@ def test_a_layer_larger_than_one_transfer(tmp_path: Path, open_store: OpenStore)
     write_keys(store, keys, (256 * 1024,))
     read_keys(store, keys)
     read_keys(store, keys[3:])
+
+
+class WatchedEngine(PosixEngine):
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+        self.reads: list[tuple[int, int]] = []
+        """Where each begins and ends."""
+
+    def submit(self, batch: Batch, indices: Iterable[int]) -> None:
+        ops = [op for op in batch.ops if op.kind is IOKind.READ]
+        self.reads += [(op.offset, op.offset + op.size) for op in ops]
+        super().submit(batch, indices)
+
+
+@pytest.mark.parametrize("chunk_bytes", [300_000, 256 * 1024])
+def test_what_is_wanted_is_read_once_in_pieces(
+    tmp_path: Path, open_store: OpenStore, io_mode: str, chunk_bytes: int
+) -> None:
+    engine = WatchedEngine()
+    store = open_store(small_config(tmp_path, segment=2**21), engine)
+    keys = make_keys(0, 5)
+    write_keys(store, keys, (chunk_bytes,))
+    for wanted in (keys, keys[1:4], keys[3:]):
+        engine.reads.clear()
+        with store.lease(wanted) as lease:
+            store.read_layers(lease, {0: aligned_empty(len(wanted) * chunk_bytes)})
+        reads = sorted(engine.reads)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(reads))
+        assert all(end - begin <= PIECE_BYTES + BLOCK for begin, end in reads)
+        size = BLOCK + len(wanted) * chunk_bytes  # with the header
+        assert 0 <= sum(end - begin for begin, end in reads) - size < 2 * BLOCK
+        if io_mode == "buffered" or chunk_bytes % BLOCK == 0:
+            assert sum(end - begin for begin, end in reads) == size
 
 
 def test_a_run_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path, open_store: OpenStore) -> None:
@@ -263,22 +299,6 @@ def test_a_closed_store_says_so(tmp_path: Path, open_store: OpenStore) -> None:
     with pytest.raises(TierMissError, match="closed"):
         store.lease(keys)
     lease.close()
-
-
-def test_the_plan_of_a_slice() -> None:
-    straight = plan_slice(2, 5, 8192, direct=True, aligned=True)
-    assert (straight.straight, straight.begin, straight.end, straight.skip) == (True, 16384, 40960, 0)
-    unaligned = plan_slice(2, 5, 8192, direct=True, aligned=False)
-    assert (unaligned.straight, unaligned.begin, unaligned.end, unaligned.skip) == (False, 16384, 40960, 0)
-    odd = plan_slice(1, 2, 5000, direct=True, aligned=True)
-    assert (odd.straight, odd.begin, odd.end, odd.skip) == (False, 4096, 12288, 904)
-    buffered = plan_slice(1, 2, 5000, direct=False, aligned=False)
-    assert (buffered.straight, buffered.begin, buffered.end, buffered.skip) == (True, 5000, 10000, 0)
-
-
-def test_pieces_cover_a_range_once() -> None:
-    assert list(pieces(4, 11, 3)) == [(4, 7), (7, 10), (10, 11)]
-    assert list(pieces(4, 4, 3)) == []
 
 
 def test_what_is_read_and_written_to_measure_is_not_added_up(
