@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
-from sglang_hcache.core.units import format_bytes
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import mask_of
@@ -144,16 +143,3 @@ class FreeSpace:
         for segment in self._catalog.evictable():
             total.update(segment.freeable_bytes)
         return total
-
-    def why_none(self) -> StoreError:
-        """Why no directory can take a new segment."""
-        well = [volume for volume in self._volumes if volume.health.writable]
-        if well:
-            return StoreFullError(
-                f"a new segment of {format_bytes(self._config.file_bytes)} would leave {well[0].path} less free than "
-                f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
-            )
-        volume = self._volumes[0]
-        if any(item.health.is_full for item in self._volumes):
-            return StoreFullError(f"{volume.path}: {volume.health.reason}")
-        return StoreIOError(f"no directory takes writes; {volume.path} is out: {volume.health.reason}")

@@ -1,0 +1,155 @@
+"""What goes so that there is room: the cap, the free-space floor, eviction (docs/store-format.md, "Eviction")."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
+from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
+from sglang_hcache.store.format.geometry import mask_of, members_of
+from sglang_hcache.store.free_space import FreeSpace, Shortage
+from sglang_hcache.store.removal import Remover
+from sglang_hcache.store.volumes.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+_EVICTIONS_IN_VAIN = 3
+"""Segments whose files could not be deleted, before nothing more is evicted in that directory."""
+_FLOOR_WARNING_S = 600.0
+
+
+class Eviction:
+    """Keeps cap and floor. Not thread-safe: ``Space`` holds its lock."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        volumes: Sequence[Volume],
+        catalog: Catalog,
+        remover: Remover,
+        free_space: FreeSpace,
+    ) -> None:
+        self._config = config
+        self._volumes = volumes
+        self._catalog = catalog
+        self._remover = remover
+        self._free_space = free_space
+        self._may_warn = Throttle(_FLOOR_WARNING_S)
+
+    def next_members(self) -> tuple[int, ...]:
+        """Directories for the next segment: those with room, after evicting the coldest where none has any.
+
+        Not those where room could be made as well: else all would hold no more than the one with the least room.
+        Those that take no writes only if no other could: they may again when they have room.
+        """
+        while True:
+            usable = self._free_space.usable(self._config.file_bytes)
+            possible = {stripe for stripe in usable.by_eviction if self._volumes[stripe].health.writable}
+            possible = possible or {*usable.by_eviction}
+            members = tuple(stripe for stripe in usable.now if stripe in possible)
+            if members or not possible or not possible.isdisjoint(usable.soon):
+                return members
+            if not self._evict_to_gain(mask_of(possible)):
+                return ()
+
+    def why_no_members(self) -> StoreError:
+        """Why no directory can take a new segment."""
+        well = [volume for volume in self._volumes if volume.health.writable]
+        if well:
+            return StoreFullError(
+                f"a new segment of {format_bytes(self._config.file_bytes)} would leave {well[0].path} less free than "
+                f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+            )
+        volume = self._volumes[0]
+        if any(item.health.is_full for item in self._volumes):
+            return StoreFullError(f"{volume.path}: {volume.health.reason}")
+        return StoreIOError(f"no directory takes writes; {volume.path} is out: {volume.health.reason}")
+
+    def make_room(self, file_bytes: int, members: Sequence[int]) -> str:
+        """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
+        need = file_bytes + FILE_SLACK_BYTES
+        over = self.used_bytes() + need * len(members) - self._config.segments_budget_bytes
+        if over > sum(self._free_space.freeable().values()):
+            return (
+                f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
+                "nothing can be evicted now"
+            )
+        while self.used_bytes() + need * len(members) > self._config.segments_budget_bytes:
+            if not self._evict_to_gain():
+                return "nothing can be evicted now"
+        if not self._keep_floor(need, members):
+            return f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+        return ""
+
+    def restore_cap(self) -> None:
+        """Evict what is above the cap, as far as possible."""
+        while self.used_bytes() > self._config.segments_budget_bytes and self._evict_to_gain():
+            pass
+
+    def restore_floor(self) -> None:
+        """Evict where less than the floor is free.
+
+        Also where that is not enough: whoever filled the disk is helped by what the tier gives back.
+        """
+        everywhere = range(len(self._volumes))
+        if (shortages := self._free_space.shortages(0, everywhere)) and self._may_warn():
+            logger.warning(
+                "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
+                "is given up, and nothing new is stored there until more is free",
+                format_bytes(self._config.free_floor_bytes),
+                ", ".join(
+                    str(self._volumes[stripe].path) for item in shortages for stripe in members_of(item.mask)
+                ),
+            )
+        self._keep_floor(0, everywhere)
+
+    def relieve(self, members: Iterable[int]) -> None:
+        """A device is full though its file system shows room (a quota, no inodes left): one segment there goes.
+
+        How often that happens is bounded by how often the directory is tried again.
+        """
+        full = [stripe for stripe in members if self._volumes[stripe].health.is_full]
+        if full:
+            self._evict_to_gain(mask_of(full))
+
+    def used_bytes(self) -> int:
+        """Sum over segments in use and files that could not be removed."""
+        in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
+        return in_use + self._remover.leftover_bytes
+
+    def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
+        """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough.
+
+        No more than one look found missing: some file systems show what was deleted seconds later.
+        """
+        while shortages := self._free_space.shortages(need, members):
+            made_up = [self._evict_to_free(item) for item in shortages if item.missing > 0]
+            if not made_up or not all(made_up):
+                return False
+        return True
+
+    def _evict_to_free(self, shortage: Shortage) -> bool:
+        """Evict until so much was deleted since the look; False if that is not possible."""
+        while self._free_space.deleted_in(shortage.mask) < shortage.missing:
+            if not self._evict_to_gain(shortage.mask):
+                return False
+        return True
+
+    def _evict_to_gain(self, within: int = -1) -> bool:
+        """Evict until something is gained ``within`` directories; False if nothing is.
+
+        A device that fails must not cost the whole cache: what is gained on another one does not count, and nothing
+        more goes where files stay.
+        """
+        within &= ~self._remover.stuck(_EVICTIONS_IN_VAIN)
+        for _ in range(_EVICTIONS_IN_VAIN):
+            before = self._free_space.deleted_in(within)
+            if not self._remover.evict_coldest(within):
+                return False
+            if self._free_space.deleted_in(within) > before:
+                return True
+        return False
