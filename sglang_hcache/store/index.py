@@ -34,6 +34,7 @@ from sglang_hcache.store.format.rows import (
     encode,
 )
 from sglang_hcache.store.index_copy import log_of, private_copy
+from sglang_hcache.store.volumes.directory import INDEX_SUFFIXES
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""
@@ -49,7 +50,6 @@ _BUSY_MS = 1000
 
 _PAGE_BYTES = 4096
 _EXCLUSIVE = "PRAGMA locking_mode = EXCLUSIVE"
-_SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -300,7 +300,7 @@ class Index:
 
 def remove_index(path: Path) -> None:
     """Delete the database at ``path`` and what belongs to it. Raises OSError."""
-    for suffix in _SUFFIXES:
+    for suffix in INDEX_SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 

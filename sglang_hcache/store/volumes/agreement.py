@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.store.format.record import FORMAT_VERSION
@@ -13,15 +13,13 @@ from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.volumes.volume import Volume
 
 
-class Found(Protocol):
+@dataclass(slots=True)
+class Found:
     """A directory and what is known of it."""
 
-    @property
-    def volume(self) -> Volume: ...
-
-    @property
-    def superblock(self) -> Superblock | None:
-        """None: missing or damaged."""
+    volume: Volume
+    superblock: Superblock | None = None
+    """None: missing or damaged."""
 
 
 F = TypeVar("F", bound=Found)

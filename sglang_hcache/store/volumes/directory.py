@@ -23,11 +23,13 @@ from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
 
 SUPERBLOCK_NAME = "superblock.json"
 INDEX_NAME = "index.sqlite"
+INDEX_SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""Of the names of its files."""
 SUPERBLOCK_TMP_NAME = "superblock.tmp"
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
     {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}
-    | {INDEX_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal")}
+    | {INDEX_NAME + suffix for suffix in INDEX_SUFFIXES}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
 

@@ -59,7 +59,7 @@ class Health:
         self._path = path
         self._observer = observer
         self._first_retry_s = retry_s
-        self.on_change: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = lambda: None
         """Called after each change of condition, on the thread that caused it."""
         self._lock = threading.Lock()
         self._failed_reads = 0
@@ -169,7 +169,3 @@ class Health:
     def _back_off(self) -> None:
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
-
-
-def _nothing() -> None:
-    pass

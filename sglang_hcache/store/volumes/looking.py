@@ -13,10 +13,10 @@ from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.geometry import BLOCK
-from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
+from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
-from sglang_hcache.store.volumes.agreement import agreed, check_format, in_place
+from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.volume import Volume
@@ -88,15 +88,12 @@ class SilentHealth(Health):
             self.condition, self.reason = Condition.OUT, reason
 
 
-@dataclass(slots=True)
-class Seen:
-    """One directory as it was found."""
+@dataclass(slots=True, kw_only=True)
+class Seen(Found):
+    """One directory as it was found; without a superblock ``volume.health.reason`` says why."""
 
-    volume: Volume
     directory: SeenDirectory
-    superblock: Superblock | None
-    """None: missing or damaged; ``volume.health.reason`` says which."""
-    exists: bool
+    exists: bool = False
     """Whether there is a directory that answers, whatever is in it."""
 
 
@@ -197,7 +194,7 @@ def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
     volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
-    seen = Seen(volume, directory, None, False)
+    seen = Seen(volume, directory=directory)
     try:
         is_empty = volume.probe(directory.is_empty)
         seen.exists = True

@@ -16,7 +16,7 @@ from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
-from sglang_hcache.store.volumes.agreement import agreed, in_place
+from sglang_hcache.store.volumes.agreement import Found, agreed, in_place
 from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
 from sglang_hcache.store.volumes.volume import Volume
@@ -31,11 +31,9 @@ _PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
-class _Found:
+class _Found(Found):
     """One of the configured directories, as far as it could be opened."""
 
-    volume: Volume
-    superblock: Superblock | None = None
     damage: StoreFormatError | None = None
     """Why its superblock cannot be understood."""
 

@@ -155,9 +155,9 @@ def test_a_slow_disk_has_more_time_for_what_is_large(
     kind: IOKind,
 ) -> None:
     monkeypatch.setattr(transfers, "SLOWEST_BYTES_PER_S", 500)
-    store = open_store(quick(tmp_path, 1), hanging)
+    store = open_store(replace(quick(tmp_path, 1), io_timeout_s=2.0), hanging)
     hanging.hangs = hang(kind, 0)
-    threading.Timer(1.5, hanging.let_go).start()
+    threading.Timer(3.0, hanging.let_go).start()
     write_keys(store, NEW, LAYERS)
     read_keys(store, NEW)
     assert all_well(store)
