@@ -15,7 +15,6 @@ import psutil
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
 
@@ -70,8 +69,7 @@ class _Filling:
     """Puts runs into segments, as a store does."""
 
     def __init__(self) -> None:
-        self.catalog = Catalog(2**14)
-        self._shapes = ShapeTable(1)
+        self.catalog = Catalog(2**14, num_stripes=1)
         self._segment = Segment(0, [], (0,), 0)
         self._num_runs = 0
 
@@ -82,7 +80,7 @@ class _Filling:
                 self.catalog.add_segment(self._segment)
             self._num_runs += 1
             part = tuple(keys[first : first + _RUN_CHUNKS])
-            shape = self._shapes.get(len(part), _LAYER_BYTES, (0,), 0)
+            shape = self.catalog.shapes.get(len(part), _LAYER_BYTES, (0,), 0)
             place = RunPlace(
                 os.urandom(16), bytes(16), part, first, shape, self._segment.number, (self._num_runs,)
             )

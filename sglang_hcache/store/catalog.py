@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.segments import Segment, StoredRun
 
@@ -54,9 +55,12 @@ class Catalog:
 
     Args:
         cost_doubling_tokens: the length at which a token costs twice as much to recompute as at the start.
+        num_stripes: directories of the store.
     """
 
-    def __init__(self, cost_doubling_tokens: int) -> None:
+    def __init__(self, cost_doubling_tokens: int, num_stripes: int) -> None:
+        self.shapes = ShapeTable(num_stripes)
+        """Of all its runs."""
         self._doubling = cost_doubling_tokens
         self._lock = threading.Lock()
         # Of a million chunks: no object for each of them but its key, which the run holds as well.

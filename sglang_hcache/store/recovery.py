@@ -18,7 +18,6 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
@@ -55,14 +54,13 @@ def recover(
     volumes: Sequence[Volume],
     identity: StoreIdentity,
     observer: Observer,
-    shapes: ShapeTable,
 ) -> Recovered:
     """Bring index, memory and files into agreement; deletes rows but no files.
 
     Raises:
         StoreError: no directory can be read.
     """
-    return _Recovery(config, volumes, identity, observer, shapes).run()
+    return _Recovery(config, volumes, identity, observer).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +80,12 @@ class _Recovery:
         volumes: Sequence[Volume],
         identity: StoreIdentity,
         observer: Observer,
-        shapes: ShapeTable,
     ) -> None:
         self._config = config
         self._volumes = volumes
         self._identity = identity
         self._observer = observer
-        self._shapes = shapes
+        self._catalog = Catalog(config.cost_doubling_tokens, len(volumes))
         self._files = Files.listed(identity.first_segment, volumes)
 
     @property
@@ -108,13 +105,12 @@ class _Recovery:
 
     def _agreed(self, found: _FoundIndex) -> Recovered:
         """What ``found`` and the files say together. Raises StoreError."""
-        catalog = Catalog(self._config.cost_doubling_tokens)
         ledger = Ledger(
-            *(found.index, self._volumes, self._identity, catalog, self._config, found.meta),
+            *(found.index, self._volumes, self._identity, self._catalog, self._config, found.meta),
             is_partial=found.is_partial,
         )
         contents = found.contents
-        census = Census(self._files, self._volumes, catalog, self._config.file_bytes)
+        census = Census(self._files, self._volumes, self._catalog, self._config.file_bytes)
         unusable = [*contents.bad_rows]
         for number, place in contents.runs.items():
             recency = contents.recency.get(place.segment, Recency(0, 0.0))
@@ -135,7 +131,7 @@ class _Recovery:
         )
         return Recovered(
             ledger=ledger,
-            catalog=catalog,
+            catalog=self._catalog,
             segments=[*census.segments.values(), *kept],
             leftovers=leftovers,
             next_number=highest + 1 + (UNSEEN_SEGMENTS if found.is_partial else 0),
@@ -188,13 +184,13 @@ class _Recovery:
         if not self._home.health.readable:
             raise StoreIOError(f"its directory is {self._home.health.condition}")
         if not self._home.health.writable:
-            contents, meta = Index.read(path, self._shapes, store_id)
+            contents, meta = Index.read(path, self._catalog.shapes, store_id)
             return _FoundIndex(None, contents, meta, is_partial(meta))
         index = Index.open(path, store_id, limit)
         try:
             if index.file_bytes() > limit:
                 raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-            contents, meta = index.load(self._shapes), index.meta()
+            contents, meta = index.load(self._catalog.shapes), index.meta()
             return _FoundIndex(index, contents, meta, is_partial(meta))
         except BaseException:
             index.close()
@@ -223,7 +219,7 @@ class _Recovery:
 
     def _with_files(self, found: _FoundIndex) -> _FoundIndex:
         """``found`` and the runs that the segments hold. Those with a directory that is out wait for it."""
-        scanned = scan_segments(self._files.uncleared(), self._volumes, self._shapes)
+        scanned = scan_segments(self._files.uncleared(), self._volumes, self._catalog.shapes)
         self._refuse_if_all_are_out()
         well = {volume.stripe for volume in self._volumes if volume.health.readable}
         contents = found.contents

@@ -10,7 +10,6 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
@@ -30,7 +29,6 @@ class Returns:
         volumes: Sequence[Volume],
         catalog: Catalog,
         ledger: Ledger,
-        shapes: ShapeTable,
         remover: Remover,
         observer: Observer,
     ) -> None:
@@ -38,7 +36,6 @@ class Returns:
         self._volumes = volumes
         self._catalog = catalog
         self._ledger = ledger
-        self._shapes = shapes
         self._remover = remover
         self._observer = observer
 
@@ -87,7 +84,7 @@ class Returns:
         } - loose.keys()
         sizes = [volume.segment_sizes() for volume in self._volumes]
         files = Files(self._ledger.identity.first_segment, sizes).without(in_use)
-        places = scan_segments(files.uncleared(), self._volumes, self._shapes)
+        places = scan_segments(files.uncleared(), self._volumes, self._catalog.shapes)
         if not all(volume.health.readable for volume in self._volumes):
             return [], []
         for segment in loose.values():

@@ -13,7 +13,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import Run, StoreConfig
 from sglang_hcache.store.eviction import Eviction
-from sglang_hcache.store.format.geometry import RunShape, ShapeTable
+from sglang_hcache.store.format.geometry import RunShape
 from sglang_hcache.store.format.record import RUN_ID_BYTES
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.free_space import FreeSpace
@@ -40,19 +40,17 @@ class Space:
         volumes: Sequence[Volume],
         catalog: Catalog,
         ledger: Ledger,
-        shapes: ShapeTable,
         observer: Observer,
     ) -> None:
         self._config = config
         self._volumes = volumes
         self._catalog = catalog
         self._ledger = ledger
-        self._shapes = shapes
         free_space = FreeSpace(config, volumes, catalog)
         self._remover = Remover(volumes, catalog, ledger, free_space, observer)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
-        self._returns = Returns(config, volumes, catalog, ledger, shapes, self._remover, observer)
+        self._returns = Returns(config, volumes, catalog, ledger, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
@@ -77,14 +75,13 @@ class Space:
         """
         with self._lock:
             segment = self._active
-            if segment is None or not all(
-                self._volumes[stripe].health.writable for stripe in segment.members
+            if (
+                segment is None
+                or not all(self._volumes[stripe].health.writable for stripe in segment.members)
+                or not segment.fits(self._shape(run, segment.members))
             ):
                 segment = self._renew(run)
             shape = self._shape(run, segment.members)
-            if not segment.fits(shape):
-                segment = self._renew(run)
-                shape = self._shape(run, segment.members)
             self._rotation += 1
             self._catalog.pin_segment(segment)
             place = RunPlace(
@@ -189,16 +186,17 @@ class Space:
     # -- new segments ----------------------------------------------------------------------------
 
     def _shape(self, run: Run, members: tuple[int, ...]) -> RunShape:
-        return self._shapes.get(len(run.keys), run.chunk_layer_bytes, members, self._rotation % len(members))
+        return self._catalog.shapes.get(
+            len(run.keys), run.chunk_layer_bytes, members, self._rotation % len(members)
+        )
 
     def _renew(self, run: Run) -> Segment:
-        """Seal the active segment and begin another, in every directory that takes writes and has room."""
+        """Seal the active segment and begin one that ``run`` fits, wherever writes are taken and there is room."""
         self._seal_active()
         members = self._eviction.next_members()
         if not any(self._volumes[stripe].health.writable for stripe in members):
             raise self._eviction.why_no_members()
-        largest = max(self._shapes.get(len(run.keys), run.chunk_layer_bytes, members, 0).part_bytes)
-        file_bytes = max(self._config.file_bytes, largest)
+        file_bytes = max(self._config.file_bytes, *self._shape(run, members).part_bytes)
         lacking = self._eviction.make_room(file_bytes, members)
         if lacking:
             raise StoreFullError(lacking)

@@ -22,7 +22,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
-from sglang_hcache.store.format.geometry import ShapeTable, extent_bytes, mask_of
+from sglang_hcache.store.format.geometry import extent_bytes, mask_of
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray, check_bytes
 from sglang_hcache.store.judge import Judge
@@ -60,7 +60,6 @@ class DiskStore:
         volumes: Sequence[Volume],
         engine: IOEngine,
         tally: Tally,
-        shapes: ShapeTable,
         recovered: Recovered,
     ) -> None:
         self._config = config
@@ -71,7 +70,7 @@ class DiskStore:
         self._catalog = recovered.catalog
         tally.resume(recovered.meta.get("totals"))
         self._allowance = WriteAllowance.from_json(config.write_budget_bytes, recovered.meta.get("written"))
-        self._space = Space(config, volumes, self._catalog, self._ledger, shapes, tally)
+        self._space = Space(config, volumes, self._catalog, self._ledger, tally)
         transfers = Transfers(engine, volumes, config.io_timeout_s)
         self._reader = LayerReader(transfers)
         self._writer = RunWriter(transfers)
@@ -107,9 +106,7 @@ class DiskStore:
         volumes, identity = open_volumes(config, tally)
         try:
             engine = engine or engine_of(config, volumes)
-            shapes = ShapeTable(len(volumes))
-            recovered = recover(config, volumes, identity, tally, shapes)
-            return cls(config, volumes, engine, tally, shapes, recovered)
+            return cls(config, volumes, engine, tally, recover(config, volumes, identity, tally))
         except BaseException as error:
             if engine is not None:
                 engine.close(_CLOSE_S)
