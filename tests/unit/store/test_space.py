@@ -16,7 +16,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
-from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import FaultEngine, always, without_sync
 from sglang_hcache.testing.open_store import Inside
@@ -404,6 +404,35 @@ def test_a_directory_that_does_not_cut_keeps_no_other_from_it_and_does_so_when_i
         reserved = store.stats().reserved_bytes
     wait_until(lambda: len({path.stat().st_size for path in paths}) == 1)
     wait_until(lambda: store.stats().reserved_bytes <= reserved - MIB // 3)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_room_of_a_failed_run_is_used_again_unless_it_may_be_written_or_lies_before_another(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    store = open_store(small_config(tmp_path, segment=MIB))
+    write_keys(store, make_keys(0, 2), (4096, 8192))
+    space, catalog = Inside(store).space, Inside(store).catalog
+
+    def reserve() -> StoredRun:
+        run = space.reserve(make_run(make_keys(10, 2), (4096, 8192)))
+        catalog.unpin([run.segment])
+        return run
+
+    first = reserve()
+    space.abandon(first, ValueError())
+    second, third = reserve(), reserve()
+    assert second.place.offsets == first.place.offsets
+    assert third.place.offsets == second.place.ends
+    space.abandon(second, ValueError())
+    fourth = reserve()
+    assert fourth.place.offsets == third.place.ends
+    space.abandon(fourth, KeyboardInterrupt())
+    fifth = reserve()
+    assert fifth.place.offsets == fourth.place.ends
+    space.abandon(fifth, StoreIOError("its files are sick"))
+    assert reserve().place.segment > fifth.place.segment
+    read_keys(store, make_keys(0, 2))
 
 
 def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:
