@@ -94,9 +94,14 @@ class Remover:
             self._unlink(segment)
         return retired.chunks
 
-    def remove(self, segment: Segment) -> None:
-        """Files that are of no use, and were never in use here, go."""
+    def remember(self, segment: Segment) -> None:
+        """Files that are of no use, and were never in use here, go at the next :meth:`retry`, and count until then."""
         segment.retired = True
+        self.leftovers.add(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """The same, at once."""
+        self.remember(segment)
         self._unlink(segment)
 
     def remove_stray(self, volume: Volume, number: int, size: int) -> None:
@@ -109,9 +114,8 @@ class Remover:
             logger.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
             self._observer.count("store.unlink_failures")
             stray = Segment(number, self._volumes, (volume.stripe,), size)
-            stray.retired = True
             stray.measure()
-            self.leftovers.add(stray)
+            self.remember(stray)
             self._undeletable.add(stray)
 
     def retry(self) -> None:
@@ -121,7 +125,6 @@ class Remover:
                 self._unlink(segment)
 
     def _unlink(self, segment: Segment) -> None:
-        self.leftovers.add(segment)
         before = dict(segment.accounted)
         error = segment.unlink()
         for stripe, size in before.items():

@@ -206,8 +206,7 @@ class Space:
             segment.create()
         except StoreError as error:
             if segment.accounted_bytes:
-                segment.retired = True
-                self._remover.leftovers.add(segment)
+                self._remover.remember(segment)
             if isinstance(error, StoreFullError):
                 self._eviction.relieve(members)
             raise
