@@ -15,7 +15,7 @@ import sglang_hcache
 from sglang_hcache.cli import flags, metrics, plan, profile, store, tier_flags, top
 from sglang_hcache.cli.chat import command as chat
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.cli.terminal import never_fail_to_write
+from sglang_hcache.cli.terminal import OutputError, checked_output, never_fail_to_write
 from sglang_hcache.core.config import (
     COMMAND_LINE_FLAGS,
     CONFIG_FLAG,
@@ -47,8 +47,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         never_fail_to_write(stream)
     try:
-        app()
+        with checked_output():
+            app()
     except HCacheError as error:
+        if isinstance(error, OutputError) and isinstance(error.__cause__, BrokenPipeError):
+            raise SystemExit(2) from None  # whoever reads has seen enough
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)
         raise SystemExit(2) from None
