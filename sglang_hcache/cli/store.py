@@ -124,20 +124,20 @@ def _gc(
     dirs: Dirs = None,
     config: ConfigFile = None,
     to: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SIZE",
             help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB.",
         ),
-    ] = "",
+    ] = None,
     older_than: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="TIME",
             help="Also delete the chunks that were written longer ago, such as 12h or 30d, "
             "and some up to an eighth younger.",
         ),
-    ] = "",
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
@@ -225,9 +225,9 @@ def _show(report: Report, as_json: bool) -> None:
 
 
 def _is_agreed(question: str) -> bool:
-    """Whether the user types yes; the end of the input is a no. typer's own takes Ctrl-C for a no as well."""
+    """Whether the user types yes; no input is a no, as is its end. typer's own takes Ctrl-C for a no as well."""
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return sys.stdin is not None and sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...]:
@@ -255,8 +255,8 @@ def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...
     return found
 
 
-def _size(text: str) -> int | None:
-    if not text:
+def _size(text: str | None) -> int | None:
+    if text is None:
         return None
     try:
         return parse_size(text)
@@ -264,8 +264,8 @@ def _size(text: str) -> int | None:
         raise ConfigError(f"--to: {text!r} is not allowed; write {SIZE_HELP}") from None
 
 
-def _age(text: str) -> float | None:
-    if not text:
+def _age(text: str | None) -> float | None:
+    if text is None:
         return None
     try:
         return parse_duration(text)

@@ -247,6 +247,13 @@ def test_gc(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     assert "--to: 'much' is not allowed" in hcache("gc", "--to", "much", *dirs)[2]
 
 
+@pytest.mark.parametrize("flag", ["--to", "--older-than"])
+def test_gc_does_not_take_an_empty_limit_for_none(hcache: Hcache, dirs: tuple[Path, ...], flag: str) -> None:
+    code, out, err = hcache("gc", flag, "", *dirs)
+    assert (code, out) == (2, "")
+    assert f"{flag}: '' is not allowed" in err
+
+
 @pytest.mark.parametrize("command", [["ls"], ["gc"], ["verify"], ["clear", "--yes"], ["fsck", "--rebuild"]])
 def test_a_variable_that_is_not_set_is_told(hcache: Hcache, command: list[str]) -> None:
     code, out, err = hcache(*command, "")
@@ -261,6 +268,8 @@ def test_clear_asks(hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.
         assert (code, out) == (2, "")
         assert "Remove all 23 chunks" in err
         assert "nothing is removed" in err
+    monkeypatch.setattr("sys.stdin", None)  # closed by the caller, as with <&-
+    assert hcache("clear", *dirs)[0] == 2
     monkeypatch.setattr("sys.stdin", Impatient())
     assert hcache("clear", *dirs)[0] == 130
     assert as_json(hcache("stat", "--json", *dirs))["chunks"] == 23
