@@ -150,7 +150,7 @@ def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | 
     Raises:
         ConfigError: ``path`` holds something already or cannot be written, or memory is too small for ``model``.
     """
-    path = given_path("FOLDER", path)
+    path = given_path("DIR", path)
     _check_name(path)
     _check_memory(model)
     try:

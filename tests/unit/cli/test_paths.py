@@ -26,7 +26,7 @@ def test_a_path_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     [
         ("DIR", ["store", "stat", NOBODYS]),
         ("MODEL", ["plan", NOBODYS, "--io-gbps", "1", "--tflops", "1"]),
-        ("FOLDER", ["tiny-model", NOBODYS]),
+        ("DIR", ["tiny-model", NOBODYS]),
         ("--keep", ["demo", "--keep", NOBODYS]),
         ("--dirs", ["demo", "--dirs", NOBODYS]),
         ("--out", ["profile", "--model-path", "x", "--out", NOBODYS]),
