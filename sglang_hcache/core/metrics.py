@@ -137,8 +137,8 @@ HISTOGRAMS = (
     ),
     HistogramMetric(
         "restore_phase_seconds",
-        "Parts of it. queue: behind earlier restores; read: waiting for reads; project: writing K and V, from hidden "
-        "states or as stored; recompute: layers run by the model.",
+        "Parts of the time of a restore that ended well. queue: behind earlier restores; read: waiting for reads; "
+        "project: writing K and V, from hidden states or as stored; recompute: layers run by the model.",
         "seconds", "phase",
         {f"restore.{phase}_seconds": phase for phase in RESTORE_PHASES},
         _SECONDS,
