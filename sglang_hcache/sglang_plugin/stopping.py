@@ -1,7 +1,7 @@
 """A signal to stop is for the server's main process, which lets the tier save before all of it ends.
 
-A terminal sends Ctrl-C, and systemd its SIGTERM, to every process of a server. SGLang's other processes would
-end at once, and with the scheduler what exists only in host memory.
+A terminal sends Ctrl-C, and SIGHUP when it is closed, and systemd its SIGTERM, to every process of a server. SGLang's
+other processes would end at once, and with the scheduler what exists only in host memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def install() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM, in a process that SIGKILL ends with its parent. For its main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Ignore Ctrl-C, SIGTERM and SIGHUP, in a process that SIGKILL ends with its parent. For its main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -59,7 +59,7 @@ def _run_below_parent(run: Callable[..., None], *args: Any) -> None:
 
 
 def _stop_on_interrupt(_result: None, handler: Any, *_args: object, **_kwargs: object) -> None:
-    """When SGLang begins to handle SIGTERM in its loop: so is the first Ctrl-C, and the second ends us at once."""
+    """When SGLang begins to handle SIGTERM in its loop: so are SIGHUP and the first Ctrl-C; the second ends us."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -69,3 +69,5 @@ def _stop_on_interrupt(_result: None, handler: Any, *_args: object, **_kwargs: o
         handler.sigterm_handler(signal.SIGINT)
 
     loop.add_signal_handler(signal.SIGINT, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, handler.sigterm_handler, signal.SIGHUP)

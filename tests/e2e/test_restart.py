@@ -40,9 +40,10 @@ def chat(server: TierServer) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
-def signal_all(server: TierServer, number: int) -> int:
-    """What a terminal does on Ctrl-C, and systemd: the signal reaches every process. Chunks saved by it."""
-    os.killpg(server.process.pid, number)
+def signal_all(server: TierServer, *numbers: int) -> int:
+    """What a terminal does on Ctrl-C, and systemd: signals reach every process. Chunks saved by them."""
+    for number in numbers:
+        os.killpg(server.process.pid, number)
     server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
     log = server.process.log_text()
     saved = re.search(r"(\d+) chunks that existed only in host memory are on disk now", log)
@@ -111,7 +112,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         server.assert_nothing_left()
         server.ask(random_prompt(4, 900))
         server.settle()
-        assert signal_all(server, signal.SIGTERM) == 14
+        assert signal_all(server, signal.SIGTERM, signal.SIGHUP) == 14  # systemd with SendSIGHUP=yes
 
 
 def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
