@@ -23,9 +23,13 @@ class Running:
     """
 
     def __init__(self) -> None:
-        self._restores: list[Restore] = []
+        self._restores: dict[Restore, None] = {}
         self._keys: set[ChunkKey] = set()
         self._over = threading.Event()
+        self.tokens = 0
+        """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
+        self.backlog_s = 0.0
+        """Predicted seconds of all of them: one that starts now comes behind them."""
 
     def __iter__(self) -> Iterator[Restore]:
         return iter(list(self._restores))
@@ -35,8 +39,10 @@ class Running:
 
     def add(self, restore: Restore) -> None:
         """It starts."""
-        self._restores.append(restore)
+        self._restores[restore] = None
         self._keys.update(restore.job.keys)
+        self.tokens += restore.job.num_tokens
+        self.backlog_s += _predicted_s(restore)
 
     def restores(self, key: ChunkKey) -> bool:
         """Whether one of them brings this chunk."""
@@ -44,7 +50,7 @@ class Running:
 
     def newest(self) -> Restore | None:
         """The one that started last."""
-        return self._restores[-1] if self._restores else None
+        return next(reversed(self._restores), None)
 
     def take_ended(self) -> list[Restore]:
         """Those to whose slots nothing writes any more. They are nobody's then but the caller's."""
@@ -53,8 +59,11 @@ class Running:
                 restore.abandon()
         ended = [restore for restore in self._restores if restore.is_over]
         for restore in ended:
-            self._restores.remove(restore)
+            del self._restores[restore]
             self._keys.difference_update(restore.job.keys)
+            self.tokens -= restore.job.num_tokens
+            # What rounding left over is none's.
+            self.backlog_s = max(0.0, self.backlog_s - _predicted_s(restore)) if self._restores else 0.0
         return ended
 
     # -- waiting ---------------------------------------------------------------------------------
@@ -68,22 +77,14 @@ class Running:
         self._over.wait(_WAIT_S)
         self._over.clear()
 
-    # -- numbers ---------------------------------------------------------------------------------
-
     @property
     def is_recomputing(self) -> bool:
         """Whether layers of one are left to be computed on the scheduler's thread."""
         return any(restore.is_recomputing for restore in self._restores)
 
-    @property
-    def tokens(self) -> int:
-        """Slots that they hold."""
-        return sum(restore.job.num_tokens for restore in self._restores)
 
-    @property
-    def backlog_s(self) -> float:
-        """Predicted seconds of all of them: one that starts now comes behind them."""
-        return sum(restore.decision.restore_s for restore in self._restores if restore.decision is not None)
+def _predicted_s(restore: Restore) -> float:
+    return 0.0 if restore.decision is None else restore.decision.restore_s
 
 
 class Rest:

@@ -319,6 +319,25 @@ def test_who_waits_for_anothers_restore_is_not_looked_up_in_every_round(
     assert all(world.coordinator.may_be_admitted(rid) for rid in "bc")
 
 
+def test_a_restore_that_starts_does_not_look_at_those_that_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may start in one round: each looking at all before it would stop the scheduler for seconds."""
+    for name in range(16):
+        world.store(tokens(name, 1))
+        world.queue(str(name), tokens(name, 1))
+    looks: list[RestoreJob] = []
+    num_tokens = RestoreJob.num_tokens.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(RestoreJob, "num_tokens", property(lambda job: looks.append(job) or num_tokens(job)))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 16
+    assert max(looks.count(job) for job in world.engine.jobs) < 8
+    for _ in range(16):
+        world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    world.assert_clean()
+
+
 def test_what_somebody_computed_meanwhile_is_not_kept_twice(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
@@ -809,6 +828,14 @@ def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
     # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth would end with the prefill, which is taken.
     assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 7, "pinned": 0}
     assert world.coordinator.may_be_admitted("r4")
+    one_s = 2 * CHUNK_TOKENS * LAYERS * 1e-4
+    running = world.coordinator.running
+    assert running.backlog_s == pytest.approx(7 * one_s, rel=0.1)
+    for left in range(6, -1, -1):
+        world.engine.end(RestoreState.CANCELLED)
+        running.take_ended()
+        assert running.backlog_s == pytest.approx(left * one_s, rel=0.1)
+    assert running.backlog_s == running.tokens == 0
 
 
 def test_what_is_slower_than_recomputing_is_not_restored_however_long_the_queue() -> None:
