@@ -28,6 +28,7 @@ from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
+from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
 from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, quantization_of, shape_of
@@ -73,6 +74,7 @@ class HCacheRadixCache(RadixCache):
 
     def __init__(self, context: TreeCacheBuildContext) -> None:
         self.evictions = 0
+        self._dropped = Dropped()
         self._bridge: Bridge | None = None
         super().__init__(context.params)
         self._runner = context.tp_worker.model_runner
@@ -149,18 +151,23 @@ class HCacheRadixCache(RadixCache):
         """As in the base class; where that is not enough, what was or is being restored for waiting requests goes."""
         allocator = self.token_to_kv_pool_allocator
         wanted = allocator.available_size() + params.num_tokens
-        evicted = super().evict(params).num_tokens_evicted
+        evicted = self._evict(params)
         while allocator.available_size() < wanted and self.bridge.restores.give_back():
             lacking = max(0, wanted - allocator.available_size())  # a restore's slots are free at once
-            evicted += super().evict(EvictParams(num_tokens=lacking)).num_tokens_evicted
+            evicted += self._evict(EvictParams(num_tokens=lacking))
         return EvictResult(num_tokens_evicted=evicted)
+
+    def _evict(self, params: EvictParams) -> int:
+        """As in the base class, and the tiers are told; how many tokens went."""
+        evicted = super().evict(params).num_tokens_evicted
+        for tokens, tenant, first_chunk in self._dropped.take():
+            self.bridge.evicted(tokens, tenant, first_chunk)
+        return evicted
 
     def _delete_leaf(self, node: TreeNode) -> None:
         self.evictions += 1
-        stop = _depth(node)
-        first_chunk = (stop - len(node.key)) // CHUNK_TOKENS
-        if self.bridge.wants_evictions and first_chunk < stop // CHUNK_TOKENS:
-            self.bridge.evicted(_path_tokens(node), node.key.extra_key, first_chunk)
+        if self.bridge.wants_evictions:
+            self._dropped.add(node)
         super()._delete_leaf(node)
 
     def reset(self) -> None:
@@ -190,7 +197,7 @@ class HCacheRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         lacking = count - allocator.available_size()
         if lacking > 0:
-            super().evict(EvictParams(num_tokens=lacking))  # a restore does not take the pins of another
+            self._evict(EvictParams(num_tokens=lacking))  # a restore does not take the pins of another
         slots: torch.Tensor | None = allocator.alloc(count)
         return slots
 
@@ -368,23 +375,3 @@ class SchedulerOf:
 
 def _remaining_tokens(req: Req) -> int:
     return max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), _CLIP_NEW_TOKENS))
-
-
-def _depth(node: TreeNode) -> int:
-    """Tokens from the root to the end of ``node``."""
-    tokens = 0
-    while node.parent is not None:
-        tokens += len(node.key)
-        node = node.parent
-    return tokens
-
-
-def _path_tokens(node: TreeNode) -> array[int]:
-    pieces = []
-    while node.parent is not None:
-        pieces.append(node.key.raw_token_ids())
-        node = node.parent
-    path = array("q")
-    for piece in reversed(pieces):
-        path.extend(piece)
-    return path
