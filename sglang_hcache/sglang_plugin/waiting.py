@@ -39,9 +39,9 @@ class Waiting:
         """The same; it waits no longer."""
         return self._tickets.pop(rid, None)
 
-    def has_pending(self) -> bool:
-        """Whether one waits for its restore to start."""
-        return any(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
+    def num_pending(self) -> int:
+        """Those that wait for their restore to start."""
+        return sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""

@@ -791,6 +791,21 @@ def test_whether_there_is_room_is_not_looked_at_in_every_round(
     assert world.engine.jobs
 
 
+def test_what_those_behind_the_last_that_waits_need_is_not_added_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue may hold a thousand requests for which nothing is stored, and is looked at in each round that admits."""
+    world.store(tokens(1, 1))
+    for name in range(20):
+        world.queue(str(name), tokens(name, 1))
+    seen: list[str] = []
+    add = line.Ahead.add
+    monkeypatch.setattr(line.Ahead, "add", lambda *given: seen.append(given[1].rid) or add(*given))
+    world.coordinator.tick()
+    assert world.engine.jobs
+    assert seen == ["0", "1"]
+
+
 def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
     """Locked while it runs, so it cannot be evicted for the slots; nothing else may be evicted in vain."""
     prompt = [*tokens(1, 20), *tokens(2, 12)]
