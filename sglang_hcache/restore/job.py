@@ -127,6 +127,8 @@ class RestoreJob:
             RestoreCancelledError, RestoreTimeoutError: the job must not go on; the read does.
             HCacheError: it failed.
         """
-        wait((read, self._cancelled), self.check(), FIRST_COMPLETED)
+        # A wait may end early: where Python lacks sem_clockwait, it is timed by a clock that may be set.
+        while not read.done():
+            wait((read, self._cancelled), self.check(), FIRST_COMPLETED)
         self.check()
         read.result()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError, StoreTimeoutError
+from sglang_hcache.core.errors import (
+    RestoreCancelledError,
+    RestoreTimeoutError,
+    StoreIOError,
+    StoreTimeoutError,
+)
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, layers_of_steps
@@ -290,6 +296,17 @@ def test_a_hung_read_ends_with_the_deadline(bench: Bench, limit: str) -> None:
     assert job.state is RestoreState.FAILED
     assert isinstance(job.error, RestoreTimeoutError)
     release.set()
+
+
+def test_a_wait_that_ends_early_is_no_end_of_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine whose clock is set, where Python times waits by that one."""
+    running = RestoreJob((), 0, torch.arange(0), 60.0, ())
+    waits = iter([lambda: None, running.cancel])
+    monkeypatch.setattr("sglang_hcache.restore.job.wait", lambda *_: next(waits)())
+    read: Future[None] = Future()
+    monkeypatch.setattr(read, "result", lambda: pytest.fail("who waits here knows no deadline"))
+    with pytest.raises(RestoreCancelledError):
+        running.await_read(read)
 
 
 def test_who_waits_for_others_has_its_own_time_afterwards(bench: Bench) -> None:
