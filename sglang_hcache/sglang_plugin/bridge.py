@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -179,10 +179,11 @@ class Bridge:
         """Whether :meth:`evicted` has anything to do."""
         return self.tiers.disk is not None and self.config.write_policy is WritePolicy.WRITE_BACK
 
-    def evicted(self, tokens: array[int], tenant: str | None, first_chunk: int) -> None:
-        """The device dropped the KV of ``tokens`` from chunk ``first_chunk`` on: demote those chunks."""
+    def evicted(self, prefix: array[int], branches: Sequence[array[int]], tenant: str | None) -> None:
+        """The device dropped the KV of what followed ``prefix`` in each of ``branches``: demote those chunks."""
         root = self._namespace_of(tenant).root_key()
-        self.tiers.demote(lambda: _keys_from(root, tokens, first_chunk), len(tokens))
+        num_tokens = len(prefix) + sum(map(len, branches))
+        self.tiers.demote(lambda: _keys_behind(root, prefix, branches), num_tokens)
 
     def kv_arrives(self) -> None:
         """The device gets KV of the weights in use: of a pass, or restored."""
@@ -298,5 +299,9 @@ class Bridge:
         return self._namespace
 
 
-def _keys_from(root: ChunkKey, tokens: array[int], first_chunk: int) -> list[ChunkKey]:
-    return chunk_keys(root, tokens)[first_chunk:]
+def _keys_behind(root: ChunkKey, prefix: array[int], branches: Sequence[array[int]]) -> Iterator[ChunkKey]:
+    """Of the chunks that ``branches`` complete."""
+    parent = (chunk_keys(root, prefix) or [root])[-1]
+    begun = prefix[len(prefix) - len(prefix) % CHUNK_TOKENS :]
+    for branch in branches:
+        yield from chunk_keys(parent, begun + branch)

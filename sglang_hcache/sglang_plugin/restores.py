@@ -225,16 +225,12 @@ class RestoreCoordinator:
         self._look_again = now + _LOOK_AGAIN_S
         self._room.look()
         ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
-        is_full, num_pending = not self._room.is_left(CHUNK_TOKENS), self._waiting.num_pending()
-        for request in self.scheduler.waiting():
-            if not num_pending:  # what is needed by those behind the last one does not matter
+        is_full = not self._room.is_left(CHUNK_TOKENS)
+        for request, ticket in self._waiting.until_last_pending():
+            is_pending = ticket is not None and ticket.phase is Phase.PENDING
+            if ticket is not None and is_pending and (is_full or not self._start(ticket, ahead)):
+                refused = ticket
                 break
-            ticket = self._waiting.get(request.rid)
-            if ticket is not None and ticket.phase is Phase.PENDING:
-                num_pending -= 1
-                if is_full or not self._start(ticket, ahead):
-                    refused = ticket
-                    break
             before.add(request.rid)
             if not is_full:  # else nothing more starts: what the others need does not matter
                 ahead.add(request, ticket)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from sglang_hcache.core.observer import Observer
-from sglang_hcache.sglang_plugin.protocols import DeviceTree, Node, SchedulerView
+from sglang_hcache.sglang_plugin.protocols import DeviceTree, Node, QueuedRequest, SchedulerView
 from sglang_hcache.sglang_plugin.tickets import Phase, Ticket
 
 _LOOK_EVERY_S = 1.0
@@ -39,9 +39,15 @@ class Waiting:
         """The same; it waits no longer."""
         return self._tickets.pop(rid, None)
 
-    def num_pending(self) -> int:
-        """Those that wait for their restore to start."""
-        return sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
+    def until_last_pending(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
+        """SGLang's queue, in order, down to the last request that waits for its restore to start."""
+        left = sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
+        for request in self._scheduler.waiting() if left else ():
+            ticket = self._tickets.get(request.rid)
+            left -= ticket is not None and ticket.phase is Phase.PENDING
+            yield request, ticket
+            if not left:
+                return
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""

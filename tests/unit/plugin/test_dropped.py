@@ -13,11 +13,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.bridge import _keys_behind
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 
-Told: TypeAlias = "tuple[array[int], str | None, int]"
+Told: TypeAlias = "tuple[array[int], list[array[int]], str | None]"
 
 
 class Tree(HCacheRadixCache):
@@ -58,13 +60,13 @@ class Tree(HCacheRadixCache):
         super()._delete_leaf(node)
 
 
-def named(told: list[Told]) -> list[tuple[tuple[int, ...], str | None]]:
-    """The prefixes that end with the chunks that are named."""
-    return [
-        (tuple(tokens[: CHUNK_TOKENS * (chunk + 1)]), tenant)
-        for tokens, tenant, first in told
-        for chunk in range(first, len(tokens) // CHUNK_TOKENS)
-    ]
+def root(tenant: str | None) -> bytes:
+    return (tenant or "").encode().ljust(32)
+
+
+def sizes(told: list[Told]) -> list[tuple[int, list[int]]]:
+    """Tokens of each prefix, and of the branches behind it."""
+    return [(len(prefix), [len(branch) for branch in branches]) for prefix, branches, _ in told]
 
 
 PROMPTS = st.lists(
@@ -87,7 +89,12 @@ def test_every_chunk_that_goes_is_named_once(
     for count in [*counts, 10**9]:
         tree.told, tree.gone = [], []
         tree.drop(count)
-        assert sorted(named(tree.told), key=repr) == sorted(tree.gone, key=repr)
+        named = [
+            key
+            for prefix, branches, tenant in tree.told
+            for key in _keys_behind(root(tenant), prefix, branches)
+        ]
+        assert sorted(named) == sorted(chunk_keys(root(tenant), path)[-1] for path, tenant in tree.gone)
 
 
 def test_a_conversation_that_goes_turn_by_turn_is_one_path() -> None:
@@ -97,7 +104,16 @@ def test_a_conversation_that_goes_turn_by_turn_is_one_path() -> None:
         tree.put(conversation)
     tree.drop(10**9)
     assert tree.evictions == 100
-    assert [(len(tokens), first) for tokens, _, first in tree.told] == [(100 * CHUNK_TOKENS, 0)]
+    assert sizes(tree.told) == [(0, [100 * CHUNK_TOKENS])]
+
+
+def test_what_was_asked_about_a_document_is_told_with_the_document_once() -> None:
+    tree, document = Tree(), [7] * (10 * CHUNK_TOKENS + 5)
+    for question in range(100):
+        tree.put([*document, *[1000 + question] * CHUNK_TOKENS])
+    tree.drop(99 * CHUNK_TOKENS)
+    assert tree.evictions == 99
+    assert sizes(tree.told) == [(len(document), [CHUNK_TOKENS] * 99)]
 
 
 def test_of_one_that_goes_in_part_only_that_is_named() -> None:
@@ -105,7 +121,7 @@ def test_of_one_that_goes_in_part_only_that_is_named() -> None:
     for chunks in (1, 2, 3, 4):
         tree.put([7] * (CHUNK_TOKENS * chunks))
     tree.drop(2 * CHUNK_TOKENS)
-    assert [(len(tokens), first) for tokens, _, first in tree.told] == [(4 * CHUNK_TOKENS, 2)]
+    assert sizes(tree.told) == [(2 * CHUNK_TOKENS, [2 * CHUNK_TOKENS])]
 
 
 def test_nothing_is_kept_for_tiers_that_do_not_want_it() -> None:

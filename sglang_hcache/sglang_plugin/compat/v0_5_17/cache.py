@@ -160,8 +160,8 @@ class HCacheRadixCache(RadixCache):
     def _evict(self, params: EvictParams) -> int:
         """As in the base class, and the tiers are told; how many tokens went."""
         evicted = super().evict(params).num_tokens_evicted
-        for tokens, tenant, first_chunk in self._dropped.take():
-            self.bridge.evicted(tokens, tenant, first_chunk)
+        for prefix, branches, tenant in self._dropped.take():
+            self.bridge.evicted(prefix, branches, tenant)
         return evicted
 
     def _delete_leaf(self, node: TreeNode) -> None:

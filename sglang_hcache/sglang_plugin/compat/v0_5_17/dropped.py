@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class Dropped:
     """Nodes that were deleted, each after all below it.
 
-    A chunk's name takes all tokens before it. The tree drops a conversation turn by turn from its end: with a path for
-    each turn, hundreds of them would be as much work as all its prompts together, in one round of the scheduler.
+    A chunk's name takes all tokens before it. The tree drops a conversation turn by turn from its end, and what was
+    asked about a document question by question: with a path for each, hundreds of them would be as much work as all
+    their prompts together, in one round of the scheduler.
     """
 
     def __init__(self) -> None:
@@ -26,42 +27,36 @@ class Dropped:
         """It is deleted."""
         self._nodes.append(node)
 
-    def take(self) -> Iterator[tuple[array[int], str | None, int]]:
-        """Tokens from the root, their tenant, and the first chunk that they complete and that was dropped with them.
+    def take(self) -> Iterator[tuple[array[int], list[array[int]], str | None]]:
+        """Tokens from the root, the branches behind them that were dropped, and the tenant of all.
 
-        Every chunk that a node completed comes once.
+        Every chunk that a dropped node completed is in one branch.
         """
         nodes, self._nodes = self._nodes, []
         left = set(nodes)
+        branches: dict[tuple[TreeNode, str | None], list[array[int]]] = {}
         for node in nodes:
-            if node not in left:
-                continue
-            top, dropped = node, 0
-            while top in left:
-                left.remove(top)
-                dropped += len(top.key)
-                top = top.parent
-            kept = _depth(top)
-            first_chunk = kept // CHUNK_TOKENS
-            if first_chunk < (kept + dropped) // CHUNK_TOKENS:
-                yield _path_tokens(node), node.key.extra_key, first_chunk
+            if node in left:
+                top = node
+                while top in left:
+                    left.remove(top)
+                    top = top.parent
+                branches.setdefault((top, node.key.extra_key), []).append(_tokens_between(top, node))
+        for (top, tenant), dropped in branches.items():
+            prefix = _tokens_between(None, top)
+            begun = len(prefix) % CHUNK_TOKENS
+            whole = [branch for branch in dropped if begun + len(branch) >= CHUNK_TOKENS]
+            if whole:
+                yield prefix, whole, tenant
 
 
-def _depth(node: TreeNode) -> int:
-    """Tokens from the root to the end of ``node``."""
-    tokens = 0
-    while node.parent is not None:
-        tokens += len(node.key)
-        node = node.parent
-    return tokens
-
-
-def _path_tokens(node: TreeNode) -> array[int]:
+def _tokens_between(above: TreeNode | None, node: TreeNode) -> array[int]:
+    """Those behind the end of ``above`` (None: from the root) until the end of ``node``."""
     pieces = []
-    while node.parent is not None:
+    while node is not above and node.parent is not None:
         pieces.append(node.key.raw_token_ids())
         node = node.parent
-    path = array("q")
+    tokens = array("q")
     for piece in reversed(pieces):
-        path.extend(piece)
-    return path
+        tokens.extend(piece)
+    return tokens
