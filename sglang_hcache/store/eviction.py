@@ -73,7 +73,7 @@ class Eviction:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
         need = file_bytes + FILE_SLACK_BYTES
         over = self.used_bytes() + need * len(members) - self._config.segments_budget_bytes
-        if over > sum(self._free_space.freeable().values()):
+        if over > 0 and over > sum(self._free_space.freeable().values()):
             return (
                 f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
                 "nothing can be evicted now"

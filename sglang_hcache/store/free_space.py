@@ -140,6 +140,7 @@ class FreeSpace:
     def freeable(self) -> Counter[int]:
         """What evicting everything that may be evicted would free, by directory."""
         total: Counter[int] = Counter()
-        for segment in self._catalog.evictable():
-            total.update(segment.freeable_bytes)
+        for segment in self._catalog.evictable():  # thousands: Counter.update takes several times as long
+            for stripe, size in segment.freeable_bytes.items():
+                total[stripe] += size
         return total

@@ -603,6 +603,21 @@ def test_room_for_the_next_segment_is_made_before_it_is_needed(
 
 
 @pytest.mark.usefixtures("no_keeper")
+def test_with_room_left_each_segment_is_looked_at_once_a_round(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a second, of thousands in a large store, beside a scheduler that wants the interpreter."""
+    store = open_store(small_config(tmp_path, size=64 * MIB, segment=MIB))
+    fill(store, 0, 8)
+    looks: list[int] = []
+    ask = Segment.freeable_bytes.fget  # type: ignore[attr-defined]
+    asked = property(lambda segment: looks.append(segment.number) or ask(segment))
+    monkeypatch.setattr(Segment, "freeable_bytes", asked)
+    Inside(store).keeper.round()
+    assert len(looks) == len(set(looks)) == 7  # the eighth is being filled
+
+
+@pytest.mark.usefixtures("no_keeper")
 def test_a_touch_counts_as_a_use(tmp_path: Path, open_store: OpenStore, counters: Counters) -> None:
     store = open_store(small_config(tmp_path, size=8 * MIB, segment=MIB))
     a, b = fill(store, 0, 2)
