@@ -37,44 +37,11 @@ def check_arguments(args: argparse.Namespace, defaults: type) -> None:
     Raises:
         ConfigError: one line per refusal.
     """
-    refusals = [
-        (args.radix_cache_backend, "--radix-cache-backend", "the tier is a radix cache backend itself"),
-        (
-            args.enable_hierarchical_cache,
-            "--enable-hierarchical-cache",
-            "SGLang's HiCache takes the same place",
-        ),
-        (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
-        (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
-        (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
-        (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
-        (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
-        (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
-        (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
-        (
-            args.enable_torch_compile,
-            "--enable-torch-compile",
-            "compiled layers do not show their hidden states",
-        ),
-        (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
-        (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
-        (args.forward_hooks, "--forward-hooks", "stored hidden states do not say what a hook changed"),
-        (
-            args.enable_priority_scheduling and not args.disable_priority_preemption,
-            "--enable-priority-scheduling",
-            "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
-            "add --disable-priority-preemption",
-        ),
-        (
-            args.enable_return_routed_experts,
-            "--enable-return-routed-experts",
-            "nobody knows which experts restored tokens went to",
-        ),
-        (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
-        (args.enable_session_radix_cache, "--enable-session-radix-cache", "it needs a tree of its own"),
-        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
+    problems = [
+        f"{_FLAG} cannot be used with {flag}: {reason}"
+        for given, flag, reason in [*_in_its_place(args), *_unknown_passes(args)]
+        if given
     ]
-    problems = [f"{_FLAG} cannot be used with {flag}: {reason}" for given, flag, reason in refusals if given]
     if args.disaggregation_mode not in (None, "null"):
         problems.append(
             f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
@@ -161,6 +128,68 @@ def determinism_problems(method: PlanKind) -> list[str]:
     return [
         f"{_FLAG} cannot be used with --enable-deterministic-inference: K and V that are projected again may differ "
         "in their last bits from those of a prefill; add --hcache-method kv, which keeps the bits"
+    ]
+
+
+def _in_its_place(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """Other caches: whether each is asked for, its flag, and why not."""
+    return [
+        (args.radix_cache_backend, "--radix-cache-backend", "the tier is a radix cache backend itself"),
+        (
+            args.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "SGLang's HiCache takes the same place",
+        ),
+        (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
+        (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
+        (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
+        (args.enable_session_radix_cache, "--enable-session-radix-cache", "it needs a tree of its own"),
+    ]
+
+
+def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """What changes weights, passes or the KV pool in ways that the tier does not know; as :func:`_in_its_place`."""
+    return [
+        (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
+        (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
+        (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
+        (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
+        (
+            args.offload_group_size > 0,
+            "--offload-group-size",
+            "weights are not where the projector looks for them",
+        ),
+        (
+            args.kt_weight_path,
+            "--kt-weight-path",
+            "those weights are not in the fingerprint",
+        ),
+        (
+            args.enable_torch_compile,
+            "--enable-torch-compile",
+            "compiled layers do not show their hidden states",
+        ),
+        (
+            args.enable_two_batch_overlap,
+            "--enable-two-batch-overlap",
+            "layers compute a pass in two halves there",
+        ),
+        (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
+        (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
+        (args.forward_hooks, "--forward-hooks", "stored hidden states do not say what a hook changed"),
+        (
+            args.enable_priority_scheduling and not args.disable_priority_preemption,
+            "--enable-priority-scheduling",
+            "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
+            "add --disable-priority-preemption",
+        ),
+        (
+            args.enable_return_routed_experts,
+            "--enable-return-routed-experts",
+            "nobody knows which experts restored tokens went to",
+        ),
+        (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
+        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
     ]
 
 

@@ -97,6 +97,11 @@ REFUSALS = {
     "embeddings": Refusal(["--is-embedding"], ("LlamaForCausalLM", "no text generation")),
     "sessions": Refusal(["--enable-streaming-session"], ("--enable-streaming-session",)),
     "sessions in the tree": Refusal(["--enable-session-radix-cache"], ("--enable-session-radix-cache",)),
+    "offloaded layers": Refusal(["--offload-group-size", "2"], ("--offload-group-size",)),
+    "experts on the CPU": Refusal(
+        ["--kt-weight-path", "/nowhere", "--kt-method", "AMXINT4"], ("--kt-weight-path", "fingerprint")
+    ),
+    "halves": Refusal(["--enable-two-batch-overlap"], ("--enable-two-batch-overlap",)),
     "experts": Refusal(["--enable-return-routed-experts"], ("--enable-return-routed-experts",)),
     "several items": Refusal(["--enable-mis"], ("--enable-mis",)),
     "images": Refusal(
