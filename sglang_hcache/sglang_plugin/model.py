@@ -59,6 +59,8 @@ class ServedModel:
     """The model's configuration, canonical JSON, without names and paths."""
     quantization: str | None = None
     """How its weights are quantised, as :func:`quantization_of` returns it."""
+    bits: str | None = None
+    """What the bits of K and V depend on, as :func:`promised_bits` returns it."""
 
     @classmethod
     def of(
@@ -67,12 +69,14 @@ class ServedModel:
         model_config: Any,
         kv_dtype: torch.dtype | None = None,
         quantization: str | None = None,
+        bits: str | None = None,
     ) -> ServedModel:
         """Describe SGLang's ``module``.
 
         Args:
             kv_dtype: of K and V in the pool; None: as the model computes them.
             quantization: of its weights, as :func:`quantization_of` returns it.
+            bits: as :func:`promised_bits` returns them.
 
         Raises:
             ConfigError: K and V of a token depend on more than the tokens before it.
@@ -105,6 +109,7 @@ class ServedModel:
             vocabulary=int(model_config.vocab_size),
             config=_canonical(model_config.hf_config),
             quantization=quantization,
+            bits=bits,
         )
 
     @property
@@ -172,6 +177,8 @@ class ServedModel:
             text += f"|{self.kv_dtype}|{scales}"
         if self.quantization is not None:
             text += f"|{self.quantization}"
+        if self.bits is not None:
+            text += f"|{self.bits}"
         return Namespace(model=weights, layout=text)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
@@ -225,6 +232,17 @@ def _attention(module: nn.Module, path: str, core: Any) -> Attention:
 def quantization_of(model_config: Any, torchao_config: str | None) -> str | None:
     """How the weights of SGLang's model are quantised, in the checkpoint or when it is loaded; None: they are not."""
     return model_config.quantization or (f"torchao {torchao_config}" if torchao_config else None)
+
+
+def promised_bits(server_args: Any) -> str | None:
+    """What the bits of K and V depend on where SGLang promises always the same; None: it does not.
+
+    Chunks on disk may be of a server that was started without that promise, or with another kernel.
+    """
+    if not server_args.enable_deterministic_inference:
+        return None
+    prefill, decode = server_args.get_attention_backends()
+    return f"deterministic {prefill} {decode} {server_args.rl_on_policy_target}"
 
 
 def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelShape:

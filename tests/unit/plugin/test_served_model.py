@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sglang_hcache.core.layout import Method, PlanKind, StateLayout
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.beside import may_store_hidden
-from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.model import ServedModel, promised_bits
 
 
 class Layer(nn.Module):
@@ -123,6 +124,45 @@ def test_quantised_weights_are_served_only_where_they_compute_alike() -> None:
         return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
 
     assert len({namespace(None), namespace("torchao int8wo"), namespace("torchao int8dq")}) == 3
+
+
+@dataclass
+class Arguments:
+    """What is read of SGLang's ``ServerArgs``."""
+
+    enable_deterministic_inference: bool
+    attention_backend: str = "fa3"
+    decode_attention_backend: str | None = None
+    rl_on_policy_target: str | None = None
+
+    def get_attention_backends(self) -> tuple[str, str]:
+        return self.attention_backend, self.decode_attention_backend or self.attention_backend
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"enable_deterministic_inference": False},
+        {"attention_backend": "triton"},
+        {"decode_attention_backend": "triton"},
+        {"rl_on_policy_target": "fsdp"},
+    ],
+)
+def test_where_bits_are_promised_only_chunks_with_that_promise_serve(other: dict[str, object]) -> None:
+    def namespace(**changed: object) -> bytes:
+        args = Arguments(**changed)  # type: ignore[arg-type]
+        served = replace(
+            model(Layer()), dtype=torch.float32, kv_dtype=torch.float32, bits=promised_bits(args)
+        )
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    promised = {"enable_deterministic_inference": True}
+    assert namespace(**promised) == namespace(**promised)
+    assert namespace(**promised) != namespace(**{**promised, **other})
+
+
+def test_where_no_bits_are_promised_kernels_share() -> None:
+    assert promised_bits(SimpleNamespace(enable_deterministic_inference=False)) is None
 
 
 @pytest.mark.parametrize(

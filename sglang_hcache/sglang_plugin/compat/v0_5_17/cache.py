@@ -31,7 +31,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_lif
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
-from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, quantization_of, shape_of
+from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, promised_bits, quantization_of, shape_of
 from sglang_hcache.sglang_plugin.protocols import (
     Device,
     DeviceMatch,
@@ -113,7 +113,8 @@ class HCacheRadixCache(RadixCache):
         computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), quantization)))
         device_is = device_name(self._runner.device, self._runner.gpu_id)
         machine = machine_name(device_is, computes_by, config.dirs)
-        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization)
+        bits = promised_bits(self._server_args)
+        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization, bits)
         self._bridge = assemble(config, model, device, machine)
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
