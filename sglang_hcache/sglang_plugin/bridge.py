@@ -31,6 +31,7 @@ from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.metrics import TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.tiered import TieredStore
@@ -68,6 +69,7 @@ class Bridge:
         self._device_is_stale = False  # what is there was not all computed with the present weights
         self._captures = config.method is not PlanKind.RECOMPUTE
         self._capturing: set[str] = set()
+        self.ids = RequestIds()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
         ring = StagingRing(memory, tiers.layout, model.row_dtype)
         self._assembler = Assembler(ring, tiers, counters)
@@ -134,7 +136,7 @@ class Bridge:
         self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
     def end_capture(self, rid: str) -> None:
-        """A request is over, retracted or aborted."""
+        """A request is over, retracted or aborted, or cannot be told from another one."""
         if rid in self._capturing:
             self._capturing.discard(rid)
             self._assembler.publish(RequestEnds(rid))

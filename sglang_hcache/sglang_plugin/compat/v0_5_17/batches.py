@@ -42,7 +42,9 @@ def prompt_of(req: Req) -> Prompt | None:
 def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Announce the requests of a new extend batch to the save path."""
     for req in batch.reqs:
-        if is_saved(req) and not bridge.is_capturing(req.rid):
+        if not bridge.ids.enters(req.rid, id(req)):
+            bridge.end_capture(req.rid)  # rows come with an id: one's would be taken for the other's
+        elif is_saved(req) and not bridge.is_capturing(req.rid):
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 

@@ -146,6 +146,7 @@ class HCacheRadixCache(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         self.bridge.end_capture(req.rid)
+        self.bridge.ids.leaves(req.rid, id(req))
         log_life(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
