@@ -63,7 +63,20 @@ def cached_of(server: TierServer, path: str, **fields: Any) -> int:
     return int(details.get("cached_tokens", 0))
 
 
-@pytest.mark.parametrize("ask", [by_extra_key, by_completion, by_completion_with_key, by_chat])
+def by_response(server: TierServer, tenant: str | None) -> int:
+    return cached_of(server, "/v1/responses", input=TEXT, max_output_tokens=4, cache_salt=tenant)
+
+
+def by_prediction(server: TierServer, tenant: str | None) -> int:
+    parameters = {"extra_key": tenant, "sampling_params": {"max_new_tokens": 4}}
+    response = server.post("/vertex_generate", {"instances": [{"text": TEXT}], "parameters": parameters})
+    assert response.status_code == 200, response.text
+    return int(response.json()[0]["meta_info"]["cached_tokens"])
+
+
+@pytest.mark.parametrize(
+    "ask", [by_extra_key, by_completion, by_completion_with_key, by_chat, by_response, by_prediction]
+)
 def test_tenants(server: TierServer, ask: Callable[[TierServer, str | None], int]) -> None:
     assert ask(server, "red") == 0
     server.to_tiers()
@@ -93,6 +106,34 @@ def test_tenants_of_one_batch(server: TierServer) -> None:
     assert ask("red", "blue") == [0, 0]
     server.to_tiers()
     assert ask("blue", "green") == [384, 0]
+
+
+MESSAGES = [{"role": "user", "content": TEXT}]
+WITHOUT_TENANTS = {
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/api/generate": {"prompt": TEXT, "stream": False, "options": {"num_predict": 4}},
+    "/v1/score": {"query": TEXT, "items": ["one"], "label_token_ids": [5, 6]},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", WITHOUT_TENANTS)
+def test_apis_that_do_not_take_what_keeps_requests_apart(server: TierServer, path: str) -> None:
+    """SGLang drops the fields, as the table in docs/isolation.md says of them."""
+
+    def ask(tenant: str) -> None:
+        wishes = {"cache_salt": tenant, "extra_key": tenant, "custom_params": {"hcache_store": False}}
+        response = server.post(path, {"model": "m", **WITHOUT_TENANTS[path], **wishes})
+        assert response.status_code == 200, response.text
+
+    ask("red")
+    server.to_tiers()
+    state = server.state()
+    assert state["host"]["clean"] + state["host"]["dirty"] + state["disk"]["chunks"] > 0
+    restored = server.counter("restore.done")
+    ask("blue")
+    takes_tenants = path == "/v1/responses"
+    assert server.counter("restore.done") - restored == (0 if takes_tenants else 1)
 
 
 # -- what is computed of more than tokens ----------------------------------------------------------
