@@ -128,6 +128,22 @@ def test_unfinished_chunks_take_an_eighth_of_the_host_tier() -> None:
     assert path.tiers.host.counts() == (14, 0, 0)
 
 
+def test_no_more_is_remembered_than_is_of_use() -> None:
+    path = SavePath(slots=16)
+    beginnings = path.assembler.beginnings
+    for name in range(70):
+        path.begin(str(name), [])
+    path.settle()
+    assert len(beginnings._by_parent[ROOT]) == 64, "to look through more would take too long"
+    path.end(None)
+    for name in range(40):
+        run(path, str(name), [name] * 150)
+    remembered = [chunk for siblings in beginnings._by_parent.values() for chunk in siblings]
+    assert set(remembered) == {*beginnings._filled, *beginnings._unfinished}
+    assert len(remembered) == 16 + 2
+    path.finish()
+
+
 def test_a_full_host_tier_takes_them_back() -> None:
     path = SavePath(slots=8)
     run(path, "a", [1] * 10)

@@ -24,13 +24,14 @@ SIZE = LAYOUT.chunk_layer_bytes[0]
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[TieredStore]:
-    """Chunks 1 to 6 on disk, none in 8 slots of host memory."""
+    """Chunks 1 to 6 on disk, nothing of them in 8 slots of host memory."""
     opened = open_tiers(tmp_path / "store")
     for name in range(1, 7):
         put(opened, name)
     opened.demote_all()
     wait_until_saved(opened)
     opened.host.forget_all()
+    opened.host.memory[:] = 0xEE
     yield opened
     opened.close()
 
@@ -40,10 +41,12 @@ def lease(tiers: TieredStore, names: Sequence[int]) -> ChunkLease:
 
 
 def restore(tiers: TieredStore, names: Sequence[int], layers: Sequence[int] = (0, 1, 2)) -> tuple[str, ...]:
-    """Read as a restore does; returns where the chunks came from."""
+    """Read as a restore does, and check the bytes; returns where the chunks came from."""
     with lease(tiers, names) as held:
         for layer in layers:
-            tiers.read_layers(held, {layer: np.zeros(len(names) * SIZE, np.uint8)})
+            rows = np.zeros(len(names) * SIZE, np.uint8)
+            tiers.read_layers(held, {layer: rows})
+            assert np.array_equal(rows, np.repeat([name * 10 + layer for name in names], SIZE))
         return held.sources
 
 

@@ -121,6 +121,39 @@ def test_write_through_writes_what_could_not_be_written_when_the_disk_is_well_ag
     tiers.close()
 
 
+def test_write_through_rests_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demoter, "_REST_S", 600.0)
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    monkeypatch.setattr(tiers.disk, "write_run", failing)
+    put(tiers, 1)
+    wait_for(lambda: tiers._observer["demote.runs_failed"])  # type: ignore[index]
+    wait_until_saved(tiers)
+    assert tiers._observer["demote.runs_failed"] == 1  # type: ignore[index]
+    tiers.close()
+
+
+def test_the_demoter_outlives_any_error(tiers: TieredStore) -> None:
+    def broken() -> list[bytes]:
+        raise ValueError("nobody foresaw this")
+
+    tiers.demote(broken)
+    wait_for(lambda: tiers._observer["demote.errors"])  # type: ignore[index]
+    put(tiers, 1)
+    assert tiers.flush(10)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
+
+
+def test_what_a_request_begins_with_is_used_on_disk_too(tiers: TieredStore) -> None:
+    put(tiers, 1)
+    assert tiers.flush(10)
+    assert tiers.disk is not None
+    (segment,) = tiers.disk._catalog.segments()
+    before = segment.last_used
+    tiers.touch([key(1)])
+    assert segment.last_used > before
+
+
 def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store", slots=16)
     for name in range(1, 101):
