@@ -332,7 +332,7 @@ class RestoreCoordinator:
         slots = torch.cat([restore.prefix, restore.job.slots])
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
         # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
-        self._tree.free(slots[restore.start : max(existing, restore.start)])
+        self._tree.free(slots[restore.start : existing])
         self._waiting.pin(ticket, node)
         self._tree.unlock(restore.node)
         ticket.note("restored in %.3f s", restore.seconds)

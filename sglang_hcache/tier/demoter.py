@@ -223,8 +223,6 @@ class Demoter:
         try:
             fresh = [(info, slot) for info, slot in pinned if not self._disk.contains(info.key)]
             for piece in _consecutive(fresh):
-                if self._clearing:
-                    return
                 self._write_within_budget(piece)
         except StoreFullError as error:
             if self._may_warn():

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -45,6 +48,21 @@ def conditions(store: DiskStore) -> list[str]:
 
 def all_well(store: DiskStore) -> bool:
     return set(conditions(store)) == {"healthy"}
+
+
+# -- the keeper --------------------------------------------------------------------------------------
+
+
+def test_a_call_begins_one_round_of_the_keeper() -> None:
+    rounds: list[None] = []
+    nothing: Any = MagicMock()
+    keeper = Keeper((), nothing, nothing, Counters(), lambda: rounds.append(None), 600.0)
+    keeper.start()
+    keeper.wake()
+    wait_until(lambda: bool(rounds))
+    time.sleep(0.05)
+    assert len(rounds) == 1
+    assert keeper.close(10)
 
 
 # -- the breaker -------------------------------------------------------------------------------------
