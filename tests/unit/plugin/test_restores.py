@@ -21,14 +21,14 @@ from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, Ti
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin import line, restores, waiting
+from sglang_hcache.sglang_plugin import line, restores, tickets, waiting
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, TieredStore
+from sglang_hcache.tier.tiered import DISK, ChunkLease, TieredStore
 
 LAYERS = 3
 LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
@@ -336,6 +336,44 @@ def test_a_restore_that_starts_does_not_look_at_those_that_run(
         world.engine.end(RestoreState.FAILED)
     world.coordinator.tick()
     world.assert_clean()
+
+
+def test_who_waits_for_anothers_restore_holds_up_nobody(world: World) -> None:
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+    for rid, name in (("a", 1), ("same", 1), ("b", 2)):
+        world.queue(rid, tokens(name, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 2
+    world.queue("c", tokens(3, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+
+
+def test_chunks_that_go_before_they_are_held_leave_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*tokens(1, 2), *tokens(2, 3)]
+    world.store(prompt)
+    world.tree.compute(tokens(1, 2))
+    world.queue("a", prompt)
+    lease, leased = world.tiers.lease, []
+
+    def go(keys: list[bytes], *, promote: bool) -> ChunkLease:
+        if leased:
+            world.tiers.clear()
+        leased.append(lease(keys, promote=promote))
+        return leased[-1]
+
+    monkeypatch.setattr(world.tiers, "lease", go)
+    world.coordinator.tick()
+    assert len(leased) == 1, "the second block is gone"
+    world.assert_clean()
+    assert world.tiers.host.counts().free == world.tiers.host.num_slots
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert not world.engine.jobs
 
 
 def test_what_somebody_computed_meanwhile_is_not_kept_twice(world: World) -> None:
@@ -804,6 +842,28 @@ def test_what_those_behind_the_last_that_waits_need_is_not_added_up(
     world.coordinator.tick()
     assert world.engine.jobs
     assert seen == ["0", "1"]
+
+
+def test_a_restore_without_room_is_not_looked_up_again_before_it_may_need_less(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 3 * CHUNK_TOKENS
+    world.queue("a", tokens(1, 4))
+    looked_up = []
+    match = world.tree.match_tokens
+    monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
+
+    def lookups() -> int:
+        world.coordinator._look_again = 0.0
+        world.coordinator.tick()
+        return len(looked_up)
+
+    monkeypatch.setattr(tickets, "_REFUSED_S", 60.0)
+    assert [lookups(), lookups()] == [1, 1]
+    monkeypatch.setattr(tickets, "_REFUSED_S", 0.0)
+    assert lookups() == 2
 
 
 def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:

@@ -168,6 +168,10 @@ def test_a_disk_that_shows_all_at_once_takes_one_new_segment_after_the_other(
     for number in range(30):
         write_keys(store, make_keys(1000 + 10 * number, 6), LAYERS)
     assert disk.free() >= 100 * MIB
+    large = make_keys(2000, 24)
+    write_keys(store, large, LAYERS)  # more than one segment makes room for
+    assert disk.free() >= 100 * MIB
+    read_keys(store, large)
 
 
 class BadDisk:
