@@ -70,6 +70,8 @@ def test_what_was_not_written_after_all_is_given_back() -> None:
     allowance.spend(600, now_s=NOW)
     with pytest.raises(StoreFullError), allowance.spending(400, now_s=NOW + HOUR):
         raise StoreFullError
+    with pytest.raises(StoreFullError), allowance.spending(300, now_s=NOW):
+        raise StoreFullError
     assert allowance.written(NOW + HOUR) == 600
     allowance.spend(400, now_s=NOW + 2 * HOUR)
     assert allowance.written(NOW + 25 * HOUR) == 400

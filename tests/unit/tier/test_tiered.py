@@ -272,6 +272,8 @@ def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(
     for _ in range(3):
         tiers.demote(lambda: [key(1)], 40)
     assert tiers._observer["demote.requests_dropped"] == 1  # type: ignore[index]
+    assert tiers._demoter is not None
+    assert len(tiers._demoter._requests) == 2
     go_on.set()
     wait_until_saved(tiers)
     assert tiers.disk is not None
