@@ -42,7 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/faults: damage each kind of file N times (15)",
     )
     group.addoption(
-        "--fault-seed", type=int, default=0, metavar="N", help="tests/faults: what is damaged, and when (0)"
+        "--fault-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tests/faults and --random-servers: what is drawn (0)",
+    )
+    group.addoption(
+        "--random-servers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tests/e2e: serve with N random settings (1); --fault-seed draws others",
     )
     group.addoption(
         "--exact-times",
