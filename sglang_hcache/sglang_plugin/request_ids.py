@@ -1,4 +1,8 @@
-"""Requests of one id at a time: SGLang's tokenizer processes, where there are several, do not know of each other's."""
+"""Requests of one id at a time.
+
+SGLang forgets the id of a client that went away at once, and runs its request for a pass or more. And its tokenizer
+processes, where there are several, do not know of each other's.
+"""
 
 from __future__ import annotations
 
