@@ -23,6 +23,9 @@ asyncio.run(serve())
 """
 
 
+HANGUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_{})\n"
+
+
 @contextmanager
 def main_process(before: str = "") -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
@@ -50,13 +53,13 @@ def test_the_first_ctrl_c_is_a_sigterm_and_the_second_ends_it() -> None:
 
 
 def test_a_closed_terminal_is_a_sigterm() -> None:
-    with main_process() as main:
+    with main_process(HANGUP.format("DFL")) as main:  # else what runs the tests may have it ignored
         main.send_signal(signal.SIGHUP)
         assert told(main) == f"told {int(signal.SIGHUP)}\n"
 
 
 def test_nohup_is_obeyed() -> None:
-    with main_process("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n") as main:
+    with main_process(HANGUP.format("IGN")) as main:
         main.send_signal(signal.SIGHUP)
         main.send_signal(signal.SIGINT)
         assert told(main) == f"told {int(signal.SIGINT)}\n"
