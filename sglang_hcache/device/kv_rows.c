@@ -1,5 +1,6 @@
 /* K and V rows into the paged pool, K rotated on the way: one pass over memory that the model's own operations need
- * eight for. And out of it, all layers in one call. Every product and difference is rounded as those operations round it, so the results are the same bits.
+ * eight for. Every product and difference is rounded as those operations round it, so the results are the same bits.
+ * And out of the pool, all layers in one call.
  *
  * Slot numbers have 64 bits; strides count elements; count is of rows. */
 
