@@ -109,14 +109,14 @@ class _TokenPipeline(LayerPipeline):
                         yield Step(blocks[part], block_start + begin, steps)
             block_start += split.total
 
-    def _rows(self, read: Read, layer: int) -> list[StoredRows]:
+    def _rows(self, read: Read, layer: int) -> StoredRows:
         """Of the chunk that both forms have, each form's rows."""
-        (chunks,) = super()._rows(read, layer)
+        chunks = super()._rows(read, layer)
         split = self.splits[read.step.first_token // BLOCK_TOKENS]
         first, begin, end = 0, 0, split.hidden
         if layer % 2:
             first, begin, end = split.first_kv_chunk * CHUNK_TOKENS, split.hidden, split.total
-        return [StoredRows(layer // 2, chunks.method, chunks.rows[begin - first : end - first])]
+        return StoredRows.of(layer // 2, chunks.method, chunks.rows[begin - first : end - first])
 
 
 class TokenWise:

@@ -24,9 +24,9 @@ from sglang_hcache.device.streams import CudaStreams, Streams
 from sglang_hcache.device.triton_rows import TritonRows
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
-from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.restore.stage import DeviceStage, rows_at_once
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -70,7 +70,7 @@ class Restores:
 
     Args:
         rows: of each layer, (tokens, width), on any device.
-        keep_apart: leave an empty slot after each chunk, so that they must be read into buffers.
+        keep_apart: leave an empty slot after each chunk, so that each is a copy of its own.
     """
 
     def __init__(
@@ -87,7 +87,14 @@ class Restores:
         layout = StateLayout((method,) * len(rows), (row_bytes,) * len(rows))
         count, stride = len(rows[0]) // CHUNK_TOKENS, 2 if keep_apart else 1
         host = HostTier(memory(stride * count * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
-        self._tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=16)
+        self._tiers = TieredStore(
+            host,
+            None,
+            Counters(),
+            write_policy=WritePolicy.WRITE_BACK,
+            run_chunks=16,
+            piece_chunks=1,
+        )
         self.keys = [ChunkKey(index.to_bytes(32, "little")) for index in range(1, count + 1)]
         taken = [host.reserve() for _ in range(stride * count)]
         for index, key in enumerate(self.keys):
@@ -150,9 +157,9 @@ class RestoreCheck:
             self.rows = [torch.cat([part.flatten(1) for part in pair], dim=1) for pair in self.true]
         self.pool = LayerPool(shape, layers, 2 * tokens, dtype, device)
         self.slots = torch.randperm(2 * tokens, generator=draw, device=device)[:tokens]
-        row_bytes = max(rows.shape[1] * rows.element_size() for rows in self.rows)
-        kv_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-        self.stage = DeviceStage(streams, row_bytes, kv_bytes, ROWS_AT_ONCE, tokens)
+        hidden_bytes, kv_bytes = dtype.itemsize * shape.hidden_size, dtype.itemsize * 2 * shape.width
+        row_bytes = max(hidden_bytes, kv_bytes)  # as a server's, which may have both
+        self.stage = DeviceStage(streams, row_bytes, kv_bytes, rows_at_once(row_bytes), tokens)
         restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
         self.restores = Restores(method, self.rows, restorer, memory, keep_apart=keep_apart)
 

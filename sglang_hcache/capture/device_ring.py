@@ -68,7 +68,7 @@ class DeviceRing:
                 )
 
     def _take(self, source: RowSource, layers: slice, rows: slice, into: torch.Tensor) -> None:
-        on_device, copied = self._buffers.take(into)
+        on_device, copied = self._buffers.take(into.shape, into.dtype)
         if copied is not None:
             self._streams.hold_up(copied)
         self._streams.inline(partial(source, on_device, layers, rows))

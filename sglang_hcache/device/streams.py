@@ -5,7 +5,9 @@ Each queue does its work in order, and nothing orders one with the other, or wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -27,8 +29,11 @@ class Streams(Protocol):
 
     device: torch.device
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy. ``source`` must not change, and ``into`` not be used, before it is done."""
+    def copy(self, into: torch.Tensor, *sources: torch.Tensor) -> None:
+        """Queue copies of ``sources``, one after the other, into the rows of ``into``.
+
+        They must not change, and ``into`` not be used, before that is done.
+        """
 
     def compute(self, work: Callable[[], None]) -> None:
         """Queue what ``work`` does on the device."""
@@ -79,9 +84,10 @@ class BufferRing:
         """Device memory that it holds."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, Mark | None]:
-        """The next buffer, as ``rows`` are, and until when its last use goes on; None: it had none."""
-        buffer = self._buffers[self._next][: rows.nbytes].view(rows.dtype).view(rows.shape)
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Mark | None]:
+        """The next buffer as a tensor, and until when its last use goes on; None: it had none."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers[self._next][:num_bytes].view(dtype).view(shape)
         return buffer, self._used_until[self._next]
 
     def give_back(self, until: Mark) -> None:
@@ -111,12 +117,14 @@ class CudaStreams:
         self._copies = _another_stream(device, self._others)
         self._computations = _another_stream(device, [*self._others, self._copies])
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._copies):
-            into.copy_(source, non_blocking=True)
+    def copy(self, into: torch.Tensor, *sources: torch.Tensor) -> None:
+        parts = into.split([len(source) for source in sources]) if len(sources) > 1 else (into,)
+        with self._on(self._copies):
+            for part, source in zip(parts, sources, strict=True):
+                part.copy_(source, non_blocking=True)
 
     def compute(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._computations):
+        with self._on(self._computations):
             work()
 
     def copied(self) -> Mark:
@@ -145,13 +153,23 @@ class CudaStreams:
         mark.hold_up(torch.cuda.current_stream(self.device))
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(self._copies):
+        with self._on(self._copies):
             into = source.to("cpu", non_blocking=True)  # pinned memory, which torch keeps for the next one
         source.record_stream(self._copies)
         return into
 
     def is_recording(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As ``torch.cuda.stream``, which asks for devices and the environment: 20 microseconds a time, here 5."""
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
 
 
 def stream_that_goes_first(device: torch.device) -> torch.cuda.Stream:

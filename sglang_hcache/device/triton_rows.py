@@ -27,6 +27,9 @@ class TritonRows:
 
     fuses_norm: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._constants: dict[tuple[object, ...], dict[str, Any]] = {}
+
     def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
         return dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM
 
@@ -57,7 +60,7 @@ class TritonRows:
             value.stride(0),
             0 if rotation is None else len(rotation.table),
             0.0 if norm is None else norm.epsilon,
-            **constants_of(steps, heads, head_dim),
+            **self._constants_of(steps, heads, head_dim),
         )
 
     def store(
@@ -65,6 +68,20 @@ class TritonRows:
     ) -> None:
         key, value = rows.chunk(2, dim=1)
         self.finish(key, value, _NOTHING, slots, slots, pools)
+
+    def _constants_of(self, steps: KeySteps, heads: int, head_dim: int) -> dict[str, Any]:
+        """Found once: to work them out takes as long as to launch the kernel."""
+        norm, rotation = steps.norm, steps.rotation
+        kind = (
+            norm and (norm.size, norm.rounds_before_weight),
+            rotation and (rotation.dim, rotation.pairs_halves, rotation.rounds_products),
+            heads,
+            head_dim,
+        )
+        found = self._constants.get(kind)
+        if found is None:
+            found = self._constants[kind] = constants_of(steps, heads, head_dim)
+        return found
 
 
 def constants_of(steps: KeySteps, heads: int, head_dim: int) -> dict[str, Any]:

@@ -37,12 +37,12 @@ class Lanes:
         all_there.wait()
         torch.set_num_threads(own)  # what threads to come take over is set by whoever set it last
 
-    def start(self, work: Callable[[slice], None], count: int) -> list[Future[None]]:
-        """Call ``work`` with parts of rows ``[0, count)``, in inference mode; futures of all parts."""
+    def start(self, work: Callable[[int, int], None], count: int) -> list[Future[None]]:
+        """Call ``work`` with parts [first, end) of rows [0, count), in inference mode; futures of all parts."""
         parts = max(1, min(self._count, count // _ROWS_WORTH_A_LANE))
         cuts = [count * part // parts for part in range(parts + 1)]
         inference = torch.inference_mode()(work)
-        return [self._threads.submit(inference, slice(cuts[part], cuts[part + 1])) for part in range(parts)]
+        return [self._threads.submit(inference, cuts[part], cuts[part + 1]) for part in range(parts)]
 
 
 def _be_single_threaded(all_there: threading.Barrier) -> None:

@@ -16,7 +16,7 @@ from sglang_hcache.restore.rows import StoredRows, Writing
 from sglang_hcache.restore.stage import DeviceStage
 
 ROWS_AT_ONCE = 2048
-"""Bounds the temporaries of one projection."""
+"""Of one projection on a CPU: bounds its temporaries."""
 
 
 class LayerRestorer:
@@ -51,6 +51,7 @@ class LayerRestorer:
         self._rows = rows
         self._lanes = lanes
         self.stage = stage
+        self._rows_at_once = ROWS_AT_ONCE if stage is None else stage.rows_at_once
         self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
@@ -75,22 +76,39 @@ class LayerRestorer:
         """Begin to write K and V of some layers to ``slots``; what is not done yet.
 
         Args:
-            stored: of the same n tokens, of ``dtype``; not changed before all is done.
+            stored: of the same n tokens in the same pieces, of ``dtype``; not changed before all is done.
             positions: (n,) int64, position of each token in its sequence, as :meth:`positions` has them.
             slots: (n,) int64.
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
         """
         if self.stage is not None:
             return self.stage.start(stored, positions, slots, self._write, before_layer)
+        writings: list[Writing] = []
+        first = 0
+        for pieces in zip(*(of_layer.pieces for of_layer in stored), strict=True):
+            piece = [of_layer.moved(rows) for of_layer, rows in zip(stored, pieces, strict=True)]
+            tokens = slice(first, first + len(pieces[0]))
+            writings += self._start_piece(piece, positions[tokens], slots[tokens], before_layer)
+            first = tokens.stop
+        return writings
 
-        def work(part: slice) -> None:
+    def _start_piece(
+        self,
+        stored: Sequence[StoredRows],
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        before_layer: Callable[[], object],
+    ) -> Sequence[Writing]:
+        """On a CPU, rows of some tokens where they are."""
+
+        def work(first: int, end: int) -> None:
             for of_layer in stored:
                 before_layer()
-                self._write(of_layer.part(part), positions[part], slots[part])
+                self._write(of_layer.part(first, end), positions[first:end], slots[first:end])
 
         if self._lanes is not None:
             return self._lanes.start(work, len(slots))
-        work(slice(None))
+        work(0, len(slots))
         return []
 
     def positions(self, first: int, end: int) -> torch.Tensor:
@@ -111,8 +129,8 @@ class LayerRestorer:
         if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
-        for first in range(0, len(rows), ROWS_AT_ONCE):
-            block = slice(first, first + ROWS_AT_ONCE)
+        for first in range(0, len(rows), self._rows_at_once):
+            block = slice(first, first + self._rows_at_once)
             self._project(layer, rows[block], positions[block], slots[block])
 
     def _project(

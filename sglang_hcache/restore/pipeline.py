@@ -250,23 +250,18 @@ class LayerPipeline:
     def _start(self, job: RestoreJob, write: _Write) -> None:
         """Begin to bring back the rows of a step that was read."""
         began, step = time.monotonic(), write.read.step
-        first = step.first_token
-        for piece in zip(*(self._rows(write.read, layer) for layer in step.layers), strict=True):
-            end = first + len(piece[0].rows)
-            positions = self._restorer.positions(job.first_position + first, job.first_position + end)
-            write.parts.extend(self._restorer.start(piece, positions, job.slots[first:end], job.check))
-            first = end
+        stored = [self._rows(write.read, layer) for layer in step.layers]
+        first, end = step.first_token, step.first_token + len(stored[0])
+        positions = self._restorer.positions(job.first_position + first, job.first_position + end)
+        write.parts.extend(self._restorer.start(stored, positions, job.slots[first:end], job.check))
         job.written_s += time.monotonic() - began
 
-    def _rows(self, read: Read, layer: int) -> list[StoredRows]:
-        """One layer of a step, in pieces of as many tokens as every other layer's."""
-        layout, step = self.layout, read.step
-        pieces = [read.into[layer]] if read.into else self._tiers.rows_in_place(step.block, layer)
-        found = []
-        for piece in pieces:
-            rows = torch.from_numpy(piece.reshape(-1, layout.row_bytes[layer])).view(self._restorer.dtype)
-            found.append(StoredRows(layer, layout.methods[layer], rows))
-        return found
+    def _rows(self, read: Read, layer: int) -> StoredRows:
+        """One layer of a step."""
+        row_bytes = self.layout.row_bytes[layer]
+        pieces = [read.into[layer]] if read.into else self._tiers.rows_in_place(read.step.block, layer)
+        rows = [torch.from_numpy(piece.reshape(-1, row_bytes)).view(self._restorer.dtype) for piece in pieces]
+        return StoredRows(layer, self.layout.methods[layer], tuple(rows))
 
     def _finish(self, job: RestoreJob, write: _Write) -> None:
         job.check()

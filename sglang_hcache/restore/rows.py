@@ -16,20 +16,42 @@ class StoredRows:
 
     Args:
         method: what the rows are: ``HIDDEN`` or ``KV``.
-        rows: (n, width), contiguous.
+        pieces: (n, width) each, contiguous, in the order of their tokens.
     """
 
     layer: int
     method: Method
-    rows: torch.Tensor
+    pieces: tuple[torch.Tensor, ...]
 
-    def part(self, part: slice) -> StoredRows:
-        """Some of the tokens."""
-        return StoredRows(self.layer, self.method, self.rows[part])
+    @classmethod
+    def of(cls, layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
+        """In one piece."""
+        return cls(layer, method, (rows,))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Of those in one piece."""
+        (rows,) = self.pieces
+        return rows
 
     def moved(self, rows: torch.Tensor) -> StoredRows:
         """The same rows in other memory."""
-        return StoredRows(self.layer, self.method, rows)
+        return StoredRows(self.layer, self.method, (rows,))
+
+    def part(self, first: int, end: int) -> StoredRows:
+        """Those of tokens [first, end)."""
+        if len(self.pieces) == 1:
+            return self.moved(self.pieces[0][first:end])
+        found, begin = [], 0
+        for piece in self.pieces:
+            low, high = max(first - begin, 0), min(end - begin, len(piece))
+            if low < high:
+                found.append(piece[low:high])
+            begin += len(piece)
+        return StoredRows(self.layer, self.method, tuple(found))
 
 
 class Writing(Protocol):

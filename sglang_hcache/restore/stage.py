@@ -18,8 +18,22 @@ from sglang_hcache.restore.rows import StoredRows
 NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
+_WORTH_BYTES = 32 * 2**20
+"""Of rows that are copied together: to ask for that takes the interpreter a quarter of a millisecond, and so does the
+bus, from which nobody else gets anything meanwhile."""
+_FEWEST_ROWS, _MOST_ROWS = 2048, 8192
+
 Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
 """Brings rows on the device into slots (n,) at positions (n,), on the current stream."""
+
+
+def rows_at_once(row_bytes: int) -> int:
+    """Of one copy and one projection of a restore.
+
+    Args:
+        row_bytes: of the widest row.
+    """
+    return min(_MOST_ROWS, max(_FEWEST_ROWS, _WORTH_BYTES // row_bytes))
 
 
 class QueuedWrite:
@@ -59,7 +73,7 @@ class DeviceStage:
         num_positions: int,
     ) -> None:
         self._streams = streams
-        self._rows_at_once = rows_at_once
+        self.rows_at_once = rows_at_once
         self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
@@ -109,8 +123,8 @@ class DeviceStage:
 
     def bring(self, rows: torch.Tensor) -> Mark:
         """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
-        for first in range(0, len(rows), self._rows_at_once):
-            self._bring(rows[first : first + self._rows_at_once])
+        for first in range(0, len(rows), self.rows_at_once):
+            self._bring((rows[first : first + self.rows_at_once],))
             self._buffers.give_back(self._streams.copied())
         return self._streams.copied()
 
@@ -125,15 +139,16 @@ class DeviceStage:
         """Queue copies and ``write`` for layers of the same tokens; what was queued, also if ``before_layer`` raises.
 
         Args:
-            stored: rows in host memory, pinned for speed, or on the device; not changed before the result is there.
+            stored: rows in host memory, pinned for speed, or on the device, in pieces of any length; not changed before
+                the result is there.
             positions, slots: (n,) int64 on the device.
         """
         try:
             for of_layer in stored:
                 before_layer()
-                for first in range(0, len(slots), self._rows_at_once):
-                    part = slice(first, first + self._rows_at_once)
-                    self._queue(of_layer.part(part), positions[part], slots[part], write)
+                for first in range(0, len(slots), self.rows_at_once):
+                    end = first + self.rows_at_once
+                    self._queue(of_layer.part(first, end), positions[first:end], slots[first:end], write)
         except BaseException:
             # Nobody would know what to wait for.
             self._streams.copied().wait()
@@ -142,15 +157,16 @@ class DeviceStage:
         return [QueuedWrite(self._streams.computed())]
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
-        staged = stored.moved(self._bring(stored.rows))
+        staged = stored.moved(self._bring(stored.pieces))
         self._streams.compute_after(self._streams.copied())
         self._streams.compute(lambda: write(staged, positions, slots))
         self._buffers.give_back(self._streams.computed())
 
-    def _bring(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` in the next buffer, once all copies so far are done."""
-        on_device, used = self._buffers.take(rows)
+    def _bring(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows in the next buffer, together, once all copies so far are done."""
+        shape = (sum(map(len, pieces)), pieces[0].shape[1])
+        on_device, used = self._buffers.take(shape, pieces[0].dtype)
         if used is not None:
             self._streams.copy_after(used)
-        self._streams.copy(on_device, rows)
+        self._streams.copy(on_device, *pieces)
         return on_device

@@ -27,7 +27,7 @@ from sglang_hcache.sglang_plugin.planning import choose_stored, describe, find_p
 from sglang_hcache.sglang_plugin.protocols import Device
 from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,14 @@ def _tiers(
     memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
     host = HostTier(memory, layout, counters, keep_dirty=disk is not None)
     run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.last_stats.cap_bytes)
-    return TieredStore(host, disk, counters, write_policy=config.write_policy, run_chunks=run_chunks)
+    return TieredStore(
+        host,
+        disk,
+        counters,
+        write_policy=config.write_policy,
+        run_chunks=run_chunks,
+        piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
+    )
 
 
 def _log_model(

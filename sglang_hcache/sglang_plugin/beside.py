@@ -10,9 +10,11 @@ from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import Streams
-from sglang_hcache.restore.methods import ROWS_AT_ONCE
-from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.restore.stage import DeviceStage, rows_at_once
 from sglang_hcache.sglang_plugin.model import ServedModel
+
+_SAVED_ROWS = 2048
+"""Of a buffer of saving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,9 @@ class DeviceBuffers:
         """
         shape = model.shape
         row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
-        stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, ROWS_AT_ONCE, model.context_length)
-        ring, replayed = DeviceRing(streams(), ROWS_AT_ONCE * row_bytes), None
+        at_once = rows_at_once(row_bytes)
+        stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, at_once, model.context_length)
+        ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(
                 streams(), shape.num_layers, shape.hidden_size, most_replayed, model.dtype

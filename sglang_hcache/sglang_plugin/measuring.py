@@ -20,7 +20,7 @@ from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.curves import CostCurve, fit_curve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
-from sglang_hcache.restore.methods import ROWS_AT_ONCE, LayerRestorer
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import most_together
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import DeviceStage
@@ -142,7 +142,7 @@ class Bench:
         rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
         self.restorer.after(self.restorer.fence(), reading=True)
         began = time.monotonic()
-        stored = [StoredRows(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
+        stored = [StoredRows.of(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
         for part in self.restorer.start(stored, positions, slots[:length]):
             part.result()
         seconds = (time.monotonic() - began) / NUM_LAYERS
@@ -211,7 +211,8 @@ class Bench:
     def _bus_curve(self, stage: DeviceStage, method: Method) -> CostCurve:
         """Copying one layer's rows to the device."""
         width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
-        lengths = [length for length in self._lengths if length <= ROWS_AT_ONCE]  # more is cut to such pieces
+        # More is cut to such pieces.
+        lengths = [length for length in self._lengths if length <= stage.rows_at_once]
         rows = stage.host_rows(lengths[-1], width, self.model.row_dtype)
 
         def copy(length: int) -> float:

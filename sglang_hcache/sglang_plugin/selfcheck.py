@@ -233,7 +233,7 @@ class _Check:
     def _error(self, restorer: LayerRestorer, layer: int, method: Method, rows: torch.Tensor) -> float:
         self._blank([layer])
         positions = torch.arange(self._count, device=rows.device)
-        restorer.restore(StoredRows(layer, method, rows), positions, self._others[: self._count])
+        restorer.restore(StoredRows.of(layer, method, rows), positions, self._others[: self._count])
         return _as_rank(self._difference(layer))
 
     @torch.inference_mode()

@@ -29,8 +29,8 @@ from sglang_hcache.tier.promotion import Promoter, Promotion
 
 HOST, DISK = "host", "disk"
 
-_PIECE_CHUNKS = 8
-"""A prefix whose pieces in host memory are shorter, on average, is copied together before it is restored."""
+PIECE_CHUNKS = 8
+"""A CPU's: shorter pieces take longer to work with, each for itself, than to copy together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class TieredStore:
         host: the host tier.
         disk: the disk tier, or None to run without one.
         run_chunks: most chunks of one disk run.
+        piece_chunks: a prefix whose pieces in host memory are shorter, on average, is copied together before it is
+            restored.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class TieredStore:
         *,
         write_policy: WritePolicy,
         run_chunks: int,
+        piece_chunks: int = PIECE_CHUNKS,
     ) -> None:
         self.host = host
+        self._piece_chunks = piece_chunks
         self.disk = disk
         self.layout: StateLayout = host.layout
         self._observer = observer
@@ -183,7 +187,9 @@ class TieredStore:
                 else:
                     parts.append(self._disk_part(first, tuple(keys[first:stop]), holds, promote))
             sources = tuple(DISK if slot is None else HOST for slot in slots)
-            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all(), _pieces(slots))
+            return ChunkLease(
+                tuple(keys), sources, tuple(parts), holds.pop_all(), _pieces(slots, self._piece_chunks)
+            )
 
     def _disk_part(self, first: int, keys: tuple[ChunkKey, ...], holds: ExitStack, promote: bool) -> _Part:
         held = holds.enter_context(self._visible_disk(keys[0]).lease(keys))
@@ -269,7 +275,7 @@ class TieredStore:
             self.disk.close()
 
 
-def _pieces(slots: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+def _pieces(slots: Sequence[int | None], piece_chunks: int) -> tuple[tuple[int, int], ...]:
     """Slots that follow each other as (first, count); none if one is missing or they are too many."""
     pieces: list[tuple[int, int]] = []
     for slot in slots:
@@ -279,7 +285,7 @@ def _pieces(slots: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
             pieces[-1] = (pieces[-1][0], pieces[-1][1] + 1)
         else:
             pieces.append((slot, 1))
-    return tuple(pieces) if len(pieces) <= max(1, len(slots) // _PIECE_CHUNKS) else ()
+    return tuple(pieces) if len(pieces) <= max(1, len(slots) // piece_chunks) else ()
 
 
 def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:

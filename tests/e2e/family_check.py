@@ -93,7 +93,7 @@ def _fused(rig: Rig) -> dict[str, Any] | None:
     positions = torch.arange(LENGTH - FUSED, LENGTH)
     for layer, step in enumerate(steps):
         found["norms"] += step is not None and step.norm is not None
-        rows = StoredRows(layer, Method.HIDDEN, rig.hidden[layer][positions])
+        rows = StoredRows.of(layer, Method.HIDDEN, rig.hidden[layer][positions])
         for writer, into in zip((TritonRows(), None), slots, strict=True):
             LayerRestorer(dtype, pool, heads, projector, writer).restore(rows, positions, into)
         for mine, true in zip(*(pool.read(layer, into) for into in slots), strict=True):
@@ -135,7 +135,7 @@ def _restore(
     restorer = rig.restorer if projector is None else rig.restorer.with_projector(projector)
     for layer in range(first_layer, rig.num_layers):
         rows = rig.stored_rows(layer, method)[:length].contiguous()
-        restorer.restore(StoredRows(layer, method, rows), torch.arange(length), slots[:length])
+        restorer.restore(StoredRows.of(layer, method, rows), torch.arange(length), slots[:length])
 
 
 # -- mutants -------------------------------------------------------------------------------------

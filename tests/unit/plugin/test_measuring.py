@@ -85,6 +85,8 @@ def test_who_computes_slowly_measures_less(forward: Forward) -> None:
 class SlowBus:
     """A device that copies come to at one speed, however they are cut."""
 
+    rows_at_once = 2048
+
     def __init__(self, seconds_per_byte: float) -> None:
         self._seconds_per_byte = seconds_per_byte
         self._ends = 0.0

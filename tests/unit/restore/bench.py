@@ -63,7 +63,7 @@ class Pool:
 
 
 class Bench:
-    """Chunks in every other slot, so that they are read; or in slots that follow each other."""
+    """Chunks in every other slot, so that they are read unless ``piece_chunks`` is 1; or in neighbouring slots."""
 
     def __init__(
         self,
@@ -73,12 +73,20 @@ class Bench:
         lanes: int | None = None,
         streams: Streams | None = None,
         buffer_chunks: int = BLOCK_CHUNKS,
+        piece_chunks: int = 8,
     ) -> None:
         self.counters = Counters()
         self.streams: Any = streams
         memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
         host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
-        self.tiers = ReadHook(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.tiers = ReadHook(
+            host,
+            None,
+            self.counters,
+            write_policy=WritePolicy.WRITE_BACK,
+            run_chunks=4,
+            piece_chunks=piece_chunks,
+        )
         self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
         self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
         taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]

@@ -64,8 +64,8 @@ class DelayedStreams:
 
     # -- Streams ---------------------------------------------------------------------------------
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        self.put(COPIES, lambda: into.copy_(source))
+    def copy(self, into: torch.Tensor, *sources: torch.Tensor) -> None:
+        self.put(COPIES, lambda: into.copy_(torch.cat(sources)))
 
     def compute(self, work: Callable[[], None]) -> None:
         self.put(COMPUTATIONS, work)

@@ -53,16 +53,24 @@ def restored_right(bench: Bench, first: int = 0) -> bool:
     )
 
 
-def device_bench(order: str, seed: int, *, in_place: bool, eager: int = 0) -> Bench:
-    return Bench(CHUNKS, in_place=in_place, streams=DelayedStreams(order, seed, eager))
+PLACES: dict[str, dict[str, Any]] = {
+    "read": {},
+    "in place": {"in_place": True},
+    "scattered": {"piece_chunks": 1},
+}
+"""How chunks lie in host memory, and whether the device copies them from there."""
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["read", "in place"])
+def device_bench(order: str, seed: int, place: str, eager: int = 0) -> Bench:
+    return Bench(CHUNKS, streams=DelayedStreams(order, seed, eager), **PLACES[place])
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("eager", [0, 1])
-def test_the_pool_is_right_when_the_job_is_done(order: str, in_place: bool, eager: int) -> None:
+def test_the_pool_is_right_when_the_job_is_done(order: str, place: str, eager: int) -> None:
     for seed in range(4):
-        bench = device_bench(order, seed, in_place=in_place, eager=eager)
+        bench = device_bench(order, seed, place, eager)
         for first in (0, 2, 1):
             assert restored_right(bench, first)
             assert not bench.streams.num_waiting, "the job is over, and so is all that it asked for"
@@ -111,15 +119,15 @@ def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     MUTANTS[name](monkeypatch)
     seen = []
     for order in ORDERS:
-        for in_place in (False, True):
-            bench = device_bench(order, 1, in_place=in_place)
+        for place in PLACES:
+            bench = device_bench(order, 1, place)
             seen += [restored_right(bench, first) for first in (0, 2, 1)]
             bench.engine.close()
     assert not all(seen)
 
 
 def test_a_cancelled_job_leaves_nothing_in_the_queues() -> None:
-    bench = device_bench("copies first", 0, in_place=False)
+    bench = device_bench("copies first", 0, "read")
     asked: list[int] = []
 
     def cancel_at_the_third(_layer: int) -> None:
@@ -142,7 +150,7 @@ def test_an_error_between_two_layers_waits_for_the_first() -> None:
         if len(calls) == 2:
             raise ZeroDivisionError
 
-    rows = [StoredRows(layer, Method.HIDDEN, torch.ones(4, WIDTH)) for layer in range(3)]
+    rows = [StoredRows.of(layer, Method.HIDDEN, torch.ones(4, WIDTH)) for layer in range(3)]
     with pytest.raises(ZeroDivisionError):
         stage.start(rows, stage.positions(0, 4), torch.arange(4), lambda *_: None, at_the_second)
     assert not streams.num_waiting
@@ -160,8 +168,8 @@ def test_rows_of_both_methods_on_the_device() -> None:
     streams.put(MODEL, lambda: both.copy_(true_both))
     slots, positions = torch.randperm(SLOTS)[:count], restorer.positions(5, 5 + count)
     assert torch.equal(positions, torch.arange(5, 5 + count))
-    restorer.restore(StoredRows(0, Method.HIDDEN, hidden), positions, slots)
-    restorer.restore(StoredRows(1, Method.KV, both), positions, slots)
+    restorer.restore(StoredRows.of(0, Method.HIDDEN, hidden), positions, slots)
+    restorer.restore(StoredRows.of(1, Method.KV, both), positions, slots)
     assert torch.equal(pool.k[0][slots, 0], true_hidden * 2)
     assert torch.equal(pool.k[1][slots, 0], true_both[:, :WIDTH])
     assert torch.equal(pool.v[1][slots, 0], true_both[:, WIDTH:])

@@ -431,4 +431,9 @@ def wait_for(condition: object) -> None:
 def test_long_pieces_of_host_memory_are_used_where_they_are(
     slots: list[int | None], pieces: list[Any]
 ) -> None:
-    assert list(_pieces(slots)) == pieces
+    assert list(_pieces(slots, 8)) == pieces
+
+
+def test_a_device_takes_pieces_of_any_length_from_where_they_are() -> None:
+    assert _pieces([5, 4, 3, 7, 8], 1) == ((5, 1), (4, 1), (3, 1), (7, 2))
+    assert _pieces([5, None], 1) == ()
