@@ -45,7 +45,7 @@ from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, Read, Ste
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
-from sglang_hcache.tier.tiered import ChunkLease
+from sglang_hcache.tier.tiered import ChunkLease, Pieces
 
 LAYERS, TOKENS, ROUNDED = "layers", "tokens", "tokens, rounded"
 """How a restore is shared out: by layers; by tokens, as exactly as tokens go; by tokens, in whole chunks."""
@@ -77,7 +77,7 @@ class _BothForms:
         form = next(iter(into)) % 2
         self.tiers[form].read_layers(lease, {step // 2: out for step, out in into.items()})
 
-    def rows_in_place(self, lease: ChunkLease, step: int) -> list[Any]:
+    def rows_in_place(self, lease: ChunkLease, step: int) -> tuple[Any, Pieces]:
         return self.tiers[step % 2].rows_in_place(lease, step // 2)
 
 

@@ -76,7 +76,7 @@ class LayerRestorer:
         """Begin to write K and V of some layers to ``slots``; what is not done yet.
 
         Args:
-            stored: of the same n tokens in the same pieces, of ``dtype``; not changed before all is done.
+            stored: of the same n tokens in spans of the same lengths, of ``dtype``; not changed before all is done.
             positions: (n,) int64, position of each token in its sequence, as :meth:`positions` has them.
             slots: (n,) int64.
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
@@ -85,9 +85,8 @@ class LayerRestorer:
             return self.stage.start(stored, positions, slots, self._write, before_layer)
         writings: list[Writing] = []
         first = 0
-        for pieces in zip(*(of_layer.pieces for of_layer in stored), strict=True):
-            piece = [of_layer.moved(rows) for of_layer, rows in zip(stored, pieces, strict=True)]
-            tokens = slice(first, first + len(pieces[0]))
+        for piece in zip(*(of_layer.pieces for of_layer in stored), strict=True):
+            tokens = slice(first, first + len(piece[0]))
             writings += self._start_piece(piece, positions[tokens], slots[tokens], before_layer)
             first = tokens.stop
         return writings

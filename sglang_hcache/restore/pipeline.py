@@ -258,10 +258,15 @@ class LayerPipeline:
 
     def _rows(self, read: Read, layer: int) -> StoredRows:
         """One layer of a step."""
-        row_bytes = self.layout.row_bytes[layer]
-        pieces = [read.into[layer]] if read.into else self._tiers.rows_in_place(read.step.block, layer)
-        rows = [torch.from_numpy(piece.reshape(-1, row_bytes)).view(self._restorer.dtype) for piece in pieces]
-        return StoredRows(layer, self.layout.methods[layer], tuple(rows))
+        method = self.layout.methods[layer]
+        memory, chunks = (
+            (read.into[layer], ((0, len(read.step.block.keys)),))
+            if read.into
+            else self._tiers.rows_in_place(read.step.block, layer)
+        )
+        rows = torch.from_numpy(memory.reshape(-1, self.layout.row_bytes[layer])).view(self._restorer.dtype)
+        spans = tuple((CHUNK_TOKENS * first, CHUNK_TOKENS * count) for first, count in chunks)
+        return StoredRows(layer, method, rows, spans)
 
     def _finish(self, job: RestoreJob, write: _Write) -> None:
         job.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,42 +16,47 @@ class StoredRows:
 
     Args:
         method: what the rows are: ``HIDDEN`` or ``KV``.
-        pieces: (n, width) each, contiguous, in the order of their tokens.
+        memory: (m, width), contiguous; some of its rows are meant.
+        spans: which, as (first, count), in the order of their tokens.
     """
 
     layer: int
     method: Method
-    pieces: tuple[torch.Tensor, ...]
+    memory: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
-        """In one piece."""
-        return cls(layer, method, (rows,))
+        """All of ``rows``, (n, width)."""
+        return cls(layer, method, rows, ((0, len(rows)),))
 
     def __len__(self) -> int:
-        return sum(map(len, self.pieces))
+        return sum(count for _, count in self.spans)
 
     @property
     def rows(self) -> torch.Tensor:
-        """Of those in one piece."""
-        (rows,) = self.pieces
-        return rows
+        """(n, width), of those in one span."""
+        ((first, count),) = self.spans
+        return self.memory[first : first + count]
+
+    @property
+    def pieces(self) -> list[StoredRows]:
+        """Each span by itself."""
+        return [replace(self, spans=(span,)) for span in self.spans]
 
     def moved(self, rows: torch.Tensor) -> StoredRows:
-        """The same rows in other memory."""
-        return StoredRows(self.layer, self.method, (rows,))
+        """The same rows in other memory, which holds nothing else."""
+        return StoredRows.of(self.layer, self.method, rows)
 
     def part(self, first: int, end: int) -> StoredRows:
-        """Those of tokens [first, end)."""
-        if len(self.pieces) == 1:
-            return self.moved(self.pieces[0][first:end])
-        found, begin = [], 0
-        for piece in self.pieces:
-            low, high = max(first - begin, 0), min(end - begin, len(piece))
+        """Those of tokens [first, end), as far as there are such."""
+        spans, begin = [], 0
+        for start, count in self.spans:
+            low, high = max(first - begin, 0), min(end - begin, count)
             if low < high:
-                found.append(piece[low:high])
-            begin += len(piece)
-        return StoredRows(self.layer, self.method, tuple(found))
+                spans.append((start + low, high - low))
+            begin += count
+        return replace(self, spans=tuple(spans))
 
 
 class Writing(Protocol):

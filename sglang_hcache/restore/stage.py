@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_hcache.device.streams import BufferRing, Mark, Streams
+from sglang_hcache.device.streams import BufferRing, Mark, Spans, Streams
 from sglang_hcache.restore.rows import StoredRows
 
 NUM_BUFFERS = 3
@@ -124,7 +124,7 @@ class DeviceStage:
     def bring(self, rows: torch.Tensor) -> Mark:
         """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
         for first in range(0, len(rows), self.rows_at_once):
-            self._bring((rows[first : first + self.rows_at_once],))
+            self._bring(rows, ((first, min(len(rows) - first, self.rows_at_once)),))
             self._buffers.give_back(self._streams.copied())
         return self._streams.copied()
 
@@ -139,8 +139,7 @@ class DeviceStage:
         """Queue copies and ``write`` for layers of the same tokens; what was queued, also if ``before_layer`` raises.
 
         Args:
-            stored: rows in host memory, pinned for speed, or on the device, in pieces of any length; not changed before
-                the result is there.
+            stored: rows in host memory, pinned for speed, or on the device; not changed before the result is there.
             positions, slots: (n,) int64 on the device.
         """
         try:
@@ -157,16 +156,16 @@ class DeviceStage:
         return [QueuedWrite(self._streams.computed())]
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
-        staged = stored.moved(self._bring(stored.pieces))
+        staged = stored.moved(self._bring(stored.memory, stored.spans))
         self._streams.compute_after(self._streams.copied())
         self._streams.compute(lambda: write(staged, positions, slots))
         self._buffers.give_back(self._streams.computed())
 
-    def _bring(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows in the next buffer, together, once all copies so far are done."""
-        shape = (sum(map(len, pieces)), pieces[0].shape[1])
-        on_device, used = self._buffers.take(shape, pieces[0].dtype)
+    def _bring(self, memory: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """Rows of ``memory`` in the next buffer, once all copies so far are done."""
+        shape = (sum(count for _, count in spans), memory.shape[1])
+        on_device, used = self._buffers.take(shape, memory.dtype)
         if used is not None:
             self._streams.copy_after(used)
-        self._streams.copy(on_device, *pieces)
+        self._streams.copy(on_device, memory, spans)
         return on_device

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.promotion import Promoter, Promotion
 
 HOST, DISK = "host", "disk"
+
+Pieces: TypeAlias = tuple[tuple[int, int], ...]
+"""Host slots [first, first + count), in order."""
 
 PIECE_CHUNKS = 8
 """A CPU's: shorter pieces take longer to work with, each for itself, than to copy together."""
@@ -54,8 +58,8 @@ class ChunkLease:
     """``HOST`` or ``DISK`` for each key."""
     _parts: tuple[_Part, ...]
     _holds: ExitStack
-    _pieces: tuple[tuple[int, int], ...] = ()
-    """Host slots [first, first + count) that hold all chunks in order; empty if they are too scattered or on disk."""
+    _pieces: Pieces = ()
+    """That hold all chunks; empty if they are too scattered or on disk."""
 
     @property
     def is_in_place(self) -> bool:
@@ -237,12 +241,14 @@ class TieredStore:
         size = self.layout.chunk_layer_bytes[layer]
         return out[part.first * size : (part.first + part.count) * size]
 
-    def rows_in_place(self, lease: ChunkLease, layer: int) -> list[npt.NDArray[np.uint8]]:
-        """One layer of all chunks of a lease that :attr:`~ChunkLease.is_in_place`: views, uint8, 1-D, in order.
+    def rows_in_place(self, lease: ChunkLease, layer: int) -> tuple[npt.NDArray[np.uint8], Pieces]:
+        """Where one layer of the chunks of a lease is that :attr:`~ChunkLease.is_in_place`.
 
-        They are valid, and do not change, until the lease is closed.
+        Returns:
+            The layer in all host slots, (slots, bytes of a chunk's layer), a view; and the slots of the chunks. These
+            do not change until the lease is closed.
         """
-        return [self.host.layer_of(first, layer, count) for first, count in lease._pieces]
+        return self.host.layers(layer, 1)[0], lease._pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class TieredStore:
             self.disk.close()
 
 
-def _pieces(slots: Sequence[int | None], piece_chunks: int) -> tuple[tuple[int, int], ...]:
+def _pieces(slots: Sequence[int | None], piece_chunks: int) -> Pieces:
     """Slots that follow each other as (first, count); none if one is missing or they are too many."""
     pieces: list[tuple[int, int]] = []
     for slot in slots:

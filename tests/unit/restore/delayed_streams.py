@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_hcache.device.streams import Spans
+
 COPIES, COMPUTATIONS, MODEL = "copies", "computations", "the model"
 QUEUES = (COPIES, COMPUTATIONS, MODEL)
 
@@ -64,8 +66,12 @@ class DelayedStreams:
 
     # -- Streams ---------------------------------------------------------------------------------
 
-    def copy(self, into: torch.Tensor, *sources: torch.Tensor) -> None:
-        self.put(COPIES, lambda: into.copy_(torch.cat(sources)))
+    def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
+        def work() -> None:
+            rows = source if spans is None else torch.cat([source[at : at + count] for at, count in spans])
+            into.copy_(rows)
+
+        self.put(COPIES, work)
 
     def compute(self, work: Callable[[], None]) -> None:
         self.put(COMPUTATIONS, work)
