@@ -43,7 +43,7 @@ def host_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class PinnedMemory:
-    """Host buffers that a GPU copies from and to by itself, beside what else it does. NOT RUN ON A GPU.
+    """Host buffers that a GPU copies from and to by itself, beside what else it does.
 
     Registered with the driver where they are, as long as somebody uses them: torch's own allocator of pinned memory
     would round a large buffer up to a power of two.

@@ -113,7 +113,7 @@ def device_name(kind: str, index: int) -> str:
 
 
 class CudaStreams:
-    """CUDA's. NOT RUN ON A GPU (``docs/gpu.md``).
+    """CUDA's.
 
     Both queues have the lowest priority that there is: what runs on :func:`stream_that_goes_first` starts before what
     waits in them.
@@ -224,7 +224,7 @@ def _runtime_memcpy() -> Memcpy:
 
 
 def stream_that_goes_first(device: torch.device) -> torch.cuda.Stream:
-    """For the model's forward passes: decoding keeps its time between tokens beside a restore. NOT RUN ON A GPU."""
+    """For the model's forward passes: decoding keeps its time between tokens beside a restore."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

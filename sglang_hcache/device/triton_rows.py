@@ -1,6 +1,6 @@
 """K and V rows into the KV pool on a GPU: norm, rotation and scatter in one pass over memory.
 
-What ``kv_rows.c`` is on a CPU. Tested on a CPU with Triton's interpreter; NOT RUN ON A GPU (``docs/gpu.md``).
+What ``kv_rows.c`` is on a CPU. Tested on a CPU with Triton's interpreter, and by hand on a GPU (``docs/gpu.md``).
 """
 
 from __future__ import annotations

