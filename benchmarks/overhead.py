@@ -23,6 +23,7 @@ from common.options import (
     AsJson,
     Dtype,
     Folder,
+    Logs,
     ModelPath,
     Out,
     Quick,
@@ -34,11 +35,14 @@ from common.options import (
 from common.terminal import new_progress, while_doing
 from serving import overhead_report
 from serving.lookup import measure_lookup
+from serving.options import Disk
 from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import SIZE_HELP
 
 START, MEMORY, LOOKUP = "start", "memory", "look-up"
@@ -56,7 +60,14 @@ async def measure(
         found.add(MEMORY, await _memory(settings, pair, requests.clients[TIER]))
 
 
-def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Path, found: Gathered) -> None:
+def run(
+    settings: Settings,
+    model_path: Path | None,
+    tiny: TinyModel,
+    logs: Path | None,
+    folder: Path,
+    found: Gathered,
+) -> None:
     """Measure everything.
 
     Raises:
@@ -70,6 +81,8 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
         pool_tokens=settings.pool_tokens,
         host_bytes=settings.host_bytes,
         has_disk=settings.has_disk,
+        method=settings.method,
+        logs=logs or folder,
     )
     found.header = {
         **make_header("overhead"),
@@ -81,8 +94,10 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
         if settings.starts:
             with while_doing(progress, "starting servers, each alone"):
                 found.add(START, _starts([start_alone(pair) for _ in range(settings.starts)]))
-        with running(pair, progress) as started:
-            if not settings.starts:
+        with running(pair, progress, together=_start_together(settings.method)) as started:
+            if started is None and not settings.starts:
+                found.leave_out(START)
+            elif started is not None and not settings.starts:
                 found.add(START, _starts([started]))
 
             def ask(clients: dict[str, TokenClient]) -> Awaitable[None]:
@@ -91,6 +106,11 @@ def run(settings: Settings, model_path: Path | None, tiny: TinyModel, folder: Pa
             ask_servers(pair, ask)
         with while_doing(progress, LOOKUP):
             found.add(LOOKUP, _lookups(settings))
+
+
+def _start_together(method: str) -> bool:
+    """Where both may: on a CPU they would wait for each other's threads, and what measures must be alone."""
+    return has_gpu() and PlanKind(method) not in (PlanKind.AUTO, PlanKind.HYBRID)
 
 
 def _starts(starts: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -167,11 +187,21 @@ def main(
             min=1,
         ),
     ] = None,
+    warm_up: Annotated[int, typer.Option(help="Rounds before them that do not count.", min=0)] = 3,
+    decoded: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the answers whose TBT is compared; four times as many while a history returns. Default: "
+            "48, quick 24.",
+            min=8,
+        ),
+    ] = None,
     starts: Annotated[
         int | None,
         typer.Option(
             help="Starts of each server, alone; with 0 those for all other measurements are timed, one after the "
-            "other. Default: 3, quick 0.",
+            "other, or on a GPU, with a --method that measures nothing at start, not at all: both start at once. "
+            "Default: 3, quick 0.",
             min=0,
         ),
     ] = None,
@@ -184,26 +214,36 @@ def main(
     host_size: Annotated[
         str | None, typer.Option(help=f"--hcache-host-size. {SIZE_HELP} Default: 2GB, quick 256MB.")
     ] = None,
-    disk: Annotated[bool, typer.Option(help="Whether the tier has a disk below its host memory.")] = True,
+    disk: Disk = True,
+    method: Annotated[
+        str, typer.Option(help=f"--hcache-method, of {', '.join(kind.value for kind in PlanKind)}.")
+    ] = PlanKind.AUTO.value,
     folder: Folder = None,
+    logs: Logs = None,
     out: Out = None,
     seed: Seed = 0,
     quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
     lengths = histories or ("1024" if quick else "1024,4096,16384")
+    if method not in {kind.value for kind in PlanKind}:
+        raise ConfigError(
+            f"--method: {method!r} is not allowed; allowed: {', '.join(kind.value for kind in PlanKind)}"
+        )
     settings = Settings(
         prompt=prompt or (512 if quick else 2048),
         histories=parse_whole_numbers("--histories", lengths, low=64),
         long_history=long_history or (2048 if quick else 16384),
         batches=parse_whole_numbers("--batches", batches, low=1),
-        decoded=24 if quick else 48,
+        decoded=decoded or (24 if quick else 48),
         rounds=rounds or (3 if quick else 7),
         short_rounds=3 * rounds if rounds else (9 if quick else 21),
+        warm_up=warm_up,
         starts=starts if starts is not None else (0 if quick else 3),
         chunks=chunks or (50_000 if quick else 1_000_000),
         host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
         has_disk=disk,
+        method=method,
         seed=seed,
     )
     layers, hidden = layers or (6 if quick else 24), hidden or (256 if quick else 512)
@@ -211,7 +251,7 @@ def main(
     prepare_out(out)
     carry_out(
         "overhead",
-        partial(run, settings, model_path, tiny),
+        partial(run, settings, model_path, tiny, logs and logs.absolute()),
         overhead_report,
         folder=folder,
         out=out,

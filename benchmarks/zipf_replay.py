@@ -28,6 +28,7 @@ from common.model import BenchModel, prepare_model
 from common.options import (
     AsJson,
     Folder,
+    Logs,
     ModelPath,
     Out,
     Quick,
@@ -36,7 +37,7 @@ from common.options import (
     parse_numbers,
     prepare_out,
 )
-from common.precision import tame
+from common.precision import precision, tame
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from serving import zipf_report
@@ -44,6 +45,7 @@ from serving.comparison import Comparison, Measured
 from serving.options import (
     Capacity,
     DeviceContexts,
+    Disk,
     DiskSize,
     HostSize,
     Methods,
@@ -70,6 +72,9 @@ class Settings:
     alphas: tuple[float, ...]
     methods: tuple[str, ...]
     model_path: Path | None
+    layers: int
+    """Of the model where none is given, and its hidden size."""
+    hidden: int
     documents: int
     scale: float
     """Of generated lengths."""
@@ -80,23 +85,22 @@ class Settings:
     time_limit_s: float | None
     device_contexts: float
     host_size: Capacity
-    disk_size: Capacity
+    disk_size: Capacity | None
+    """None: there is no disk tier."""
     seed: int
     quick: bool
 
     @property
     def tiny(self) -> TinyModel:
         """The model where none is given: wide for its depth, as a large model is."""
-        layers, hidden = (8, 512) if self.quick else (8, 768)
-        vocab = 512 if self.dataset is None else 8192
-        position = self.context_limit + 4096
         return TinyModel(
-            layers=layers,
-            hidden=hidden,
-            heads=hidden // 64,
-            vocab=vocab,
-            max_position=position,
-            initializer_range=tame(hidden),
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.hidden // (128 if self.hidden >= 2048 else 64),  # as in published models
+            vocab=512 if self.dataset is None else 8192,
+            dtype=precision().dtype,
+            max_position=self.context_limit + 4096,
+            initializer_range=tame(self.hidden),
         )
 
     @property
@@ -105,14 +109,14 @@ class Settings:
         return "L-Eval format" if self.dataset else f"lengths of Table 1 x {self.scale:g}"
 
     def as_json(self) -> dict[str, Any]:
-        hidden = ("methods", "dataset", "model_path", "host_size", "disk_size", "alphas")
+        others = ("methods", "dataset", "model_path", "layers", "hidden", "host_size", "disk_size", "alphas")
         return {
-            **{name: value for name, value in asdict(self).items() if name not in hidden},
+            **{name: value for name, value in asdict(self).items() if name not in others},
             "alphas": list(self.alphas),
             "methods": list(self.methods),
             "dataset": None if self.dataset is None else self.dataset.name,
             "host_size": str(self.host_size),
-            "disk_size": str(self.disk_size),
+            "disk_size": str(self.disk_size) if self.disk_size else None,
         }
 
 
@@ -129,8 +133,9 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
         ConfigError: one of them cannot be read, or a document is too long for the model.
     """
     limits = {"context_limit": settings.context_limit, "answer_limit": settings.answer_limit}
+    device = "cuda" if has_gpu() else "cpu"
     if settings.dataset is None:
-        model = prepare_model(folder, settings.model_path, settings.tiny)
+        model = prepare_model(folder, settings.model_path, settings.tiny, device=device)
         vocabulary = model.ordinary_tokens
         documents = generate(
             settings.documents, vocabulary, scale=settings.scale, seed=settings.seed, **limits
@@ -138,7 +143,7 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
     else:
         texts = choose(load_leval(settings.dataset), settings.documents, seed=settings.seed)
         model = prepare_model(
-            folder, settings.model_path, settings.tiny, (document.text for document in texts)
+            folder, settings.model_path, settings.tiny, (each.text for each in texts), device=device
         )
         documents = tokenise(texts, model.encode, **limits)
     longest = max(document.longest for document in documents)
@@ -253,7 +258,7 @@ class Replay:
         return list(await asyncio.gather(*map(ask, requests)))
 
 
-def run(settings: Settings, folder: Path, found: Gathered) -> None:
+def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) -> None:
     """Measure everything.
 
     Raises:
@@ -274,7 +279,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
             longest_context=max(lengths),
             requests_at_once=settings.concurrency > 1,
             host_bytes=settings.host_size.bytes_for(context_bytes),
-            disk_bytes=settings.disk_size.bytes_for(context_bytes),
+            disk_bytes=settings.disk_size.bytes_for(context_bytes) if settings.disk_size else 0,
             kv_token_bytes=model.kv_token_bytes,
             measure_s=0.2 if settings.quick else 1.0,
         )
@@ -287,7 +292,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         }
         comparison = Comparison(found, "alpha", settings.alphas, methods, notes)
         comparison.begin()
-        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+        with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
             ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
             ask_servers(
                 servers,
@@ -313,6 +318,8 @@ def main(
     out: Out = None,
     quick: Quick = False,
     model_path: ModelPath = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the random model. Default: 8.", min=1)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Its width. Default: 768, quick 512.", min=64)] = None,
     documents: Annotated[
         int | None, typer.Option(help="Documents, evenly from all files. Default: 16, quick 6.", min=1)
     ] = None,
@@ -346,7 +353,9 @@ def main(
     device_contexts: DeviceContexts = 2.0,
     host_size: HostSize = "2",
     disk_size: DiskSize = None,
+    disk: Disk = True,
     folder: Folder = None,
+    logs: Logs = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -361,6 +370,8 @@ def main(
         alphas=parse_numbers("--alphas", alphas, low=0, high=10),
         methods=parse_methods(methods),
         model_path=model_path,
+        layers=layers or 8,
+        hidden=hidden or (512 if quick else 768),
         documents=count,
         scale=scale or (0.08 if quick else 0.25),
         context_limit=context_limit or (1024 if quick else 4096),
@@ -370,14 +381,14 @@ def main(
         time_limit_s=time_limit_s(time_limit, quick=quick),
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),
-        disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+        disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)) if disk else None,
         seed=seed,
         quick=quick,
     )
     prepare_out(out)
     carry_out(
         "zipf_replay",
-        partial(run, settings),
+        partial(run, settings, logs and logs.absolute()),
         zipf_report,
         folder=folder,
         out=out,

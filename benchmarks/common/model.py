@@ -17,6 +17,8 @@ from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
 from sglang_hcache.core.errors import ConfigError
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
 
 @dataclass(frozen=True)
 class BenchModel:
@@ -59,6 +61,7 @@ class BenchModel:
             "kv_heads": kv_heads,
             "dtype": kind.dtype,
             "vocab": tokenizer.get_vocab_size(),
+            **({} if has_weights(path) else {"weights": "dummy"}),
         }
         return cls(path, header, tokenizer, max_position, 2 * layers * kv_heads * head_dim * kind.value_bytes)
 
@@ -77,13 +80,29 @@ class BenchModel:
         return np.array(sorted(set(self.tokenizer.get_vocab().values()) - special), dtype=np.int64)
 
 
+def has_weights(path: Path) -> bool:
+    """Whether the model folder has a file that may be of weights."""
+    return any(file.suffix in _WEIGHTS for file in path.iterdir())
+
+
+def load_arguments(path: Path) -> list[str]:
+    """Of a server of the model folder: where it has no weights, SGLang's own, which are the same at each start."""
+    return [] if has_weights(path) else ["--load-format", "dummy"]
+
+
 def prepare_model(
-    folder: Path, model_path: Path | None, tiny: TinyModel, texts: Iterable[str] | None = None
+    folder: Path,
+    model_path: Path | None,
+    tiny: TinyModel,
+    texts: Iterable[str] | None = None,
+    *,
+    device: str = "cpu",
 ) -> BenchModel:
     """Open ``model_path``; without it write ``tiny`` into ``folder``.
 
     Args:
         texts: what the random model's tokenizer learns from; None: a built-in text.
+        device: that draws the random model's weights.
 
     Raises:
         ConfigError: it cannot be read, or written.
@@ -92,5 +111,5 @@ def prepare_model(
         path = given_path("--model-path", model_path)
         return BenchModel.open(path, name=path.name)
     path = folder / "model"
-    write_tiny_model(path, tiny, texts)
+    write_tiny_model(path, tiny, texts, device=device)
     return BenchModel.open(path, name="random")

@@ -21,7 +21,12 @@ Quick = Annotated[
     ),
 ]
 ModelPath = Annotated[
-    Path | None, typer.Option("--model-path", help="Folder of a model. Default: a random one is written.")
+    Path | None,
+    typer.Option(
+        "--model-path",
+        help="Folder of a model; without files of weights it is served with SGLang's dummy ones, which tell of times "
+        "only. Default: a random one is written.",
+    ),
 ]
 Folder = Annotated[
     Path | None,
@@ -30,6 +35,15 @@ Folder = Annotated[
         exists=True,
         file_okay=False,
         help="Where model and disk tiers are made, and removed. Default: a new folder here.",
+    ),
+]
+Logs = Annotated[
+    Path | None,
+    typer.Option(
+        "--logs",
+        exists=True,
+        file_okay=False,
+        help="Folder for the servers' logs, which are kept then. Default: they are removed with the rest.",
     ),
 ]
 Dtype = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
+from gpu.model_folder import write_model
 from gpu.restores import Restores
 from gpu.results import Report
 from gpu.shapes import Shape
@@ -64,15 +62,6 @@ def measure(shape: Shape, report: Report) -> None:
             report(
                 method.value, _restored(rig, found, method) | {"recompute_milliseconds": 1e3 * recompute_s}
             )
-
-
-def write_model(folder: Path, shape: Shape) -> None:
-    """What SGLang wants to see of a model with dummy weights: its configuration, and some tokenizer."""
-    (folder / "config.json").write_text(json.dumps(shape.config))
-    words = Tokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    words.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _told(found: selfcheck.SelfCheckResult) -> dict[str, Any]:

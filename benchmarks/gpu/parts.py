@@ -50,10 +50,10 @@ class Part:
 PARTS = (
     Part(
         "kernel",
-        40,
+        30,
         "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
     ),
-    Part("restores", 60, "engine, streams and pinned memory on random layers of every shape; efficiency"),
+    Part("restores", 45, "engine, streams and pinned memory on random layers of every shape; efficiency"),
     Part(
         "saving",
         25,
@@ -61,19 +61,19 @@ PARTS = (
     ),
     Part(
         "server",
-        125,
+        105,
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
     Part(
         "overhead",
-        115,
-        "a server with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
+        120,
+        "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("zipf", 120, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
+    Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
             f"model {shape.name}",
-            50,
+            65,
             "SGLang's model with dummy weights: self-check, its mutants, restores, prefill",
             is_extra=shape.name != _ONE_MODEL,
         )
@@ -82,12 +82,12 @@ PARTS = (
 )
 
 
-def run_here(name: str, report: Report) -> None:
-    """Carry out a part in this process."""
-    measure_of(name)(report)
+def run_here(name: str, report: Report, logs: Path) -> None:
+    """Carry out a part in this process; its servers' logs are in ``logs``."""
+    measure_of(name, logs)(report)
 
 
-def measure_of(name: str) -> Callable[[Report], None]:
+def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
     # Imported where they are used: the list of parts is for machines without a GPU as well.
     kind, _, shape = name.partition(" ")
     if kind == "kernel":
@@ -105,11 +105,12 @@ def measure_of(name: str) -> Callable[[Report], None]:
     if kind in ("server", "overhead", "zipf"):
         from gpu import serving
 
-        return {
+        measure = {
             "server": serving.measure_server,
             "overhead": serving.measure_overhead,
             "zipf": serving.measure_zipf,
         }[kind]
+        return functools.partial(measure, logs=logs)
     from gpu import models
 
     return functools.partial(models.measure, shape_named(shape))
@@ -179,8 +180,9 @@ class _Told:
             self.count += 1
 
 
-def part_command(name: str) -> list[str]:
-    return [sys.executable, str(Path(__file__).parent / "run.py"), "--part", name]
+def part_command(name: str, logs: Path) -> list[str]:
+    """Of a process that carries out a part, whose servers' logs are in ``logs``."""
+    return [sys.executable, str(Path(__file__).parent / "run.py"), "--part", name, "--logs", str(logs)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,11 +6,13 @@ python benchmarks/gpu/run.py --out DIR
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,8 @@ from gpu.results import told
 
 UNAVAILABLE = "not available here: no CUDA device"
 LOGS = "logs.tar.gz"
+_MOST_OF_A_LOG = 300_000
+"""Bytes of each server's."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part:
         with Stopping() as stopping:
             stopping.until_stopped(
-                lambda: run_here(options.part, lambda name, found: print(told(name, found), flush=True))
+                lambda: run_here(
+                    options.part, lambda name, found: print(told(name, found), flush=True), options.logs
+                )
             )
         return stopping.exit_status
     options.out.mkdir(parents=True, exist_ok=True)
@@ -115,13 +121,15 @@ def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
         said = Path(folder)
         for part in parts:
             name = part.name.replace(" ", "-")
-            log, output = out / f"{name}.log", said / f"{name}.out"
+            log, output, servers = out / f"{name}.log", said / f"{name}.out", out / f"{name}-servers"
+            servers.mkdir(exist_ok=True)
             with_left = replace(part, budget_s=part.budget_s + left_s)  # of what those before did not use
-            command, add = part_command(part.name), partial(results.add, part.name)
+            command, add = part_command(part.name, servers.absolute()), partial(results.add, part.name)
             try:
                 outcome = run_apart(with_left, command, log, output, add)
             finally:
-                _put_away(log, said, out / LOGS)
+                _shorten(servers)
+                _put_away((log, servers), said, out / LOGS)
             left_s = max(0.0, with_left.budget_s - outcome["seconds"])
             results.end(part.name, outcome)
             print(
@@ -130,10 +138,23 @@ def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
             )
 
 
-def _put_away(log: Path, said: Path, archive: Path) -> None:
-    """``log`` to what the parts have said, and all of that anew into one file: machines are lent that send few back."""
-    if log.exists():
-        shutil.move(log, said / log.name)
+def _shorten(servers: Path) -> None:
+    """Of long logs of servers their ends; the folder goes where there are none."""
+    for log in servers.iterdir():
+        said = log.read_bytes()
+        if len(said) > _MOST_OF_A_LOG:
+            log.write_bytes(b"[...]\n" + said[-_MOST_OF_A_LOG:])
+    with contextlib.suppress(OSError):
+        servers.rmdir()
+
+
+def _put_away(found: Sequence[Path], said: Path, archive: Path) -> None:
+    """``found`` to what the parts have said, and all of that anew into one file: machines are lent that send few
+    back.
+    """
+    for each in found:
+        if each.exists():
+            shutil.move(each, said / each.name)
     new = archive.with_name(f".{archive.name}")
     with tarfile.open(new, "w:gz") as file:
         for path in sorted(said.iterdir()):
@@ -166,14 +187,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def _print_plan(parts: list[Part]) -> None:
     for part in parts:
-        print(
-            f"{part.name}: at most {part.budget_s:g} s: {part.what}\n    {json.dumps(part_command(part.name))}"
-        )
+        command = json.dumps(part_command(part.name, Path("logs")))
+        print(f"{part.name}: at most {part.budget_s:g} s: {part.what}\n    {command}")
     print(f"at most {sum(part.budget_s for part in parts):g} s together")
     for what, why in NOT_SHOWN.items():
         print(f"not shown: {what}: {why}")

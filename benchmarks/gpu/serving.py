@@ -20,7 +20,9 @@ import numpy as np
 
 from common.model import BenchModel, prepare_model
 from common.precision import precision, tame
+from gpu.model_folder import write_model
 from gpu.results import Report
+from gpu.shapes import Shape, shape_named
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
@@ -81,8 +83,12 @@ ON_GPU = Sizes(
 )
 
 
-def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
-    """One server with hidden states: equality, decoded tokens, and many requests at once under eviction."""
+def measure_server(report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU) -> None:
+    """One server with hidden states: equality, decoded tokens, and many requests at once under eviction.
+
+    Args:
+        logs: folder for the server's log; None: it is removed.
+    """
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         folder = Path(name)
         model = prepare_model(folder, None, sizes.tiny)
@@ -95,7 +101,7 @@ def measure_server(report: Report, sizes: Sizes = ON_GPU) -> None:
                 *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
                 *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes)),
             ],
-            log=folder / "server.log",
+            log=(logs or folder) / "server.log",
             extra_env=_STRICT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
@@ -169,43 +175,63 @@ class ServerChecks:
         await self._client.empty(tiers=False)
 
 
-def measure_overhead(report: Report) -> None:
-    """``overhead.py``: a server with the tier and one without, in turns."""
-    arguments = (
-        *("--layers", "12", "--hidden", "2048", "--prompt", "4096", "--histories", "4096,16384"),
-        *(
-            "--long-history",
-            "16384",
-            "--batches",
-            "1,16",
-            "--rounds",
-            "5",
-            "--starts",
-            "0",
-            "--chunks",
-            "50000",
-        ),
-        *("--host-size", "16GB", "--no-disk"),
-    )
+OVERHEAD = (
+    *("--prompt", "4096", "--histories", "4096,16384", "--long-history", "16384", "--batches", "1,16"),
+    # A history of 16,384 tokens takes more than a second to compute: few rounds, and short answers.
+    *("--decoded", "24", "--rounds", "3", "--warm-up", "1", "--chunks", "10000", "--host-size", "20GB"),
+)
+
+
+def measure_overhead(
+    report: Report, logs: Path, shape: Shape | None = None, sizes: Sequence[str] = OVERHEAD
+) -> None:
+    """``overhead.py``: a server with the tier, hidden states in host memory, beside one without, in turns.
+
+    Args:
+        logs: folder for the servers' logs.
+        shape: of the model, whose weights are dummies. Default: Llama-2-13B.
+        sizes: arguments that say how much is measured.
+    """
 
     def on_row(row: dict[str, Any]) -> None:
         report(row["what"], {name: value for name, value in row.items() if name not in ("what", "times")})
 
-    run_command("overhead", arguments, on_row)
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
+        model = Path(name) / "model"
+        model.mkdir()
+        write_model(model, shape or shape_named("llama-2-13b"))
+        arguments = (
+            *("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--starts", "0"),
+            *("--no-disk", "--dir", name, "--logs", str(logs), *sizes),
+        )
+        run_command("overhead", arguments, on_row)
 
 
-def measure_zipf(report: Report) -> None:
-    """``zipf_replay.py``: each method and SGLang's HiCache, with as much host memory, on documents that fit into it."""
-    arguments = (
-        *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--documents", "12"),
-        *("--context-limit", "8192", "--requests", "32", "--answer-limit", "8", "--host-size", "24"),
-    )
+ZIPF = (
+    *("--layers", "16", "--hidden", "4096", "--documents", "8", "--scale", "1", "--context-limit", "8192"),
+    *("--answer-limit", "8", "--requests", "24", "--host-size", "8", "--time-limit", "1.7"),
+)
+"""7,000 tokens a document on average, and as much host memory as K and V of all of them take."""
+
+
+def measure_zipf(report: Report, logs: Path, sizes: Sequence[str] = ZIPF) -> None:
+    """``zipf_replay.py``: each method and SGLang's HiCache, with as much host memory, on documents that fit into it.
+
+    Args:
+        logs: folder for the servers' logs.
+        sizes: arguments that say how much is measured.
+    """
 
     def on_row(row: dict[str, Any]) -> None:
         found = {name: value for name, value in row.items() if name not in ("alpha", "method")}
         report(f"alpha {row['alpha']:g}, {row['method']}", found | {"ok": not row.get("unequal")})
 
-    run_command("zipf_replay", arguments, on_row)
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
+        arguments = (
+            *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--no-disk"),
+            *("--dir", name, "--logs", str(logs), *sizes),
+        )
+        run_command("zipf_replay", arguments, on_row)
 
 
 def run_command(command: str, arguments: Sequence[str], on_row: Callable[[dict[str, Any]], None]) -> None:

@@ -28,6 +28,7 @@ HostSize = Annotated[
 DiskSize = Annotated[
     str | None, typer.Option("--disk-size", help=f"Disk tier. {CAPACITY_HELP} Default: twice all contexts.")
 ]
+Disk = Annotated[bool, typer.Option(help="Whether the tier has a disk below its host memory.")]
 
 QUICK_S = 100.0
 """That a quick run may take where no time limit is given."""

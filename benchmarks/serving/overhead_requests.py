@@ -20,7 +20,10 @@ from serving.token_client import TokenAnswer, TokenClient
 
 _COMPANY = 4
 """Requests that decode while a restore runs."""
-_WARM_UP = 3
+_SHORT_PROMPT = 128
+"""Tokens of prompts of requests that decode together."""
+_LONGER = 4
+"""Answers beside which a history returns, over others."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
 
@@ -42,17 +45,23 @@ class Settings:
     rounds: int
     short_rounds: int
     """Of prefill, of decoding and of hits on the device."""
+    warm_up: int
+    """Rounds before them that do not count."""
     starts: int
     """Of each server alone; 0: the starts for everything else are timed."""
     chunks: int
     """Of the disk tier that is looked into."""
     host_bytes: int
     has_disk: bool
+    method: str
     seed: int
 
     @property
     def pool_tokens(self) -> int:
-        return 2 * max(*self.histories, self.long_history, self.prompt) + 2048
+        """Of the KV pool: the longest prompt, all that decode at once, and as many as a few short prompts."""
+        answers = max(max(self.batches) * self.decoded, _COMPANY * _LONGER * self.decoded)
+        asked = max(*self.batches, _COMPANY) * _SHORT_PROMPT
+        return max(*self.histories, self.long_history, self.prompt) + asked + answers + 2048
 
 
 def section_names(settings: Settings) -> list[str]:
@@ -95,7 +104,7 @@ class PairedRequests:
     ) -> dict[str, list[float]]:
         """``once(client, round)`` for both servers in each round; which one comes first alternates."""
         times: dict[str, list[float]] = {OFF: [], TIER: []}
-        for number in range(-_WARM_UP, rounds):
+        for number in range(-self._settings.warm_up, rounds):
             for name in in_turn((OFF, TIER), number):
                 seconds = await once(self.clients[name], number)
                 await self.clients[TIER].settle()
@@ -105,7 +114,7 @@ class PairedRequests:
 
     async def _prefill(self) -> list[dict[str, Any]]:
         rounds = self._settings.short_rounds
-        prompts = {n: self._prompt(self._settings.prompt) for n in range(-_WARM_UP, rounds)}
+        prompts = {n: self._prompt(self._settings.prompt) for n in range(-self._settings.warm_up, rounds)}
 
         async def once(client: TokenClient, number: int) -> float:
             return (await client.ask(prompts[number], max_tokens=1)).ttft_s
@@ -116,7 +125,7 @@ class PairedRequests:
         decoded = self._settings.decoded
 
         async def once(client: TokenClient, _: int) -> float:
-            asks = [client.ask(self._prompt(128), max_tokens=decoded) for _ in range(batch)]
+            asks = [client.ask(self._prompt(_SHORT_PROMPT), max_tokens=decoded) for _ in range(batch)]
             answers = await asyncio.gather(*asks)
             # The last half: all requests decode then, and none is prefilled.
             return statistics.median(gap for answer in answers for gap in answer.gaps_s[decoded // 2 :])
@@ -202,7 +211,9 @@ class PairedRequests:
         decoded = self._settings.decoded
 
         async def batch() -> list[TokenAnswer]:
-            asks = [client.ask(self._prompt(128), max_tokens=4 * decoded) for _ in range(_COMPANY)]
+            asks = [
+                client.ask(self._prompt(_SHORT_PROMPT), max_tokens=_LONGER * decoded) for _ in range(_COMPANY)
+            ]
             return list(await asyncio.gather(*asks))
 
         began = time.perf_counter()

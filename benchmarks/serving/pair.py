@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 from rich.progress import Progress
 
+from common.model import load_arguments
 from common.terminal import while_doing
 from serving.servers import arguments_without_tier, device_arguments
 from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, launch_together
@@ -22,15 +23,29 @@ _STARTUP_TIMEOUT_S = 400.0
 
 
 def make_pair(
-    folder: Path, model: Path, *, dtype: str, pool_tokens: int, host_bytes: int, has_disk: bool
+    folder: Path,
+    model: Path,
+    *,
+    dtype: str,
+    pool_tokens: int,
+    host_bytes: int,
+    has_disk: bool,
+    method: str,
+    logs: Path,
 ) -> Pair:
-    """Two servers that are not started yet; configuration, logs and the disk tier, if any, are in ``folder``."""
-    settings: dict[str, object] = {"host_size": host_bytes}
+    """Two servers that are not started yet; configuration and the disk tier, if any, are in ``folder``."""
+    settings: dict[str, object] = {"host_size": host_bytes, "method": method}
     if has_disk:
         settings |= {"dirs": [str(folder / "disk")], "disk_size": "16GB", "disk_free_floor": "256MiB"}
     common = [
         *("--model-path", str(model), "--dtype", dtype, "--incremental-streaming-output"),
-        *("--max-total-tokens", str(pool_tokens), "--sleep-on-idle", *device_arguments()),
+        *(
+            "--max-total-tokens",
+            str(pool_tokens),
+            "--sleep-on-idle",
+            *device_arguments(),
+            *load_arguments(model),
+        ),
     ]
     own = {
         OFF: arguments_without_tier(),
@@ -39,7 +54,7 @@ def make_pair(
     return {
         name: ServerProcess(
             [*common, *args],
-            log=folder / f"{name}.log",
+            log=logs / f"{name}.log",
             extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
@@ -48,19 +63,23 @@ def make_pair(
 
 
 @contextmanager
-def running(pair: Pair, progress: Progress) -> Iterator[dict[str, float]]:
+def running(pair: Pair, progress: Progress, *, together: bool) -> Iterator[dict[str, float] | None]:
     """Both are up, and neither is left at the end.
 
+    Args:
+        together: both are started at once, which is not for a tier that measures this machine when it starts.
+
     Yields:
-        Seconds that each took to start: the second one beside the first, which is idle.
+        Seconds that each took to start: the second one beside the first, which is idle. None: together.
 
     Raises:
         ConfigError, ServerProcessError: one did not start.
     """
     try:
-        # One after the other: the tier measures this machine when it starts.
         with while_doing(progress, "starting servers"):
-            seconds = {name: _start(server) for name, server in pair.items()}
+            if together:
+                launch_together(list(pair.values()))
+            seconds = None if together else {name: _start(server) for name, server in pair.items()}
         yield seconds
     finally:
         for server in pair.values():

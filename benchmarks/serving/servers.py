@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from common.model import load_arguments
 from common.precision import precision
 from common.terminal import while_doing
 from sglang_hcache.cli.cpu_runtime import has_gpu
@@ -33,6 +34,8 @@ _FEWEST_CHUNKS = 17 * 2
 _PREFILL_TOKENS = 4096
 _STARTUP_TIMEOUT_S = 600.0
 _LARGEST_GRAPH = "32"
+_PREFILL_GRAPHS = ("64", "128", "256", "512")
+"""Of 58 that SGLang records when it starts."""
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -70,8 +73,11 @@ def device_arguments() -> list[str]:
 
 
 def arguments_without_tier() -> list[str]:
-    """Of servers that the tier is compared with: SGLang as it is, but with the same fixes on a CPU."""
-    return ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])]
+    """Of servers that the tier is compared with: SGLang as it is, but with the same fixes on a CPU, and on a GPU with
+    graphs for few sizes of prefills. Longer ones compute longer than they take to launch.
+    """
+    more = ["--cuda-graph-bs-prefill", *_PREFILL_GRAPHS] if has_gpu() else ["--hcache-cpu-fixes"]
+    return ["--hierarchical-cache", "off", *more]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,7 @@ def sizes_for(
         device_contexts: contexts of ``mean_context`` tokens that the KV pool holds; at least the longest one fits.
         requests_at_once: whether a pass may have prompts of several.
         host_bytes: for chunks; what a server needs beside them is added.
+        disk_bytes: 0: there is no disk tier.
         kv_token_bytes: K and V of one token.
     """
     pass_tokens = _PREFILL_TOKENS if requests_at_once else min(longest_context, _PREFILL_TOKENS)
@@ -125,16 +132,16 @@ def sizes_for(
         context_tokens=longest_context,
         staging_bytes=staging,
         host_bytes=host_size_for(staging, chunks),
-        disk_bytes=max(disk_bytes, 2**28),
+        disk_bytes=max(disk_bytes, 2**28) if disk_bytes else 0,
         measure_s=measure_s,
     )
 
 
-def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> ServerProcess:
+def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, logs: Path) -> ServerProcess:
     args = [
         *("--model-path", str(model), "--dtype", precision().dtype, *device_arguments()),
         *("--max-total-tokens", str(sizes.pool_tokens), "--chunked-prefill-size", str(_PREFILL_TOKENS)),
-        "--incremental-streaming-output",
+        *("--incremental-streaming-output", *load_arguments(model)),
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
     ]
     environment = dict(FAIR_ENVIRONMENT)
@@ -147,11 +154,14 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
             args += ["--hicache-storage-backend", "file"]
             environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / method)
     else:
-        settings = {
+        disk = {
             "dirs": [str(folder / method)],
             "disk_size": sizes.disk_bytes,
             "disk_free_floor": "256MiB",
             "segment_size": min(32 * 2**20, sizes.disk_bytes // 8),
+        }
+        settings = {
+            **(disk if sizes.disk_bytes else {}),
             "host_size": sizes.host_bytes,
             "staging_size": sizes.staging_bytes,
             "method": method,
@@ -160,7 +170,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes) -> Serve
         args += settings_arguments(folder / f"{method}.yaml", settings)
     return ServerProcess(
         args,
-        log=folder / f"{method}.log",
+        log=logs / f"{method}.log",
         extra_env=environment,
         startup_timeout_s=_STARTUP_TIMEOUT_S,
     )
@@ -173,11 +183,12 @@ def running_servers(
     model: Path,
     sizes: ServerSizes,
     progress: Progress,
+    logs: Path | None = None,
 ) -> Iterator[dict[str, ServerProcess]]:
     """A server for each method that is available, all of them up; none is left at the end.
 
     Args:
-        folder: for the disk tiers, configuration files and logs.
+        folder: for the disk tiers, configuration files and, where ``logs`` is None, logs.
 
     Raises:
         ConfigError: this machine cannot run a server, or not with these sizes.
@@ -185,7 +196,7 @@ def running_servers(
     """
     gpu = has_gpu()
     chosen = [method for method in methods if why_unavailable(method, gpu=gpu) is None]
-    servers = {method: _server(method, folder, model, sizes) for method in chosen}
+    servers = {method: _server(method, folder, model, sizes, logs or folder) for method in chosen}
     together = [method for method in chosen if method not in _MEASURING]
     batches = [together, *([method] for method in chosen if method in _MEASURING)]
     try:

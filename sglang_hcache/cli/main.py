@@ -150,7 +150,7 @@ def _tiny_model(
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 4,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as heads if not given.")] = None,
     vocab: Annotated[int, typer.Option(help="Vocabulary size.")] = 512,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_position: Annotated[int, typer.Option(help="Longest context, tokens.", min=1)] = 8192,
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:

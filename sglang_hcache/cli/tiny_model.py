@@ -58,7 +58,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Name -> family."""
 _LEARNED_POSITIONS = ("opt", "gpt2")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EOS = "<|end|>"
 _SPECIAL_TOKENS = (EOS, "<|system|>", "<|user|>", "<|assistant|>")
 _SEEDS = range(-(2**63), 2**64)  # that torch takes
@@ -91,7 +91,7 @@ calls a tool comes back a little later with all that was said before. Numbers su
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModel:
-    """What to write. Two equal ones give the same files.
+    """What to write. Two equal ones give the same files, on one kind of device.
 
     Raises:
         ConfigError: sizes that do not fit together, or an unknown family or dtype.
@@ -140,12 +140,15 @@ class TinyModel:
         return 4 * self.hidden * (self.layers * 6 * self.hidden + embeddings)
 
 
-def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | None = None) -> None:
+def write_tiny_model(
+    path: Path | str, model: TinyModel, texts: Iterable[str] | None = None, *, device: str = "cpu"
+) -> None:
     """Write ``model`` and its tokenizer into ``path``, a new or empty folder; whole or not at all.
 
     Args:
         texts: what the tokenizer learns its words from, so that such texts have real numbers of tokens. None:
             a built-in one.
+        device: that draws the weights, others than a CPU does: a wide model's take a CPU long.
 
     Raises:
         ConfigError: ``path`` holds something already or cannot be written, or memory is too small for ``model``.
@@ -162,8 +165,10 @@ def write_tiny_model(path: Path | str, model: TinyModel, texts: Iterable[str] | 
             folder.mkdir()
             tokenizer = _train_tokenizer(model, [_TRAINING_TEXT] if texts is None else texts)
             _save_tokenizer(tokenizer, folder)
-            _save(_random_model(model, tokenizer), folder)
+            _save(_random_model(model, tokenizer, device), folder)
             os.replace(folder, path)
+        if device != "cpu":
+            torch.cuda.empty_cache()  # it is for those who serve the model
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     except SafetensorError as error:  # a full disk, too
@@ -203,7 +208,7 @@ def _save(network: Any, folder: Path) -> None:
     network.config.save_pretrained(folder)
     network.generation_config.save_pretrained(folder)
     # Under the names that published checkpoints have: one tensor an expert, no second name for a tied embedding.
-    state = revert_weight_conversion(network, network.state_dict())
+    state = revert_weight_conversion(network, network.cpu().state_dict())
     tied = set(network.all_tied_weights_keys)
     save_file(
         {name: tensor.contiguous() for name, tensor in state.items() if name not in tied},
@@ -244,7 +249,7 @@ def _words(tokenizer: Any) -> list[int]:
     )
 
 
-def _random_model(model: TinyModel, tokenizer: Any) -> Any:
+def _random_model(model: TinyModel, tokenizer: Any, device: str) -> Any:
     """The model with random weights, also where transformers would put zeros or ones.
 
     Only whole words can win the output layer, so an answer sent back as text (a conversation's next
@@ -265,7 +270,7 @@ def _random_model(model: TinyModel, tokenizer: Any) -> Any:
         **_sizes(model, family),
         **{"tie_word_embeddings": False, **family.more},
     )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device):
         torch.manual_seed(model.seed)
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in network.named_parameters():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,58 @@ def test_all_parts_together_keep_to_the_time(bench: Callable[[str], Any]) -> Non
     } == ISSUE_SHAPES
 
 
+SERVED = """
+import json, pathlib, sys
+logs = pathlib.Path(sys.argv[1])
+(logs / "tier.log").write_text("a" * 400_000 + "the end")
+(logs / "off.log").write_text("it began")
+print("RESULT " + json.dumps({"name": "a", "ok": True}), flush=True)
+"""
+
+
+def test_logs_of_servers_are_kept(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    monkeypatch.setattr(
+        command, "part_command", lambda _name, logs: [sys.executable, "-c", SERVED, str(logs)]
+    )
+    assert command.run_all([parts.Part("served", 60.0, "")], tmp_path, {}) == 0
+    logs = logs_in(tmp_path)
+    assert logs.keys() == {"served.log", "served.out", "served-servers/off.log", "served-servers/tier.log"}
+    assert logs["served-servers/off.log"] == "it began"
+    assert logs["served-servers/tier.log"].endswith("aathe end")
+    assert len(logs["served-servers/tier.log"]) < 301_000
+
+
+def test_what_parts_ask_of_commands_can_be_asked(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their arguments are read, and lead to what the parts are for."""
+    serving, seen = bench("gpu.serving"), {}
+
+    def run_command(command: str, arguments: Any, _on_row: Any) -> None:
+        module = bench(command)
+        monkeypatch.setattr(
+            module, "carry_out", lambda _name, measure, *_, **__: seen.update({command: measure})
+        )
+        module.app([*arguments, "--json"], standalone_mode=False)
+
+    monkeypatch.setattr(serving, "run_command", run_command)
+    serving.measure_overhead(lambda *_: None, tmp_path)
+    serving.measure_zipf(lambda *_: None, tmp_path)
+    overhead, _model, _tiny, logs = seen["overhead"].args
+    assert (overhead.method, overhead.has_disk, overhead.starts, logs) == ("hidden", False, 0, tmp_path)
+    assert overhead.pool_tokens > 16384 + 16 * (128 + overhead.decoded)
+    settings, logs = seen["zipf_replay"].args
+    assert (settings.disk_size, logs) == (None, tmp_path)
+    assert settings.tiny.hidden // settings.tiny.heads == 128
+    documents = bench("workloads.documents").generate(
+        settings.documents, np.arange(300), scale=settings.scale, seed=0, context_limit=8192, answer_limit=8
+    )
+    assert 6000 < np.mean([document.longest for document in documents]) < 8000
+
+
 def test_an_unknown_part_is_refused() -> None:
     result = run("--only", "everything")
     assert result.returncode == 2
@@ -84,7 +137,8 @@ def logs_in(out: Path) -> dict[str, str]:
     """Of the parts, by name; there is nothing else in ``out`` that a machine that is lent would have to send back."""
     assert {path.name for path in out.iterdir()} <= {"gpu.json", "gpu.png", "logs.tar.gz"}
     with tarfile.open(out / "logs.tar.gz") as archive:
-        return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+        files = [each for each in archive.getmembers() if each.isfile()]
+        return {file.name: archive.extractfile(file).read().decode() for file in files}  # type: ignore[union-attr]
 
 
 def test_one_part_stops_no_other(
@@ -95,7 +149,9 @@ def test_one_part_stops_no_other(
 ) -> None:
     parts, command = bench("gpu.parts"), bench("gpu.run")
     monkeypatch.setattr(
-        command, "part_command", lambda name: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]]
+        command,
+        "part_command",
+        lambda name, _logs: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]],
     )
     seen: list[dict[str, Any]] = []
     write = command.write_json
@@ -165,7 +221,7 @@ def test_all_parts_well_is_a_passed_run(
 ) -> None:
     parts, command = bench("gpu.parts"), bench("gpu.run")
     script = "import json\n" + SCRIPTS["good"]
-    monkeypatch.setattr(command, "part_command", lambda _name: [sys.executable, "-c", script])
+    monkeypatch.setattr(command, "part_command", lambda *_: [sys.executable, "-c", script])
     assert command.run_all([parts.Part("good", 60.0, "")], tmp_path, {}) == 0
     header = json.loads((tmp_path / "gpu.json").read_text())["header"]
     assert (header["complete"], header["missing"]) == (True, [])
@@ -199,7 +255,7 @@ def test_a_run_that_is_ended_has_what_was_there(
     first: str,
 ) -> None:
     parts, command = bench("gpu.parts"), bench("gpu.run")
-    monkeypatch.setattr(command, "part_command", lambda name: [sys.executable, "-c", ENDED, name])
+    monkeypatch.setattr(command, "part_command", lambda name, _logs: [sys.executable, "-c", ENDED, name])
     chosen = [parts.Part(name, 120.0, "") for name in (first, "ended", "later")]
     assert command.run_all(chosen, tmp_path, {}) == 143
     data = json.loads((tmp_path / "gpu.json").read_text())

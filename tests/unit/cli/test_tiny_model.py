@@ -113,7 +113,7 @@ def test_answers_keep_their_tokens_as_text(tmp_path, vocab):
     [
         ({"family": "gpt3"}, "--family: 'gpt3' is not allowed; allowed: llama"),
         ({"family": "opt", "kv_heads": 2}, "--kv-heads: 2 is not allowed: opt has as many as --heads"),
-        ({"dtype": "float16"}, "--dtype: 'float16'"),
+        ({"dtype": "int8"}, "--dtype: 'int8'"),
         ({"hidden": 100, "heads": 3}, "--hidden: 100"),
         ({"heads": 4, "kv_heads": 3}, "--kv-heads: 3"),
         ({"heads": 4, "kv_heads": 0}, "--kv-heads: 0"),
