@@ -21,6 +21,10 @@ sizes = serving.Sizes(
 )
 serving.measure_server(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes)
 """
+SMALL = """
+small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
+small |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}
+"""
 MODEL = """
 import dataclasses, json, torch
 from gpu import models
@@ -30,10 +34,23 @@ torch.set_num_threads(1)
 models._ARGUMENTS = ("--load-format", "dummy", "--dtype", "bfloat16")
 models.TOKENS, models.PIECE, models.ROUNDS = 256, 128, 2
 shape = shape_named("llama-2-7b")
-small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
-small |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}
 shape = dataclasses.replace(shape, config=shape.config | small)
 models.measure(shape, lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True))
+"""
+OVERHEAD = """
+import dataclasses, json, pathlib, tempfile
+from gpu import serving
+from gpu.shapes import shape_named
+
+shape = shape_named("llama-2-13b")
+shape = dataclasses.replace(shape, config=shape.config | small)
+sizes = ("--prompt", "128", "--histories", "512", "--long-history", "512", "--batches", "1,2", "--rounds", "1")
+sizes += ("--warm-up", "0", "--decoded", "8", "--chunks", "1000", "--host-size", "256MB")
+tell = lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True)
+with tempfile.TemporaryDirectory() as folder:
+    logs = pathlib.Path(folder)
+    serving.measure_overhead(tell, logs, shape, sizes)
+    tell("logs", {log.stem: log.read_text() for log in logs.iterdir()})
 """
 
 
@@ -66,8 +83,18 @@ def test_the_part_of_a_server() -> None:
 
 
 def test_the_part_of_a_model() -> None:
-    found = results_of(MODEL)
+    found = results_of(SMALL + MODEL)
     assert set(found) == {"self-check", "hidden", "kv"}
     assert all(each["ok"] for each in found.values()), found
     assert found["self-check"]["mutants_taken"] == []
     assert found["hidden"]["recompute_milliseconds"] > 0
+
+
+def test_the_part_of_overhead() -> None:
+    """A model without weights."""
+    found = results_of(SMALL + OVERHEAD)
+    logs = found.pop("logs")
+    assert logs.keys() == {"off", "tier"}
+    assert all("--load-format dummy" in log for log in logs.values())
+    assert found["512 tokens return, 64 are new: TTFT"]["restored_tokens"] == 512
+    assert found["decoding, 2 at once: TBT"]["ratio"] > 0

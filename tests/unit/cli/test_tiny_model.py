@@ -16,6 +16,7 @@ from sglang_hcache.core.errors import ConfigError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from sglang_hcache.cli import tiny_model  # noqa: E402
 from sglang_hcache.cli.tiny_model import FAMILIES, TinyModel, write_tiny_model  # noqa: E402
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4}
@@ -106,6 +107,15 @@ def test_answers_keep_their_tokens_as_text(tmp_path, vocab):
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
     following = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert following[: len(prompt) + 32] == prompt + answer
+
+
+def test_another_device_draws_all_weights(tmp_path):
+    """Nothing is drawn on the CPU then: a wide model's weights would take it long."""
+    model = TinyModel(dtype="float16", **SMALL)
+    tokenizer = tiny_model._train_tokenizer(model, [tiny_model._TRAINING_TEXT])
+    network = tiny_model._random_model(model, tokenizer, "meta")
+    assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float16}
 
 
 @pytest.mark.parametrize(

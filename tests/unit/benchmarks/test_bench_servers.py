@@ -1,0 +1,75 @@
+"""How the servers that benchmarks compare are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+Import = Callable[[str], Any]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model-00001-of-00002.bin"])
+def test_a_model_without_weights_gets_dummy_ones(bench: Import, tmp_path: Path, name: str) -> None:
+    model = bench("common.model")
+    bench("gpu.model_folder").write_model(tmp_path, bench("gpu.shapes").shape_named("llama-2-13b"))
+    assert model.load_arguments(tmp_path) == ["--load-format", "dummy"]
+    opened = model.BenchModel.open(tmp_path, name="m")
+    assert opened.header["weights"] == "dummy"
+    assert len(opened.ordinary_tokens) == opened.header["vocab"] == 32000
+    (tmp_path / name).touch()
+    assert model.load_arguments(tmp_path) == []
+    assert "weights" not in model.BenchModel.open(tmp_path, name="m").header
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_server_of_a_method_has_a_disk_or_none(bench: Import, tmp_path: Path, has_disk: bool) -> None:
+    servers = bench("serving.servers")
+    sizes = servers.sizes_for(
+        device_contexts=2,
+        mean_context=1000,
+        longest_context=1200,
+        requests_at_once=False,
+        host_bytes=2**26,
+        disk_bytes=2**30 if has_disk else 0,
+        kv_token_bytes=1024,
+        measure_s=0.1,
+    )
+    logs = tmp_path / "logs"
+    server = servers._server("hidden", tmp_path, tmp_path, sizes, logs)
+    settings = (tmp_path / "hidden.yaml").read_text()
+    assert ("dirs:" in settings, "disk_size:" in settings) == (has_disk, has_disk)
+    assert server.log == logs / "hidden.log"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_pair_starts_at_once_or_in_turns(
+    bench: Import, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    pair = bench("serving.pair")
+    started: list[int] = []
+    monkeypatch.setattr(pair, "launch_together", lambda servers: started.append(len(servers)))
+
+    class Server:
+        def kill(self) -> None:
+            started.append(0)
+
+    with pair.running(
+        {"off": Server(), "tier": Server()}, Progress(disable=True), together=together
+    ) as seconds:
+        assert started == ([2] if together else [1, 1])
+        assert (seconds is None) is together
+    assert started[-2:] == [0, 0]
+
+
+def test_only_what_measures_nothing_starts_beside_another(
+    bench: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = bench("overhead")
+    for gpu in (True, False):
+        monkeypatch.setattr(overhead, "has_gpu", lambda gpu=gpu: gpu)
+        together = [kind for kind in ("auto", "hybrid", "hidden", "kv") if overhead._start_together(kind)]
+        assert together == (["hidden", "kv"] if gpu else [])
