@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from common.precision import precision
@@ -112,4 +113,6 @@ def prepare_model(
         return BenchModel.open(path, name=path.name)
     path = folder / "model"
     write_tiny_model(path, tiny, texts, device=device)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for those who serve the model
     return BenchModel.open(path, name="random")

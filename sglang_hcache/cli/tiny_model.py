@@ -167,8 +167,6 @@ def write_tiny_model(
             _save_tokenizer(tokenizer, folder)
             _save(_random_model(model, tokenizer, device), folder)
             os.replace(folder, path)
-        if device != "cpu":
-            torch.cuda.empty_cache()  # it is for those who serve the model
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     except SafetensorError as error:  # a full disk, too
