@@ -64,6 +64,7 @@ PARTS = (
         105,
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
+    Part("prefill graphs", 105, "the same server, with CUDA graphs for prefill", is_extra=True),
     Part(
         "overhead",
         120,
@@ -102,11 +103,12 @@ def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
         from gpu import restores
 
         return restores.measure
-    if kind in ("server", "overhead", "zipf"):
+    if kind in ("server", "prefill", "overhead", "zipf"):
         from gpu import serving
 
         measure = {
             "server": serving.measure_server,
+            "prefill": serving.measure_prefill_graphs,
             "overhead": serving.measure_overhead,
             "zipf": serving.measure_zipf,
         }[kind]

@@ -83,11 +83,14 @@ ON_GPU = Sizes(
 )
 
 
-def measure_server(report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU) -> None:
+def measure_server(
+    report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU, more: Sequence[str] = ()
+) -> None:
     """One server with hidden states: equality, decoded tokens, and many requests at once under eviction.
 
     Args:
         logs: folder for the server's log; None: it is removed.
+        more: arguments of the server.
     """
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         folder = Path(name)
@@ -99,7 +102,7 @@ def measure_server(report: Report, logs: Path | None = None, sizes: Sizes = ON_G
                 *("--model-path", str(model.path), "--dtype", precision().dtype, *device_arguments()),
                 *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
                 *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
-                *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes)),
+                *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes), *more),
             ],
             log=(logs or folder) / "server.log",
             extra_env=_STRICT,
@@ -109,6 +112,11 @@ def measure_server(report: Report, logs: Path | None = None, sizes: Sizes = ON_G
             ask_servers(
                 {"tier": server}, lambda clients: ServerChecks(clients["tier"], model, sizes).run(report)
             )
+
+
+def measure_prefill_graphs(report: Report, logs: Path) -> None:
+    """The same with CUDA graphs for prefill: what is behind a hit is short enough for one."""
+    measure_server(report, logs, more=("--cuda-graph-backend-prefill", "breakable"))
 
 
 class ServerChecks:

@@ -1,4 +1,4 @@
-"""Hidden states of decode passes that are replayed: the recorded pass itself leaves them here [HCache §4.2.2].
+"""Hidden states of passes that are replayed: the recorded pass itself leaves them here [HCache §4.2.2].
 
 Python's hooks run while CUDA records a pass, once for each number of rows, and not when it is replayed. What a hook
 asks the device for meanwhile becomes a part of the recorded pass: here, to copy a layer's rows into memory that stays.
@@ -6,6 +6,7 @@ asks the device for meanwhile becomes a part of the recorded pass: here, to copy
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -26,7 +27,8 @@ class ReplayedRows:
         self._streams = streams
         with torch.inference_mode(False):  # else nobody outside of that mode could write to it
             self._rows = torch.zeros(num_layers, most_rows, width, dtype=dtype, device=streams.device)
-        self._recorded: dict[int, set[int]] = {}  # rows of a recorded pass -> layers that leave theirs
+        # Rows of a recorded pass -> layer -> how often it was recorded: decoding and prefill have the same sizes.
+        self._recorded: dict[int, Counter[int]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -38,16 +40,19 @@ class ReplayedRows:
         if not self._streams.is_recording():
             return
         count = len(hidden)
-        layers = self._recorded.setdefault(count, set())
+        layers = self._recorded.setdefault(count, Counter())
         if count <= self._rows.shape[1]:
             # Detached: some models are recorded with gradients.
             self._streams.inline(partial(self._rows[layer, :count].copy_, hidden.detach()))
-            layers.add(layer)
+            layers[layer] += 1
 
     def holds(self, count: int) -> bool:
         """Whether replaying ``count`` rows, in the next larger recorded pass, leaves the rows of all layers."""
         sizes = [size for size in self._recorded if size >= count]
-        return bool(sizes) and len(self._recorded[min(sizes)]) == len(self._rows)
+        if not sizes:
+            return False
+        layers = self._recorded[min(sizes)]
+        return len(layers) == len(self._rows) and len(set(layers.values())) == 1
 
     def layers(self, first: int, count: int) -> torch.Tensor:
         """Rows of layers [first, first + count): (count, most_rows, width), valid until the next pass."""

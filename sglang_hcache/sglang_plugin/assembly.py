@@ -86,10 +86,6 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers)
     logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
-    if not device.is_cpu:
-        logger.info(
-            "hcache: CUDA graphs for prefill are off: layers that are replayed do not show their hidden states"
-        )
     if gate is not None:
         _log_prediction(gate)
     return bridge

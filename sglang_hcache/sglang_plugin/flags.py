@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
+_PREFILL_GRAPHS = (64, 128, 256, 512)
+"""Tokens. To launch the kernels of a longer prefill one by one takes no longer than they do."""
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
     *("write_policy", "io_engine"),
@@ -108,7 +110,17 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
     args.hicache_storage_backend = BACKEND
     args.hicache_storage_backend_extra_config = config.model_dump_json()
     if args.device != "cpu":
-        args.disable_prefill_cuda_graph = True  # a captured forward pass runs no hook when it is replayed
+        _choose_prefill_graphs(args)
+
+
+def _choose_prefill_graphs(args: argparse.Namespace) -> None:
+    """None unless they are asked for; then of few and small passes: hidden states of the largest have memory."""
+    if args.cuda_graph_backend_prefill is None:
+        args.disable_prefill_cuda_graph = True
+    elif args.cuda_graph_backend_prefill == "breakable" and not any(
+        (args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill)
+    ):
+        args.cuda_graph_bs_prefill = list(_PREFILL_GRAPHS)
 
 
 def _warn_about_ignored(args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from sglang_hcache.sglang_plugin.model import ROUNDED, quantization_of, shape_of
 from sglang_hcache.sglang_plugin.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
+_LARGEST_PREFILL_GRAPH = 1024
 _AS_COMPUTED = (None, "auto")
 _BFLOAT16 = ("bf16", "bfloat16")
 _HICACHE = "hicache_"
@@ -66,7 +67,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         problems.append(
             f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
         )
-    problems += device_problems(str(server_args.device), server_args.cuda_graph_config.prefill.backend)
+    prefill = server_args.cuda_graph_config.prefill
+    problems += device_problems(str(server_args.device), str(prefill.backend), max(prefill.bs or (0,)))
     if server_args.disable_radix_cache:
         problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
     if server_args.enable_deterministic_inference:
@@ -105,20 +107,41 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     HostBudget.of(config, layout, largest_pass_of(server_args))
 
 
-def device_problems(device: str, prefill_graphs: str) -> list[str]:
+def device_problems(device: str, prefill_graphs: str, largest_graph: int) -> list[str]:
     """Why the tier does not run on ``device``.
 
     Args:
         prefill_graphs: SGLang's backend of CUDA graphs for prefill.
+        largest_graph: tokens of the largest of them.
     """
     if device not in ("cpu", "cuda"):
         return [f"{_FLAG} runs with --device cpu and cuda, not {device!r}"]
-    if device == "cuda" and prefill_graphs != "disabled":
+    if device == "cpu" or prefill_graphs == "disabled":
+        return []
+    if prefill_graphs != "breakable":
         return [
-            f"{_FLAG} cannot be used with CUDA graphs for prefill ({prefill_graphs}): replayed layers do not show "
-            "their hidden states; leave out --cuda-graph-backend-prefill, and prefill in --cuda-graph-config"
+            f"{_FLAG} cannot be used with --cuda-graph-backend-prefill {prefill_graphs}: hidden states are not seen in "
+            "its layers; use breakable, or leave it out"
+        ]
+    if largest_graph > _LARGEST_PREFILL_GRAPH:
+        return [
+            f"{_FLAG} cannot be used with CUDA graphs for prefill of {largest_graph} tokens: device memory is kept for "
+            f"the hidden states of all layers of the largest; use --cuda-graph-max-bs-prefill {_LARGEST_PREFILL_GRAPH} "
+            "or less. Longer prefills gain little from a graph"
         ]
     return []
+
+
+def prefill_graphs_told(backend: str) -> str:
+    """For the log of a server on a GPU."""
+    if backend == "disabled":
+        return (
+            "hcache: CUDA graphs for prefill are off, so a short prefill, as behind a hit, takes as long as launching "
+            "its kernels one by one; --cuda-graph-backend-prefill breakable turns them on: not run on a GPU yet"
+        )
+    return (
+        "hcache: CUDA graphs for prefill are on: with the tier they have not run on a GPU yet (docs/gpu.md)"
+    )
 
 
 def determinism_problems(method: PlanKind) -> list[str]:

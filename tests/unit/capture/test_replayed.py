@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -62,9 +63,14 @@ class DecodingServer(SaveParts):
 
     def decode(self, requests: Sequence[tuple[str, int, int]]) -> None:
         """One pass over (request, position, token)."""
-        count = len(requests)
+        self.forward([(rid, position, [token]) for rid, position, token in requests])
+
+    def forward(self, requests: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+        """One pass over (request, first position, tokens): of prefills if they are several."""
+        flat = [token for _, _, tokens in requests for token in tokens]
+        count = len(flat)
         size = min(size for size in self.recorded if size >= count)
-        tokens = torch.tensor([token for _, _, token in requests])
+        tokens = torch.tensor(flat)
         slots = torch.arange(self.used, self.used + count)
         self.used += count
         given = torch.full((8,), -7)
@@ -73,7 +79,11 @@ class DecodingServer(SaveParts):
         self.streams.put(MODEL, lambda: self.inputs[:count].copy_(given[:count]))
         self.streams.put(MODEL, lambda: self.slots[:count].copy_(slots))
         self.recorded[size]()
-        rows = [RequestRows(rid, position, row, 1) for row, (rid, position, _) in enumerate(requests)]
+        begins = [0, *accumulate(len(tokens) for _, _, tokens in requests)]
+        rows = [
+            RequestRows(rid, position, row, len(tokens))
+            for row, (rid, position, tokens) in zip(begins, requests, strict=False)
+        ]
         self.passes.end(rows, is_replayed=True)
         self.streams.put(MODEL, lambda: given.fill_(-7))
 
@@ -137,6 +147,30 @@ def test_replayed_passes_are_saved(order: str, eager: int) -> None:
     server.record()
     assert decoded(server) == [True, True, True]
     assert server.counters.snapshot()["capture.rows"] == 3 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_replayed_prefills_are_saved(order: str) -> None:
+    """Some tokens of two prompts in each pass, and a row of padding."""
+    server = DecodingServer(DelayedStreams(order))
+    server.record()
+    server.record()  # the graphs of another phase have the same sizes
+    texts = {"a": tokens_of(0), "b": tokens_of(1, 2 * CHUNK_TOKENS)}
+    for rid in texts:
+        server.assembler.publish(RequestBegins(rid, NAMESPACE, array("q")))
+    for step in range(CHUNK_TOKENS):
+        pair = texts["b"][2 * step : 2 * step + 2]
+        server.forward([("a", step, texts["a"][step : step + 1]), ("b", 2 * step, pair)])
+    server.assembler.close()
+    assert [server.saved(text) for text in texts.values()] == [[True], [True, True]]
+
+
+def test_a_phase_whose_graphs_lack_a_layer_is_not_saved() -> None:
+    server = DecodingServer(DelayedStreams())
+    server.record()
+    assert server.replayed.holds(2)
+    server.record(layers=len(METHODS) - 1)
+    assert not server.replayed.holds(2)
 
 
 def _ignored(*_: object) -> None:

@@ -27,25 +27,51 @@ from sglang_hcache.sglang_plugin.support import determinism_problems, device_pro
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 
+def _mapped(device: str | None, **given: object) -> argparse.Namespace:
+    """What becomes of arguments; SGLang's own defaults where none are given."""
+    defaults = {
+        "disable_prefill_cuda_graph": False,
+        "cuda_graph_backend_prefill": None,
+        "cuda_graph_bs_prefill": None,
+        "cuda_graph_max_bs_prefill": None,
+    }
+    args = argparse.Namespace(device=device, **(defaults | given))
+    flags._map_onto_sglang(args, HCacheConfig())
+    return args
+
+
 @pytest.mark.parametrize(("device", "is_off"), [("cpu", False), ("cuda", True), (None, True)])
 def test_prefill_runs_without_graphs_where_there_could_be_some(device: str | None, is_off: bool) -> None:
     """SGLang finds the device out later: None may be a GPU."""
-    args = argparse.Namespace(device=device, disable_prefill_cuda_graph=False)
-    flags._map_onto_sglang(args, HCacheConfig())
-    assert args.disable_prefill_cuda_graph is is_off
+    assert _mapped(device).disable_prefill_cuda_graph is is_off
 
 
-@pytest.mark.parametrize("backend", ["breakable", "tc_piecewise", "full"])
-def test_graphs_for_prefill_that_were_asked_for_are_refused(backend: str) -> None:
-    (problem,) = device_problems("cuda", backend)
+def test_graphs_for_prefill_that_were_asked_for_are_few_and_small() -> None:
+    args = _mapped("cuda", cuda_graph_backend_prefill="breakable")
+    assert not args.disable_prefill_cuda_graph
+    assert args.cuda_graph_bs_prefill == [64, 128, 256, 512]
+    assert _mapped("cuda", cuda_graph_backend_prefill="disabled").cuda_graph_bs_prefill is None
+    own = _mapped("cuda", cuda_graph_backend_prefill="breakable", cuda_graph_max_bs_prefill=300)
+    assert (own.cuda_graph_bs_prefill, own.cuda_graph_max_bs_prefill) == (None, 300)
+
+
+@pytest.mark.parametrize("backend", ["tc_piecewise", "full"])
+def test_graphs_for_prefill_that_run_no_code_of_ours_are_refused(backend: str) -> None:
+    (problem,) = device_problems("cuda", backend, 64)
     assert "--cuda-graph-backend-prefill" in problem
     assert backend in problem
-    assert device_problems("cpu", backend) == []
+    assert device_problems("cpu", backend, 64) == []
+
+
+def test_graphs_for_long_prefills_are_refused() -> None:
+    assert device_problems("cuda", "breakable", 1024) == device_problems("cuda", "disabled", 8192) == []
+    (problem,) = device_problems("cuda", "breakable", 8192)
+    assert "--cuda-graph-max-bs-prefill 1024" in problem
 
 
 def test_other_devices_are_refused() -> None:
-    assert device_problems("cuda", "disabled") == device_problems("cpu", "disabled") == []
-    assert "'xpu'" in device_problems("xpu", "disabled")[0]
+    assert device_problems("cuda", "disabled", 0) == device_problems("cpu", "disabled", 0) == []
+    assert "'xpu'" in device_problems("xpu", "disabled", 0)[0]
 
 
 @pytest.mark.parametrize("method", PlanKind)
@@ -100,8 +126,9 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
         assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4
 
 
+@pytest.mark.parametrize(("backend", "most_rows"), [("disabled", 2), ("breakable", 4)])
 def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: str, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -115,13 +142,15 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     monkeypatch.setattr(runner, "CudaStreams", streams)
     described: list[object] = []
     monkeypatch.setattr(runner.ServedModel, "of", lambda *known: described.append(known) or _served(64, 8))
-    decode = SimpleNamespace(backend="full", bs=[1, 4])
+    graphs = SimpleNamespace(
+        decode=SimpleNamespace(backend="full", bs=[1, 2]), prefill=SimpleNamespace(backend=backend, bs=[1, 4])
+    )
     checkpoint = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_quant_algo="FP8"))
     config = SimpleNamespace(quantization="modelopt_fp8")
     model_runner = SimpleNamespace(
         device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config,
         server_args=SimpleNamespace(
-            cuda_graph_config=SimpleNamespace(decode=decode), kv_cache_dtype="auto", torchao_config=""
+            cuda_graph_config=graphs, kv_cache_dtype="auto", torchao_config=""
         ),
     )  # fmt: skip
     model_runner.configure_kv_cache_dtype = partial(ModelRunner.configure_kv_cache_dtype, model_runner)
@@ -131,7 +160,7 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     assert made_with == [(torch.device("cuda", 1), [first])] * 3
     assert buffers is not None
     assert buffers.replayed is not None
-    assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4  # of the largest batch that is recorded
+    assert buffers.replayed.num_bytes == 3 * most_rows * 64 * 4  # of the largest pass that is recorded
 
 
 def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from sglang_hcache.sglang_plugin.protocols import (
     QueuedRequest,
     SchedulerView,
 )
+from sglang_hcache.sglang_plugin.support import prefill_graphs_told
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -116,6 +117,8 @@ class HCacheRadixCache(RadixCache):
         bits = promised_bits(self._server_args)
         model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization, bits)
         self._bridge = assemble(config, model, device, machine)
+        if not device.is_cpu:
+            logger.info(prefill_graphs_told(str(self._server_args.cuda_graph_config.prefill.backend)))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
 

@@ -55,6 +55,6 @@ def capture_first(
 
 
 def _most_replayed(server_args: Any) -> int:
-    """Rows of the largest decode pass that SGLang records; 0: it records none."""
-    decode = server_args.cuda_graph_config.decode
-    return 0 if str(decode.backend) == "disabled" else max(decode.bs)
+    """Rows of the largest pass that SGLang records; 0: it records none."""
+    phases = (server_args.cuda_graph_config.decode, server_args.cuda_graph_config.prefill)
+    return max((max(phase.bs) for phase in phases if str(phase.backend) != "disabled"), default=0)
