@@ -40,6 +40,10 @@ _TRIED = {
 }
 """What may be restored, and so is checked before serving."""
 _PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+_GROUP_SLOTS, _FEWEST_GROUPS = 4, 64
+"""Beside a GPU each stretch of neighbouring chunks is a copy: of 1 MB nearly twice as fast as of 256 KB (H200). In a
+simulation of conversations chunks lie alone before long without groups; with groups of four 1 to 2 % fewer are found
+again, of eight 2 to 4 %, for slots behind a prefix wait for it to go on."""
 
 
 def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
@@ -156,7 +160,9 @@ def _tiers(
     device: Device,
 ) -> TieredStore:
     memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
-    host = HostTier(memory, layout, counters, keep_dirty=disk is not None)
+    may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
+    group_slots = _GROUP_SLOTS if may_group else 1
+    host = HostTier(memory, layout, counters, keep_dirty=disk is not None, group_slots=group_slots)
     run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.last_stats.cap_bytes)
     return TieredStore(
         host,

@@ -13,12 +13,11 @@ which it is of no use. Every method is short, takes the one lock and never does 
 of them.
 
 Memory is layer-major: a layer's rows of neighbouring slots are neighbours, so a prefix in slots that follow each other
-is restored from where it is. Therefore the lowest free slot is taken first, and several are freed at a time.
+is restored from where it is. Therefore a chunk goes behind the one before it, and neighbours are evicted together.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 from collections import OrderedDict
@@ -33,10 +32,12 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.free_slots import FreeSlots
 
-_MOST_EVICTED_AT_ONCE = 16
-_SHARE_EVICTED_AT_ONCE = 1 / 64
-"""Of all slots, at most."""
+_MOST_IDLE = 1 / 16
+"""Of all slots: so many may wait for the prefixes in front of them to go on, while others are evicted."""
+_MOST_TRIED = 4
+"""Chunks that are evicted with their neighbours for a group of slots that is free as a whole."""
 
 
 @dataclass(slots=True)
@@ -61,10 +62,17 @@ class HostTier:
         memory: uint8, 1-D, ``layout.chunk_bytes`` for each slot; owned by the tier from now on.
         layout: what a slot holds.
         keep_dirty: True if a disk tier exists, so that a sealed chunk must be written before it may go.
+        group_slots: neighbours that a prefix takes, and that are evicted, together.
     """
 
     def __init__(
-        self, memory: npt.NDArray[np.uint8], layout: StateLayout, observer: Observer, *, keep_dirty: bool
+        self,
+        memory: npt.NDArray[np.uint8],
+        layout: StateLayout,
+        observer: Observer,
+        *,
+        keep_dirty: bool,
+        group_slots: int = 1,
     ) -> None:
         if memory.ndim != 1 or memory.size % layout.chunk_bytes:
             raise ValueError(
@@ -78,12 +86,12 @@ class HostTier:
         self._layers: list[npt.NDArray[np.uint8]] = [
             self.layers(layer, 1)[0] for layer in range(layout.num_layers)
         ]
-        self._evicted_at_once = max(
-            1, min(_MOST_EVICTED_AT_ONCE, int(self.num_slots * _SHARE_EVICTED_AT_ONCE))
-        )
         self._lock = threading.Lock()
-        self._free = list(range(self.num_slots))  # a heap
+        self._free = FreeSlots(self.num_slots, group_slots)
+        self._most_idle = int(self.num_slots * _MOST_IDLE)
         self._entries: dict[ChunkKey, _Entry] = {}
+        self._keys: list[ChunkKey | None] = [None] * self.num_slots
+        """By slot, of those in ``_entries``."""
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean: OrderedDict[ChunkKey, None] = OrderedDict()
         self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()
@@ -92,24 +100,46 @@ class HostTier:
 
     # -- filling ---------------------------------------------------------------------------------
 
-    def reserve(self) -> int | None:
-        """A slot to fill, or None when all are open, dirty or pinned. The caller seals or releases it."""
+    def reserve(self, behind: int | None = None) -> int | None:
+        """A slot to fill, or None when all are open, dirty or pinned. The caller seals or releases it.
+
+        Args:
+            behind: the slot of the chunk before this one: the next one is the best.
+        """
         with self._lock:
-            if not self._free:
+            slot = self._free.take_behind(behind)
+            if slot is None and not self._free.has_group and len(self._free) <= self._most_idle:
                 self._evict()
-            return heapq.heappop(self._free) if self._free else None
+            if slot is None:
+                slot = self._free.take_group()
+            return self._free.take_any() if slot is None else slot
 
     def _evict(self) -> None:
-        unpinned = (key for key in self._clean if not self._entries[key].pins)
-        for key in list(itertools.islice(unpinned, self._evicted_at_once)):
-            del self._clean[key]
-            heapq.heappush(self._free, self._entries.pop(key).slot)
+        for key in list(itertools.islice(filter(self._is_evictable, self._clean), _MOST_TRIED)):
+            if key in self._clean:  # else it went with a neighbour
+                for slot in self._free.group_of(self._entries[key].slot):
+                    self._evict_slot(slot)
+            if self._free.has_group:
+                return
+
+    def _is_evictable(self, key: ChunkKey) -> bool:
+        return key in self._clean and not self._entries[key].pins
+
+    def _evict_slot(self, slot: int) -> None:
+        key = self._keys[slot]
+        if key is not None and self._is_evictable(key):
+            del self._clean[key], self._entries[key]
+            self._set_free(slot)
             self._observer.count("host.chunks_evicted")
+
+    def _set_free(self, slot: int) -> None:
+        self._keys[slot] = None
+        self._free.add(slot)
 
     def release(self, slot: int) -> None:
         """Give an open slot back unused."""
         with self._lock:
-            heapq.heappush(self._free, slot)
+            self._set_free(slot)
 
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
@@ -130,7 +160,7 @@ class HostTier:
         """
         with self._lock:
             if generation != self.generation:
-                heapq.heappush(self._free, slot)
+                self._set_free(slot)
                 return False
             if not self._enter(slot, key):
                 return False
@@ -142,8 +172,9 @@ class HostTier:
         entry = self._entries.get(key)
         if entry is None:
             self._entries[key] = _Entry(slot)
+            self._keys[slot] = key
             return True
-        heapq.heappush(self._free, slot)
+        self._set_free(slot)
         entry.is_reused = True
         self._touch(key)
         return False
@@ -176,6 +207,12 @@ class HostTier:
             entry = self._entries.get(key)
             return entry is not None and entry.is_reused
 
+    def slot_of(self, key: ChunkKey) -> int | None:
+        """Slot of a chunk, which it may lose at any time; None if it is not here."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return None if entry is None else entry.slot
+
     def pin(self, key: ChunkKey) -> int | None:
         """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here.
 
@@ -196,7 +233,7 @@ class HostTier:
                 entry = self._orphans[slot]
             entry.pins -= 1
             if not entry.pins and self._orphans.pop(slot, None) is not None:
-                heapq.heappush(self._free, slot)
+                self._set_free(slot)
 
     def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
@@ -241,8 +278,9 @@ class HostTier:
             for entry in self._entries.values():
                 if entry.pins:
                     self._orphans[entry.slot] = entry
+                    self._keys[entry.slot] = None
                 else:
-                    heapq.heappush(self._free, entry.slot)
+                    self._set_free(entry.slot)
             self._entries.clear()
             self._clean.clear()
             self._dirty.clear()

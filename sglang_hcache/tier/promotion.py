@@ -101,9 +101,10 @@ class Promotion:
 
     def _reserve(self) -> dict[int, int]:
         """Slots for the first of the chunks, as far as there are some that nobody needs more."""
-        slots = {}
+        slots: dict[int, int] = {}
+        slot = None
         for place in self._wanted:
-            slot = self._host.reserve()
+            slot = self._host.reserve(slot)
             if slot is None:
                 break
             slots[place] = slot

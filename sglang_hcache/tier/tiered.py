@@ -113,12 +113,15 @@ class TieredStore:
 
     # -- saving ----------------------------------------------------------------------------------
 
-    def reserve(self) -> int | None:
+    def reserve(self, behind: int | None = None) -> int | None:
         """A host slot to fill, or None. Waits a moment for the demoter, so not for the serving thread.
 
         The caller passes it to :meth:`seal` or gives it back to ``host.release``.
+
+        Args:
+            behind: the slot of the chunk before it.
         """
-        slot = self.host.reserve()
+        slot = self.host.reserve(behind)
         if slot is not None or self._demoter is None:
             return slot
         return self._demoter.wait_for_slot()

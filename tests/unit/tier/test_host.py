@@ -15,13 +15,13 @@ def info(name: int) -> ChunkInfo:
     return ChunkInfo(name.to_bytes(32, "little"), bytes(32), 0, bytes(16))
 
 
-def host(slots: int, *, keep_dirty: bool = False) -> HostTier:
+def host(slots: int, *, keep_dirty: bool = False, group_slots: int = 1) -> HostTier:
     memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
-    return HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty)
+    return HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty, group_slots=group_slots)
 
 
-def put(tier: HostTier, name: int) -> int:
-    slot = tier.reserve()
+def put(tier: HostTier, name: int, behind: int | None = None) -> int:
+    slot = tier.reserve(behind)
     assert slot is not None
     for layer in range(LAYOUT.num_layers):
         tier.layer_of(slot, layer)[:] = name
@@ -129,13 +129,46 @@ def test_slots_that_follow_each_other_are_one_piece_of_each_layer() -> None:
         assert tier.layer_of(1, layer, 3).tolist() == [2] * size + [3] * size + [4] * size
 
 
-def test_slots_are_freed_together_and_taken_in_order() -> None:
-    tier = host(128)
-    for name in range(128):
-        put(tier, name)
-    assert [put(tier, 128 + number) for number in range(4)] == [0, 1, 2, 3]
-    assert tier.counts() == (0, 128, 0)
-    tier.touch([info(name).key for name in range(10)])  # no more there: 0 to 3
-    put(tier, 140)
-    assert tier.counts() == (1, 127, 0)  # two go at a time, the oldest that nobody used again: 10 and 11
-    assert [info(name).key in tier for name in (4, 9, 10, 11, 12)] == [True, True, False, False, True]
+def full(slots: int, group_slots: int) -> HostTier:
+    """One prefix, whose names are its slots."""
+    tier = host(slots, group_slots=group_slots)
+    for name in range(slots):
+        assert put(tier, name, name - 1 if name else None) == name
+    return tier
+
+
+def test_neighbours_are_evicted_together_and_taken_in_order() -> None:
+    tier = full(16, 4)
+    tier.touch([info(name).key for name in (0, 1, 2)])
+    assert put(tier, 20) == 0  # the oldest is 3, and goes with its neighbours
+    assert [info(name).key in tier for name in range(5)] == [False] * 4 + [True]
+    assert put(tier, 21, 0) == 1
+    assert put(tier, 22, 1) == 2
+    assert put(tier, 23, 8) == 4  # what is behind it is taken: a group of its own
+    assert tier.counts() == (4, 12, 0)
+
+
+def test_a_prefix_begins_where_nobody_waits_to_go_on_unless_many_slots_do() -> None:
+    tier = host(64, group_slots=4)
+    assert [put(tier, name) for name in range(16)] == list(range(0, 64, 4))
+    assert all(put(tier, 20 + number) % 4 for number in range(44))
+    assert tier.counts().clean == 60
+    put(tier, 100)  # as many as one in sixteen are idle: from now on others go
+    assert tier.counts().clean < 61
+
+
+def test_without_groups_one_goes_at_a_time() -> None:
+    tier = full(8, 1)
+    assert [put(tier, 10 + number) for number in range(3)] == [0, 1, 2]
+    assert tier.counts() == (0, 8, 0)
+
+
+def test_what_is_pinned_stays_and_the_rest_of_its_group_is_used() -> None:
+    tier = full(16, 4)
+    for name in range(0, 16, 4):
+        assert tier.pin(info(name).key) == name
+    taken = {tier.reserve() for _ in range(12)}
+    assert taken == {slot for slot in range(16) if slot % 4}
+    assert tier.reserve() is None
+    assert tier.slot_of(info(4).key) == 4
+    assert tier.slot_of(info(5).key) is None

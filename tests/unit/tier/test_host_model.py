@@ -40,31 +40,58 @@ class HostModel(RuleBasedStateMachine):
         self.contents: dict[int, int] = {}
         """Of slots that a reader may rely on."""
 
-    @initialize(slots=st.sampled_from([1, 2, 4, 8]), keep_dirty=st.booleans(), at_once=st.integers(1, 3))
-    def begin(self, slots: int, keep_dirty: bool, at_once: int) -> None:
+    @initialize(
+        slots=st.sampled_from([1, 2, 4, 7, 8]),
+        keep_dirty=st.booleans(),
+        group=st.integers(1, 3),
+        idle=st.integers(0, 3),
+    )
+    def begin(self, slots: int, keep_dirty: bool, group: int, idle: int) -> None:
         memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
-        self.tier = HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty)
-        self.tier._evicted_at_once = at_once
-        self.keep_dirty, self.at_once, self.num_slots = keep_dirty, at_once, slots
+        self.tier = HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty, group_slots=group)
+        self.tier._most_idle = idle
+        self.idle = idle
+        self.keep_dirty, self.group, self.num_slots = keep_dirty, group, slots
 
     # -- what the tier is asked to do ------------------------------------------------------------
 
-    @rule()
-    def reserve(self) -> None:
-        free = self.free()
-        if not free:
-            pinned = {name for name, slot in self.pins if self.slots.get(name) == slot}
-            for name in [name for name in self.clean if name not in pinned][: self.at_once]:
-                self.clean.remove(name)
-                self.reused.discard(name)
-                free.append(self.slots.pop(name))
-        slot = self.tier.reserve()
-        assert slot == min(free, default=None)
+    @rule(behind=st.none() | st.integers(0, 7))
+    def reserve(self, behind: int | None) -> None:
+        slot = self.tier.reserve(behind)
+        if behind is not None and behind + 1 in self.free():
+            assert slot == behind + 1
+        else:
+            if not self.whole_groups() and len(self.free()) <= self.idle:
+                self.evict()
+            whole = self.whole_groups()
+            assert slot == whole[0] if whole else slot in (self.free() or [None])
         if slot is not None:
             self.marks = (self.marks + 1) % 256
             self.tier.memory.reshape(LAYOUT.num_layers, self.num_slots, -1)[:, slot] = self.marks
             self.contents[slot] = self.marks
             self.opened.append((slot, self.generation))
+
+    def whole_groups(self) -> list[int]:
+        """First slots of those that are free as a whole."""
+        free = set(self.free())
+        firsts = range(0, self.num_slots, self.group)
+        return [first for first in firsts if free >= set(self.group_of(first))]
+
+    def group_of(self, slot: int) -> range:
+        first = slot - slot % self.group
+        return range(first, min(first + self.group, self.num_slots))
+
+    def evict(self) -> None:
+        """The oldest chunks with their neighbours, until a group is free."""
+        pinned = {name for name, slot in self.pins if self.slots.get(name) == slot}
+        for oldest in [name for name in self.clean if name not in pinned][:4]:
+            group = self.group_of(self.slots[oldest]) if oldest in self.slots else ()
+            for name in [name for name in self.clean if name not in pinned and self.slots[name] in group]:
+                self.clean.remove(name)
+                self.reused.discard(name)
+                del self.slots[name]
+            if self.whole_groups():
+                return
 
     @precondition(lambda self: self.opened)
     @rule()
@@ -143,7 +170,7 @@ class HostModel(RuleBasedStateMachine):
     def put(self, names: list[int], pinned: bool) -> None:
         """What takes several steps, for they seldom come in a row by chance."""
         for name in names:
-            self.reserve()
+            self.reserve(behind=None)
             if self.opened:
                 self.seal(name, on_disk=False)
             if pinned:
