@@ -11,12 +11,15 @@ import logging
 import queue
 import threading
 from array import array
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hcache.capture.beginnings import Beginnings, ChunkInMaking
+from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.events import (
     Event,
     RequestBegins,
@@ -34,6 +37,10 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
+
+_COPIED_TOGETHER = 8
+"""Whole chunks, at most, that several threads copy before the first of them is sealed: to hand them work takes a tenth
+of a millisecond, and more where the interpreter is busy."""
 
 
 @dataclass(slots=True)
@@ -76,12 +83,16 @@ class Assembler:
     Args:
         ring: where captured rows lie, of the tiers' layout.
         tiers: where chunks go.
+        copiers: copy whole chunks; closed by the assembler. None: its thread copies everything.
     """
 
-    def __init__(self, ring: StagingRing, tiers: TieredStore, observer: Observer) -> None:
+    def __init__(
+        self, ring: StagingRing, tiers: TieredStore, observer: Observer, copiers: Copiers | None = None
+    ) -> None:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
+        self._copiers = copiers
         self.beginnings = Beginnings(tiers.host)
         self._chunks = _chunk_groups(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
@@ -130,6 +141,8 @@ class Assembler:
                     self._pending -= 1
         self._end_all()
         self.beginnings.clear()
+        if self._copiers is not None:
+            self._copiers.close()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -195,16 +208,55 @@ class Assembler:
             self._end(rows.rid)
             return
         done = 0
-        while done < rows.count:
-            filled = len(request.chunk.tokens)
-            count = min(CHUNK_TOKENS - filled, rows.count - done)
-            first = rows.row + done
-            request.chunk.tokens.extend(taken.tokens[first : first + count])
-            if self._is_worth_copying(request):
-                self._copy(request, taken, first, filled, count)
-            if len(request.chunk.tokens) == CHUNK_TOKENS:
-                self._seal(request)
-            done += count
+        copied: deque[int] = deque()
+        try:
+            while done < rows.count:
+                filled = len(request.chunk.tokens)
+                count = min(CHUNK_TOKENS - filled, rows.count - done)
+                first = rows.row + done
+                if not copied and not filled:
+                    copied = self._copied_together(request, taken, first, (rows.count - done) // CHUNK_TOKENS)
+                request.chunk.tokens.extend(taken.tokens[first : first + count])
+                if copied:
+                    request.chunk.slot = copied.popleft()
+                elif self._is_worth_copying(request):
+                    self._copy(request, taken, first, filled, count)
+                if len(request.chunk.tokens) == CHUNK_TOKENS:
+                    self._seal(request)
+                done += count
+        finally:
+            self._give_back(copied)  # none, but after an error
+
+    def _copied_together(self, request: _OpenRequest, taken: _Pass, first: int, most: int) -> deque[int]:
+        """Slots with the rows of the request's next whole chunks, at most ``most``, which begin at row ``first``.
+
+        None from one on that is stored already, lacks rows, or for which a slot is not simply there.
+        """
+        slots: deque[int] = deque()
+        if self._copiers is None or most < 2:
+            return slots
+        copies = []
+        key = request.chunk.parent
+        try:
+            for begin in range(first, first + min(most, _COPIED_TOGETHER) * CHUNK_TOKENS, CHUNK_TOKENS):
+                end = begin + CHUNK_TOKENS
+                key = next_key(key, token_bytes(taken.tokens[begin:end]))
+                if end > taken.count or key in self._tiers:
+                    break
+                slot = self._tiers.host.reserve()
+                if slot is None:
+                    break
+                slots.append(slot)
+                copies.append(partial(self._copy_rows, taken, slot, begin, 0, CHUNK_TOKENS))
+            self._copiers.carry_out(copies)
+        except BaseException:
+            self._give_back(slots)
+            raise
+        return slots
+
+    def _give_back(self, slots: deque[int]) -> None:
+        while slots:
+            self._tiers.host.release(slots.popleft())
 
     def _is_worth_copying(self, request: _OpenRequest) -> bool:
         """False once rows are missing, or if the whole chunk just arrived and is stored already."""
@@ -222,9 +274,12 @@ class Assembler:
         if slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
+        self._copy_rows(taken, slot, first, filled, count)
+        request.chunk.slot = slot
+
+    def _copy_rows(self, taken: _Pass, slot: int, first: int, filled: int, count: int) -> None:
         for chunks, rows in zip(self._chunks, taken.groups, strict=True):
             chunks[slot, :, filled : filled + count] = rows[:, first : first + count]
-        request.chunk.slot = slot
 
     def _reserve(self) -> int | None:
         """A slot to fill, if need be that of an unfinished chunk."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from sglang_hcache.core.threads import let_others_go_first
+
 _ROWS_WORTH_A_LANE = 512
 _MOST = 16
 """Two steps of 4,096 rows have no work for more, and each would keep memory for its products."""
-_NICENESS = 10
-"""Who decodes goes first on a core that both want: as a stream of low priority on a GPU."""
 
 
 class Lanes:
@@ -46,9 +44,7 @@ class Lanes:
 
 
 def _be_single_threaded(all_there: threading.Barrier) -> None:
-    own = threading.get_native_id()  # on Linux a priority is a thread's, not its process's
-    with contextlib.suppress(OSError):  # a sandbox that forbids it: nothing but the order is lost
-        os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+    let_others_go_first()  # as a stream of low priority on a GPU does
     torch.get_num_threads()  # a thread that has not asked yet would take over everybody's number later
     torch.set_num_threads(1)
     all_there.wait()

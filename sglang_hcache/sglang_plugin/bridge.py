@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from array import array
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.copiers import copiers_for
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, TiersCleared
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
@@ -72,7 +74,9 @@ class Bridge:
         self.ids = RequestIds()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
         ring = StagingRing(memory, tiers.layout, model.row_dtype)
-        self._assembler = Assembler(ring, tiers, counters)
+        # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
+        copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
+        self._assembler = Assembler(ring, tiers, counters, copiers)
         beside = device.beside
         tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
         replayed = None if beside is None else beside.replayed

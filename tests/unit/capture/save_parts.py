@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
@@ -30,6 +31,8 @@ class SaveParts:
         rows: of the staging ring.
     """
 
+    copying_threads = 1
+
     def __init__(
         self, layout: StateLayout, slots: int, rows: int, device_ring: DeviceRing | None = None
     ) -> None:
@@ -40,7 +43,8 @@ class SaveParts:
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
         self.ring = StagingRing(staging, layout, torch.float32)
-        self.assembler = Assembler(self.ring, self.tiers, self.counters)
+        copiers = Copiers(self.copying_threads) if self.copying_threads > 1 else None
+        self.assembler = Assembler(self.ring, self.tiers, self.counters, copiers)
         self.tap = Tap(self.ring, self.assembler.publish, self.counters, device_ring)
 
     def chunks(

@@ -1,0 +1,59 @@
+"""Threads that copy rows beside the assembler: one alone copies more slowly than a GPU computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from sglang_hcache.core.threads import let_others_go_first
+
+_MOST = 4
+_CORES_FOR_ONE = 4
+
+
+def copiers_for(cores: int) -> Copiers | None:
+    """As many as a machine can spare; None: none but the assembler."""
+    count = min(_MOST, cores // _CORES_FOR_ONE)
+    return Copiers(count) if count > 1 else None
+
+
+class Copiers:
+    """Several threads that copy, one of which is the caller's.
+
+    Args:
+        count: with the caller's, at least two.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._others = count - 1
+        self._threads = ThreadPoolExecutor(
+            self._others, thread_name_prefix="hcache-copier", initializer=let_others_go_first
+        )
+
+    def carry_out(self, copies: Sequence[Callable[[], None]]) -> None:
+        """Do all of ``copies``, in any order. At the end none is under way, also after an error, which is raised."""
+        left = deque(copies)
+        # Each takes the next one: a thread that got no core holds up the others by no more than one copy.
+        others = [self._threads.submit(_work, left) for _ in range(min(self._others, len(copies) - 1))]
+        try:
+            _work(left)
+        finally:
+            left.clear()
+            begun = [other for other in others if not other.cancel()]
+            wait(begun)
+        for other in begun:
+            other.result()
+
+    def close(self) -> None:
+        """Returns when the threads are gone."""
+        self._threads.shutdown()
+
+
+def _work(left: deque[Callable[[], None]]) -> None:
+    while left:
+        try:
+            copy = left.popleft()
+        except IndexError:  # somebody else was faster
+            return
+        copy()

@@ -1,0 +1,214 @@
+"""Several threads that copy: by themselves, and as the assembler's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hcache.capture.copiers import Copiers, copiers_for
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from tests.unit.capture.save_parts import SaveParts
+from tests.unit.capture.test_assembler import SavePath
+
+_TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def copiers() -> Iterator[Copiers]:
+    made = Copiers(3)
+    yield made
+    made.close()
+    assert not of_copiers()
+
+
+def of_copiers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hcache-copier")]
+
+
+def path_with(threads: int, **sizes: int) -> SavePath:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveParts, "copying_threads", threads)
+        return SavePath(**sizes)
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 0), (2, 0), (7, 0), (8, 1), (15, 2), (16, 3), (192, 3)])
+def test_a_quarter_of_the_cores_copies(cores: int, threads: int) -> None:
+    copiers = copiers_for(cores)
+    assert (copiers._others if copiers else 0) == threads
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
+def test_everything_is_copied_once(copiers: Copiers, count: int) -> None:
+    done: list[int] = []
+    copiers.carry_out([lambda number=number: done.append(number) for number in range(count)])  # type: ignore[misc]
+    assert sorted(done) == list(range(count))
+
+
+def test_threads_copy_at_the_same_time_and_let_others_go_first(copiers: Copiers) -> None:
+    together = threading.Barrier(3)
+    niceness: set[int] = set()
+
+    def copy() -> None:
+        together.wait(_TIMEOUT_S)
+        niceness.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    copiers.carry_out([copy] * 3)
+    assert niceness == {own, max(10, own)}
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_after_an_error_nothing_is_under_way(copiers: Copiers, fails_here: bool) -> None:
+    here = threading.current_thread()
+    together = threading.Barrier(3)
+    ended: list[int] = []
+
+    def copy() -> None:
+        together.wait(_TIMEOUT_S)
+        if (threading.current_thread() is here) is fails_here:
+            raise MemoryError
+        threading.Event().wait(0.05)
+        ended.append(0)
+
+    with pytest.raises(MemoryError):
+        copiers.carry_out([copy] * 3)
+    assert len(ended) == (2 if fails_here else 1)
+
+
+# -- with the assembler --------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_same_is_saved_as_by_one_thread(seed: int) -> None:
+    """Also where host memory or staging is short, and where prompts begin alike."""
+
+    def saved(threads: int) -> object:
+        random = Random(seed)
+        path = path_with(threads, slots=random.choice([1, 5, 12, 64]), rows=random.choice([300, 1500]))
+        tokens = {rid: [1 + random.randrange(2)] * random.randint(1, 1200) for rid in "abc"}
+        done = dict.fromkeys(tokens, 0)
+        for rid in tokens:
+            path.begin(rid, [])
+        while parts := next_parts(random, tokens, done):
+            path.forward(parts)
+            path.settle()
+            if random.random() < 0.1:
+                path.end(random.choice("abc"))
+        path.finish()
+        assert path.ring.reserve(path.ring.num_rows) is not None
+        names = (
+            "rows_dropped_staging_full",
+            "chunks_dropped_staging_full",
+            "chunks_dropped_host_full",
+            "errors",
+        )
+        counts = [path.counters[f"capture.{name}"] for name in names]
+        counts += [path.counters[f"host.{name}"] for name in ("chunks_sealed", "duplicate_chunks")]
+        return [path.sealed(each) for each in tokens.values()], counts, path.tiers.host.counts()
+
+    assert saved(3) == saved(1)
+
+
+def next_parts(
+    random: Random, tokens: dict[str, list[int]], done: dict[str, int]
+) -> list[tuple[str, int, list[int]]]:
+    parts = []
+    for rid, whole in tokens.items():
+        count = min(random.randint(1, 900), len(whole) - done[rid])
+        if count:
+            parts.append((rid, done[rid], whole[done[rid] : done[rid] + count]))
+            done[rid] += count
+    return parts
+
+
+@pytest.fixture
+def path() -> Iterator[SavePath]:
+    made = path_with(3, slots=16, rows=1024)
+    yield made
+    made.finish()
+
+
+def wrap_copies(path: SavePath, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+    """``before(first row)`` is called before each copy."""
+    copy = path.assembler._copy_rows
+
+    def wrapped(taken: object, slot: int, first: int, *rest: int) -> None:
+        before(first)
+        copy(taken, slot, first, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(path.assembler, "_copy_rows", wrapped)
+
+
+def test_an_error_in_any_thread_costs_the_chunks_of_its_pass(
+    path: SavePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(first: int) -> None:
+        if first == 3 * CHUNK_TOKENS:
+            raise MemoryError
+
+    tokens = list(range(512))
+    with monkeypatch.context() as patch:
+        wrap_copies(path, patch, fail)
+        path.begin("a", [])
+        path.forward([("a", 0, tokens)])
+        path.settle()
+    assert path.counters["capture.errors"] == 1
+    assert path.tiers.host.counts() == (16, 0, 0)
+    path.begin("b", [])
+    path.forward([("b", 0, tokens)])
+    path.finish()
+    assert path.sealed(tokens) == [True] * 8
+
+
+def test_slots_that_wait_to_be_sealed_come_back_after_an_error(
+    path: SavePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = path.tiers.seal
+    sealed: list[int] = []
+
+    def fail_at_third(slot: int, info: object) -> None:
+        if len(sealed) == 2:
+            raise MemoryError
+        sealed.append(slot)
+        seal(slot, info)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(path.tiers, "seal", fail_at_third)
+    path.begin("a", [])
+    path.forward([("a", 0, list(range(512)))])
+    path.finish()
+    # The slot that was being sealed is the tier's, whatever became of it.
+    assert path.tiers.host.counts() == (13, 2, 0)
+
+
+def test_nothing_is_sealed_and_no_row_used_again_before_all_copies_have_ended(
+    path: SavePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def wait(first: int) -> None:
+        if first == 5 * CHUNK_TOKENS:
+            assert may_go_on.wait(_TIMEOUT_S)
+
+    wrap_copies(path, monkeypatch, wait)
+    tokens = list(range(512))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens)])
+    closing = threading.Thread(target=path.finish)
+    closing.start()
+    assert path.sealed(tokens) == [False] * 8
+    assert path.ring.reserve(513) is None
+    may_go_on.set()
+    closing.join(_TIMEOUT_S)
+    assert path.sealed(tokens) == [True] * 8
+    assert path.ring.reserve(1024) is not None
+    assert not of_copiers()
