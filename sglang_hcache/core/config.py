@@ -113,9 +113,10 @@ class HCacheConfig(BaseModel):
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
-    """Part of ``host_size`` that receives rows during a forward pass, at most half of it. What a pass computes beyond
-    it is not saved; the log warns at start if that can happen. Default: two of the model's largest prefill passes, at
-    most a quarter of ``host_size``."""
+    """Part of ``host_size`` that receives rows during forward passes, at most half of it. Rows that find no room are
+    not saved; the log warns at start if that can happen. Default: two of the model's largest prefill passes, three on a
+    GPU with overlap scheduling, where a pass begins before the last one has ended; at most a quarter of
+    ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
     Default: an eighth of ``disk_size``, at most 256 MiB."""

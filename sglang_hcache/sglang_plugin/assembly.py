@@ -76,7 +76,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         weights = model.weights()
         stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
-        budget = _budget(config, layout, device.largest_pass)
+        budget = _budget(config, layout, device.largest_pass, device.staged_passes)
         tiers = _tiers(config, layout, budget, disk, counters, device)
         gate = None
         if profile is not None and config.method in _PREDICTED:
@@ -88,7 +88,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, gauges)
         undo.pop_all()
     _log_model(asked, model, stored, check)
-    _log_tiers(config, tiers)
+    _log_tiers(config, tiers, budget)
     logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
     if gate is not None:
         _log_prediction(gate)
@@ -139,14 +139,20 @@ def _profile(
     return find_profile(config, bench)
 
 
-def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int) -> HostBudget:
+def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int, staged_passes: int) -> HostBudget:
     if config.method is PlanKind.RECOMPUTE:
         return HostBudget.least()
-    budget = HostBudget.of(config, layout, largest_pass)
+    budget = HostBudget.of(config, layout, largest_pass, staged_passes)
+    remedy = "raise --hcache-host-size or staging_size, or lower --chunked-prefill-size"
     if budget.ring_rows < largest_pass:
         logger.warning(
-            "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; raise "
-            "--hcache-host-size or staging_size, or lower --chunked-prefill-size", budget.ring_rows, largest_pass,
+            "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; %s",
+            budget.ring_rows, largest_pass, remedy,
+        )  # fmt: skip
+    elif budget.ring_rows < staged_passes * largest_pass:
+        logger.warning(
+            "hcache: staging holds %d tokens, not %d prefill passes of up to %d: of a long prompt not every pass is "
+            "saved; %s", budget.ring_rows, staged_passes, largest_pass, remedy,
         )  # fmt: skip
     return budget
 
@@ -210,7 +216,7 @@ def _log_model(
         )  # fmt: skip
 
 
-def _log_tiers(config: HCacheConfig, tiers: TieredStore) -> None:
+def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> None:
     disk = "no disk tier (give --hcache-dirs for one)"
     stats = tiers.disk_stats
     if stats is not None:
@@ -218,8 +224,9 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore) -> None:
         if config.disk_max_age is not None:
             disk += f", each kept for {format_duration(config.disk_max_age)} at most"
     logger.info(
-        "hcache: host tier %s for %d tokens; %s; %s",
-        format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, disk, config.write_policy,
+        "hcache: host tier %s for %d tokens, staging for %d; %s; %s",
+        format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, budget.ring_rows, disk,
+        config.write_policy,
     )  # fmt: skip
 
 

@@ -35,11 +35,14 @@ class HostBudget:
         return cls(CHUNK_TOKENS, 1, 1)
 
     @classmethod
-    def of(cls, config: HCacheConfig, layout: StateLayout, largest_pass: int) -> HostBudget:
+    def of(
+        cls, config: HCacheConfig, layout: StateLayout, largest_pass: int, staged_passes: int = 2
+    ) -> HostBudget:
         """Divide it.
 
         Args:
             largest_pass: most tokens of one prefill pass.
+            staged_passes: that staging should hold (:func:`staged_passes_of`).
 
         Raises:
             ConfigError: more than this machine has, or too little for this model.
@@ -56,7 +59,7 @@ class HostBudget:
         row_bytes = sum(layout.row_bytes)
         staging = config.staging_size
         if staging is None:
-            staging = min(config.host_size // 4, 2 * max(largest_pass, CHUNK_TOKENS) * row_bytes)
+            staging = min(config.host_size // 4, staged_passes * max(largest_pass, CHUNK_TOKENS) * row_bytes)
         for_slots = config.host_size - staging - block_chunks * one_chunk
         budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
@@ -95,6 +98,17 @@ def largest_pass_of(server_args: Any) -> int:
     """Most tokens that SGLang prefills in one pass."""
     chunked = server_args.chunked_prefill_size
     return int(chunked if chunked and chunked > 0 else server_args.max_prefill_tokens)
+
+
+def staged_passes_of(server_args: Any) -> int:
+    """How many passes that follow each other have rows in staging, as soon as the last of them begins.
+
+    The rows of a pass are on their way into chunks when it has ended, and the next one begins at once. With overlap
+    scheduling that one is on the device already, and the one behind it begins: SGLang launches a pass when the last
+    but one has ended.
+    """
+    runs_ahead = server_args.device != "cpu" and not server_args.disable_overlap_schedule
+    return 3 if runs_ahead else 2
 
 
 def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreConfig | None:

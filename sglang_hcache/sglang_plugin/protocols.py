@@ -136,6 +136,8 @@ class Device:
     """Most tokens of one prefill pass."""
     beside: DeviceBuffers | None
     """Memory of a device beside the CPU; None on a CPU."""
+    staged_passes: int = 2
+    """Passes that follow each other and have rows in staging at the same time."""
 
     @property
     def is_cpu(self) -> bool:

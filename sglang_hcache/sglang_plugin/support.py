@@ -10,7 +10,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
-from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, store_config
+from sglang_hcache.sglang_plugin.budget import HostBudget, largest_pass_of, staged_passes_of, store_config
 from sglang_hcache.sglang_plugin.model import ROUNDED, quantization_of, shape_of
 from sglang_hcache.sglang_plugin.planning import profile_of
 
@@ -104,7 +104,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     stored = PlanKind.KV if quantization is not None else config.method
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
-    HostBudget.of(config, layout, largest_pass_of(server_args))
+    HostBudget.of(config, layout, largest_pass_of(server_args), staged_passes_of(server_args))
 
 
 def device_problems(device: str, prefill_graphs: str, largest_graph: int) -> list[str]:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
-from sglang_hcache.sglang_plugin.budget import HostBudget, longest_run, pool_share
+from sglang_hcache.sglang_plugin.assembly import _budget
+from sglang_hcache.sglang_plugin.budget import HostBudget, longest_run, pool_share, staged_passes_of
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
@@ -30,6 +33,49 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
     assert HostBudget.of(config, LAYOUT, 512).ring_rows == 1024
     assert HostBudget.of(config, LAYOUT, 8192).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_no_overlap", "passes"), [("cuda", False, 3), ("cuda", True, 2), ("cpu", False, 2)]
+)
+def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
+    device: str, has_no_overlap: bool, passes: int
+) -> None:
+    arguments = SimpleNamespace(device=device, disable_overlap_schedule=has_no_overlap)
+    assert staged_passes_of(arguments) == passes
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 512, passes).ring_rows == passes * 512
+    assert HostBudget.of(config, LAYOUT, 8192, passes).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("largest_pass", "passes", "warning"),
+    [
+        (1024, 3, None),
+        (1500, 2, None),
+        (
+            1500,
+            3,
+            "staging holds 3814 tokens, not 3 prefill passes of up to 1500: of a long prompt not every",
+        ),
+        (
+            3000,
+            2,
+            "staging holds 3814 tokens, not 2 prefill passes of up to 3000: of a long prompt not every",
+        ),
+        (
+            4096,
+            2,
+            "staging holds 3814 tokens, a prefill pass may have 4096, and the rest is not saved; raise --",
+        ),
+    ],
+)
+def test_the_log_says_where_staging_is_too_small(
+    largest_pass: int, passes: int, warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, largest_pass, passes)
+    assert [warning in message for message in caplog.messages if warning] == [True] * (warning is not None)
+    assert bool(caplog.messages) is (warning is not None)
 
 
 def test_passes_may_be_shorter_than_a_chunk() -> None:

@@ -26,7 +26,7 @@ from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
-from sglang_hcache.sglang_plugin.budget import largest_pass_of
+from sglang_hcache.sglang_plugin.budget import largest_pass_of, staged_passes_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.flags import config_of
@@ -108,6 +108,7 @@ class HCacheRadixCache(RadixCache):
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
             beside=self._runner.hcache_buffers,
+            staged_passes=staged_passes_of(self._server_args),
         )
         config = config_of(self._server_args)
         quantization = quantization_of(self._model_config, self._server_args.torchao_config)
