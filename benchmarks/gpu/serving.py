@@ -202,7 +202,8 @@ def measure_overhead(
     """
 
     def on_row(row: dict[str, Any]) -> None:
-        report(row["what"], {name: value for name, value in row.items() if name not in ("what", "times")})
+        found = {name: value for name, value in row.items() if name not in ("what", "times")}
+        report(row["what"], found | {"ok": "not_measured" not in row})
 
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         model = Path(name) / "model"

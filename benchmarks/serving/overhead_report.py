@@ -22,6 +22,7 @@ _FIELDS = (
     "ratio_high",
     "restored_tokens",
     "device_tokens",
+    "not_measured",
 )
 
 
@@ -37,12 +38,16 @@ def show(data: dict[str, Any], console: Console) -> None:
         interval = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}" if "ratio" in row else ""
         table.add_row(
             row["what"],
-            *(_text(row[name], row["unit"]) for name in ("off", "tier")),
+            _text(row["off"], row["unit"]),
+            "not measured" if "not_measured" in row else _text(row["tier"], row["unit"]),
             f"{row['ratio']:.3f}" if "ratio" in row else "",
             interval,
             f"{row['restored_tokens']:,.0f}" if "restored_tokens" in row else "",
         )
     console.print(table)
+    for row in data["rows"]:
+        if "not_measured" in row:
+            console.print(f"{row['what']}: not measured: {row['not_measured']}")
 
 
 def write(folder: Path, data: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from common.statistics import median_with_interval
 from common.turns import in_turn
 from serving.pair import OFF, TIER
 from serving.token_client import TokenAnswer, TokenClient
+from sglang_hcache.core.layout import CHUNK_TOKENS
 
 _COMPANY = 4
 """Requests that decode while a restore runs."""
@@ -26,6 +27,8 @@ _LONGER = 4
 """Answers beside which a history returns, over others."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
+_PIECE = 4096
+"""Tokens of a history that is to come back which are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,7 @@ class PairedRequests:
         restored = []
 
         async def once(client: TokenClient, _: int) -> float:
-            await client.ask(history, max_tokens=1)
+            await self._have_saved(client, history)
             await client.empty(tiers=False)
             answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
             if client is self.clients[TIER]:
@@ -170,40 +173,30 @@ class PairedRequests:
         """
         history = self._prompt(self._settings.long_history)
         gaps: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside": []} for name in self.clients}
+        restored: list[int] = []
         for _ in range(self._settings.rounds):
             for name, client in self.clients.items():
-                await client.ask(history, max_tokens=1)
+                await self._have_saved(client, history)
                 hit_s = (await client.ask(history, max_tokens=1)).ttft_s
                 await client.empty(tiers=False)
-                alone, beside = await self._decode_beside(client, history, hit_s)
+                alone, beside, answer = await self._decode_beside(client, history, hit_s)
                 gaps[name]["alone"] += alone
                 gaps[name]["beside"] += beside
+                if name == TIER:
+                    restored.append(answer.sources.restored)
                 await self.clients[TIER].settle()
-        rows = []
-        for statistic, percent in (("p50", 50), ("p99", 99)):
-            found = {
-                name: {
-                    when: float(np.percentile(times, percent)) for when, times in of_server.items() if times
-                }
-                for name, of_server in gaps.items()
-            }
-            rows.append(
-                {
-                    "what": f"TBT {statistic} while {self._settings.long_history} tokens return, over TBT alone",
-                    "unit": "x",
-                    **{  # None: the history was back before anybody's next token
-                        name: value["beside"] / value["alone"] if "beside" in value else None
-                        for name, value in found.items()
-                    },
-                    "seconds": found,
-                }
-            )
-        return rows
+        return company_rows(self._settings.long_history, gaps, restored)
+
+    async def _have_saved(self, client: TokenClient, history: list[int]) -> None:
+        """All of ``history`` is computed, in pieces: passes right behind each other may find no room in staging."""
+        for end in (*range(_PIECE, len(history), _PIECE), len(history)):
+            await client.ask(history[:end], max_tokens=1)
+            await client.settle()
 
     async def _decode_beside(
         self, client: TokenClient, history: list[int], hit_s: float
-    ) -> tuple[list[float], list[float]]:
-        """Gaps between tokens of a few requests: alone, and those that the return of ``history`` came into.
+    ) -> tuple[list[float], list[float], TokenAnswer]:
+        """Gaps between tokens of a few requests: alone, and those that the return of ``history`` came into; its answer.
 
         Args:
             hit_s: time to the first token of ``history`` when it is on the device.
@@ -223,15 +216,55 @@ class PairedRequests:
         stream = asyncio.create_task(batch())
         await asyncio.sleep(0.3 * took)  # all of them decode by now
         asked = time.perf_counter()
-        came_back = asked + (await client.ask(history, max_tokens=1)).ttft_s - hit_s
+        answer = await client.ask(history, max_tokens=1)
+        came_back = asked + answer.ttft_s - hit_s
         beside = []
-        for answer in await stream:
-            at = began + answer.ttft_s
-            for gap in answer.gaps_s:
+        for other in await stream:
+            at = began + other.ttft_s
+            for gap in other.gaps_s:
                 at += gap
                 if asked < at < came_back:
                     beside.append(gap)
-        return alone, beside
+        return alone, beside, answer
+
+
+def company_rows(
+    length: int, gaps: dict[str, dict[str, list[float]]], restored: Sequence[int]
+) -> list[dict[str, Any]]:
+    """TBT beside the return of a history over TBT alone.
+
+    Args:
+        length: of the history.
+        gaps: of each server, ``alone`` and ``beside`` it, in seconds.
+        restored: tokens of it, in each round. Of less than the whole nothing is said: it was prefilled beside them.
+    """
+    least = min(restored)
+    # The last token of a prompt is computed, and with it what it shares a chunk with.
+    is_whole = least >= length - CHUNK_TOKENS
+    why_not = {} if is_whole else {"not_measured": f"{least:,} of {length:,} tokens were restored"}
+    rows = []
+    for statistic, percent in (("p50", 50), ("p99", 99)):
+        found = {
+            name: {when: float(np.percentile(times, percent)) for when, times in of_server.items() if times}
+            for name, of_server in gaps.items()
+        }
+        ratios = {  # None: the history was back before anybody's next token
+            name: value["beside"] / value["alone"] if "beside" in value else None
+            for name, value in found.items()
+        }
+        if not is_whole:
+            ratios[TIER] = None
+        rows.append(
+            {
+                "what": f"TBT {statistic} while {length} tokens return, over TBT alone",
+                "unit": "x",
+                **ratios,
+                "restored_tokens": least,
+                **why_not,
+                "seconds": found,
+            }
+        )
+    return rows
 
 
 def paired_row(what: str, times: dict[str, list[float]]) -> dict[str, Any]:

@@ -98,3 +98,6 @@ def test_the_part_of_overhead() -> None:
     assert all("--load-format dummy" in log for log in logs.values())
     assert found["512 tokens return, 64 are new: TTFT"]["restored_tokens"] == 512
     assert found["decoding, 2 at once: TBT"]["ratio"] > 0
+    beside = found["TBT p50 while 512 tokens return, over TBT alone"]
+    assert beside["restored_tokens"] >= 512 - 64
+    assert all(each["ok"] for each in found.values()), found

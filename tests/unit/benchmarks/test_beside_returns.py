@@ -1,0 +1,108 @@
+"""What ``overhead.py`` says of others' decoding while a history returns: nothing where it did not return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+Import = Callable[[str], Any]
+
+LENGTH = 10_000
+GAPS = {"off": {"alone": [0.01], "beside": [0.02]}, "tier": {"alone": [0.01], "beside": [0.03]}}
+
+
+@pytest.mark.parametrize("restored", [LENGTH, LENGTH - 64])
+def test_a_ratio_is_of_whole_returns(bench: Import, restored: int) -> None:
+    rows = bench("serving.overhead_requests").company_rows(LENGTH, GAPS, [LENGTH, restored])
+    for row in rows:
+        assert (row["off"], row["tier"]) == (pytest.approx(2), pytest.approx(3))
+        assert row["restored_tokens"] == restored
+        assert "not_measured" not in row
+
+
+def test_one_return_that_lacks_a_part_makes_it_none(bench: Import, tmp_path: Path) -> None:
+    rows = bench("serving.overhead_requests").company_rows(LENGTH, GAPS, [LENGTH, LENGTH - 65])
+    for row in rows:
+        assert (row["off"], row["tier"]) == (pytest.approx(2), None)
+        assert row["not_measured"] == "9,935 of 10,000 tokens were restored"
+    report, console = bench("serving.overhead_report"), Console(record=True, width=200)
+    report.show({"rows": rows}, console)
+    text = console.export_text()
+    assert "over TBT alone: not measured: 9,935 of 10,000 tokens were restored" in text
+    assert "3.00 x" not in text
+    report.write(tmp_path, {"rows": rows})
+    assert "9,935 of 10,000" in (tmp_path / "overhead.csv").read_text()
+
+
+def test_nothing_came_beside_a_fast_return(bench: Import) -> None:
+    gaps = {"off": GAPS["off"], "tier": {"alone": [0.01], "beside": []}}
+    for row in bench("serving.overhead_requests").company_rows(LENGTH, gaps, [LENGTH]):
+        assert row["tier"] is None
+        assert "not_measured" not in row
+
+
+class Client:
+    """A server that restores as much of a prompt as was saved in passes that staging had room for."""
+
+    def __init__(self, answer: Callable[..., Any], most: int) -> None:
+        self._answer = answer
+        self._most = most
+        self._on_device: list[int] = []
+        self._staged = 0
+        self.saved: list[int] = []
+
+    async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+        restored = 0
+        if len(prompt) > 1000:
+            if not self._on_device:
+                restored = len(self.saved) if prompt[: len(self.saved)] == self.saved else 0
+            known = max(len(self._on_device), restored)
+            new = prompt[known:]
+            if self._staged + len(new) <= self._most and known <= len(self.saved):
+                self.saved = list(prompt)
+            self._staged += len(new)
+            self._on_device = list(prompt)
+        await asyncio.sleep(0)
+        return self._answer(restored, max_tokens)
+
+    async def settle(self) -> None:
+        self._staged = 0
+
+    async def empty(self, *, tiers: bool) -> None:
+        assert not tiers
+        self._on_device, self._staged = [], 0
+
+
+@pytest.mark.parametrize(("most", "is_measured"), [(5000, True), (3000, False)])
+def test_a_history_is_saved_in_pieces_that_staging_holds(bench: Import, most: int, is_measured: bool) -> None:
+    requests, clients = bench("serving.overhead_requests"), bench("serving.token_client")
+
+    def answer(restored: int, tokens: int) -> Any:
+        sources = SimpleNamespace(restored=restored, device=0)
+        return clients.TokenAnswer(
+            tokens=(1,) * tokens,
+            logprobs=(0.0,) * tokens,
+            sources=sources,
+            ttft_s=0.001,
+            gaps_s=(0.001,) * (tokens - 1),
+            total_s=0.001 * tokens,
+        )
+
+    settings = SimpleNamespace(
+        long_history=LENGTH, rounds=2, decoded=8, warm_up=0, seed=0, histories=(LENGTH,), batches=(1,)
+    )
+    model = SimpleNamespace(random_prompt=lambda generator, n: list(generator.integers(0, 1000, n)))
+    pair = {name: Client(answer, most) for name in ("off", "tier")}
+    asked = requests.PairedRequests(settings, model, pair)
+    rows = asyncio.run(asked._company())
+    for row in rows:
+        assert (row["restored_tokens"] == LENGTH) is is_measured
+        assert ("not_measured" not in row) is is_measured
+    (row,) = asyncio.run(asked._returning(LENGTH))
+    assert (row["restored_tokens"] == LENGTH) is is_measured
