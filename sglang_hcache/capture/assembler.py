@@ -192,7 +192,7 @@ class Assembler:
                 self._drop_chunk(request, "capture.chunks_dropped_beginning_gone")
                 return
             # While the rows are held: making room for the copy must not throw them away.
-            chunk.slot = self._reserve()
+            chunk.slot = self._reserve(request)
             if chunk.slot is not None:
                 for chunks in self._chunks:
                     chunks[chunk.slot, :, : len(tail)] = chunks[source, :, : len(tail)]
@@ -237,13 +237,14 @@ class Assembler:
             return slots
         copies = []
         key = request.chunk.parent
+        slot = self._tiers.host.slot_of(key)
         try:
             for begin in range(first, first + min(most, _COPIED_TOGETHER) * CHUNK_TOKENS, CHUNK_TOKENS):
                 end = begin + CHUNK_TOKENS
                 key = next_key(key, token_bytes(taken.tokens[begin:end]))
                 if end > taken.count or key in self._tiers:
                     break
-                slot = self._tiers.host.reserve()
+                slot = self._tiers.host.reserve(slot)
                 if slot is None:
                     break
                 slots.append(slot)
@@ -270,7 +271,7 @@ class Assembler:
         if first + count > taken.count:
             self._drop_chunk(request, "capture.chunks_dropped_staging_full")
             return
-        slot = request.chunk.slot if filled else self._reserve()
+        slot = request.chunk.slot if filled else self._reserve(request)
         if slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
@@ -281,11 +282,12 @@ class Assembler:
         for chunks, rows in zip(self._chunks, taken.groups, strict=True):
             chunks[slot, :, filled : filled + count] = rows[:, first : first + count]
 
-    def _reserve(self) -> int | None:
-        """A slot to fill, if need be that of an unfinished chunk."""
-        slot = self._tiers.reserve()
+    def _reserve(self, request: _OpenRequest) -> int | None:
+        """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
+        behind = self._tiers.host.slot_of(request.chunk.parent)
+        slot = self._tiers.reserve(behind)
         if slot is None and self.beginnings.give_one_back():
-            slot = self._tiers.reserve()
+            slot = self._tiers.reserve(behind)
         return slot
 
     def _seal(self, request: _OpenRequest) -> None:

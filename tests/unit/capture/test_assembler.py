@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.sources import kv_source
-from sglang_hcache.core.keys import Namespace
+from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.device.kv_gather import TorchGather
 from tests.unit.capture.save_parts import SaveParts
@@ -28,8 +28,8 @@ NAMESPACE = Namespace(model=b"m", layout="test")
 class SavePath(SaveParts):
     """Plays the serving thread: forward passes whose hidden states say which request and position they are."""
 
-    def __init__(self, slots: int = 64, rows: int = 512) -> None:
-        super().__init__(LAYOUT, slots, rows)
+    def __init__(self, slots: int = 64, rows: int = 512, group_slots: int = 1) -> None:
+        super().__init__(LAYOUT, slots, rows, group_slots=group_slots)
 
     def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
         self.assembler.publish(RequestBegins(rid, Namespace(b"m", "test", tenant), array("q", prefix)))
@@ -111,6 +111,29 @@ def test_requests_share_passes_and_keep_their_rows_apart(path: SavePath) -> None
     assert path.sealed(one, "x") == [True, True]
     assert path.sealed(two, "y") == [True, True]
     assert path.sealed(one) == [False, False]
+
+
+def test_chunks_of_a_prefix_are_neighbours_whoever_else_is_saved() -> None:
+    """Prompts, decoded tokens in turns, and a conversation that goes on."""
+    path = SavePath(group_slots=4)
+    texts = {rid: [number] * 7 * CHUNK_TOKENS for number, rid in enumerate("abc")}
+    for rid, text in texts.items():
+        path.begin(rid, [])
+        path.forward([(rid, 0, text[: 2 * CHUNK_TOKENS])])
+    for position in range(2 * CHUNK_TOKENS, 5 * CHUNK_TOKENS):
+        path.forward([(rid, position, [text[position]]) for rid, text in texts.items()])
+        path.settle()
+    for rid, text in texts.items():
+        path.end(rid)
+        path.begin(rid, text[: 5 * CHUNK_TOKENS])
+        path.forward([(rid, 5 * CHUNK_TOKENS, text[5 * CHUNK_TOKENS :])])
+    path.finish()
+    for text in texts.values():
+        slots = [path.tiers.host.slot_of(key) for key in chunk_keys(NAMESPACE.root_key(), text)]
+        first, second = slots[0], slots[4]
+        assert first is not None
+        assert second is not None
+        assert slots == [*range(first, first + 4), *range(second, second + 3)]
 
 
 def test_a_request_that_starts_on_a_cached_prefix(path: SavePath) -> None:
