@@ -102,7 +102,7 @@ def _restored(rig: Rig, found: selfcheck.SelfCheckResult, method: Method) -> dic
     if method not in found.errors:
         return {"ok": False, "why": found.why_not_hidden}
     rows = [rig.stored_rows(layer, method) for layer in range(rig.num_layers)]
-    restores = Restores(method, rows, found.restorer, rig.device.host_memory, keep_apart=False)
+    restores = Restores(method, rows, found.restorer, rig.device.host_memory)
     slots = rig.view.allocate(TOKENS)
     restores.run(slots)
     error = rig.error(slots)

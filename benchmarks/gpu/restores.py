@@ -35,6 +35,8 @@ from sglang_hcache.tier.tiered import TieredStore
 TOKENS, LAYERS, ROUNDS = 4096, 8, 7
 _WHOLE = ("llama-2-13b", "llama-3-8b")
 """Of all layers: what a restore takes to begin and to end counts less than among eight."""
+_PIECES = (None, 4, 1)
+"""Chunks side by side: all, as many as a server keeps together where it can, and the worst."""
 _LONG, _LONG_TOKENS = "llama-2-13b", 16384
 BLOCK_CHUNKS = 64
 
@@ -74,7 +76,7 @@ class Restores:
 
     Args:
         rows: of each layer, (tokens, width), on any device.
-        keep_apart: leave an empty slot after each chunk, so that each is a copy of its own.
+        piece: so many chunks are neighbours, and a copy; an empty slot is left behind them. None: all.
     """
 
     def __init__(
@@ -84,13 +86,14 @@ class Restores:
         restorer: LayerRestorer,
         memory: HostMemory,
         *,
-        keep_apart: bool,
+        piece: int | None = None,
     ) -> None:
         self._restorer = restorer
         row_bytes = rows[0].shape[1] * rows[0].element_size()
         layout = StateLayout((method,) * len(rows), (row_bytes,) * len(rows))
-        count, stride = len(rows[0]) // CHUNK_TOKENS, 2 if keep_apart else 1
-        host = HostTier(memory(stride * count * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
+        count = len(rows[0]) // CHUNK_TOKENS
+        slots = [index + index // (piece or count) for index in range(count)]
+        host = HostTier(memory((slots[-1] + 1) * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
         self._tiers = TieredStore(
             host,
             None,
@@ -100,9 +103,9 @@ class Restores:
             piece_chunks=1,
         )
         self.keys = [ChunkKey(index.to_bytes(32, "little")) for index in range(1, count + 1)]
-        taken = [host.reserve() for _ in range(stride * count)]
+        taken = [host.reserve() for _ in range(host.num_slots)]
         for index, key in enumerate(self.keys):
-            slot, tokens = taken[stride * index], slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            slot, tokens = taken[slots[index]], slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
             assert slot is not None
             for layer, of_layer in enumerate(rows):
                 host.layer_of(slot, layer)[:] = of_layer[tokens].cpu().view(torch.uint8).reshape(-1).numpy()
@@ -145,7 +148,7 @@ class RestoreCheck:
         tokens: int,
         layers: int,
         dtype: torch.dtype,
-        keep_apart: bool = False,
+        piece: int | None = None,
     ) -> None:
         device = streams.device
         self.layers = RandomLayers.of(shape, layers, tokens, dtype, device)
@@ -165,7 +168,7 @@ class RestoreCheck:
         row_bytes = max(hidden_bytes, kv_bytes)  # as a server's, which may have both
         self.stage = DeviceStage(streams, row_bytes, kv_bytes, rows_at_once(row_bytes), tokens)
         restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
-        self.restores = Restores(method, self.rows, restorer, memory, keep_apart=keep_apart)
+        self.restores = Restores(method, self.rows, restorer, memory, piece=piece)
 
     def error(self) -> float:
         """Of one restore into a poisoned pool, units in the last place.
@@ -190,29 +193,29 @@ class _Case:
     layers: int
     tokens: int
     method: Method
-    keep_apart: bool
+    piece: int | None
 
     @property
     def name(self) -> str:
         whole = "whole, " if self.layers == self.shape.num_layers else ""
-        place = "scattered" if self.keep_apart else "in place"
+        place = "in one piece" if self.piece is None else f"in pieces of {self.piece}"
         return f"{self.shape.name}, {whole}{self.tokens} tokens, {self.method.value}, {place}"
 
 
 def _cases() -> list[_Case]:
     """Two whole models, then some layers of each."""
-    both, places = (Method.HIDDEN, Method.KV), (False, True)
+    both = (Method.HIDDEN, Method.KV)
     found = [
-        _Case(shape, shape.num_layers, TOKENS, method, keep_apart)
+        _Case(shape, shape.num_layers, TOKENS, method, piece)
         for shape in map(shape_named, _WHOLE)
-        for keep_apart in places
+        for piece in _PIECES
         for method in both
     ]
-    found.append(_Case(shape_named(_LONG), shape_named(_LONG).num_layers, _LONG_TOKENS, Method.HIDDEN, False))
+    found.append(_Case(shape_named(_LONG), shape_named(_LONG).num_layers, _LONG_TOKENS, Method.HIDDEN, None))
     return found + [
-        _Case(shape, LAYERS, TOKENS, method, keep_apart)
+        _Case(shape, LAYERS, TOKENS, method, piece)
         for shape in SHAPES
-        for keep_apart in places
+        for piece in (None, 1)
         for method in both
     ]
 
@@ -236,7 +239,7 @@ def _measure_one(case: _Case, device: torch.device, memory: HostMemory) -> dict[
         tokens=case.tokens,
         layers=case.layers,
         dtype=torch.bfloat16,
-        keep_apart=case.keep_apart,
+        piece=case.piece,
     )
     ulps = max(check.error() for _ in range(2))
     seconds = statistics.median(check.restores.run(check.slots) for _ in range(ROUNDS))

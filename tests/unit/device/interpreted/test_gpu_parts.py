@@ -90,9 +90,9 @@ def saved_wrongly(order: str, kinds: str) -> int:
         return int(check.wrong_rows(steps=20))
 
 
-@pytest.mark.parametrize("keep_apart", [False, True], ids=["in place", "scattered"])
+@pytest.mark.parametrize("piece", [None, 2, 1])
 @pytest.mark.parametrize("method", [Method.HIDDEN, Method.KV])
-def test_restores_are_right_and_wrong_ones_are_seen(method: Method, keep_apart: bool) -> None:
+def test_restores_are_right_and_wrong_ones_are_seen(method: Method, piece: int | None) -> None:
     from gpu.layers import MOST_ULPS
     from gpu.restores import RestoreCheck
 
@@ -105,7 +105,7 @@ def test_restores_are_right_and_wrong_ones_are_seen(method: Method, keep_apart: 
         tokens=64,
         layers=2,
         dtype=torch.float32,
-        keep_apart=keep_apart,
+        piece=piece,
     )
     with torch.inference_mode():
         assert check.error() <= MOST_ULPS
