@@ -19,7 +19,7 @@ from gpu import serving
 sizes = serving.Sizes(
     layers=3, hidden=128, histories=6, length=320, pool_histories=3, requests=40, answer=4, decoded=150
 )
-serving.measure_server(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes)
+serving.measure_server(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes=sizes)
 """
 SMALL = """
 small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
