@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import torch
 
@@ -32,6 +32,15 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Hold up the calling thread until it is reached."""
+
+
+class Stamp(Protocol):
+    """When a device came to a point in what it does."""
+
+    def is_reached(self) -> bool: ...
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Of two that are reached, and were taken by one thread."""
 
 
 class Streams(Protocol):
@@ -75,6 +84,9 @@ class Streams(Protocol):
 
     def is_recording(self) -> bool:
         """Whether the calling thread's own work is recorded, to be done again later, and not done now."""
+
+    def stamp(self) -> Stamp:
+        """When all is done that the calling thread has queued so far."""
 
 
 class BufferRing:
@@ -176,6 +188,11 @@ class CudaStreams:
     def is_recording(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def stamp(self) -> Stamp:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return _Stamp(event)
+
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """As ``torch.cuda.stream``, which asks for devices and the environment: 20 microseconds a time, here 5."""
@@ -240,6 +257,19 @@ def _event_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+class _Stamp:
+    """A :class:`Stamp`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: _Stamp) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class _Events:

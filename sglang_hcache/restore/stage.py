@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_hcache.device.streams import BufferRing, Mark, Spans, Streams
+from sglang_hcache.device.streams import BufferRing, Mark, Spans, Stamp, Streams
 from sglang_hcache.restore.rows import StoredRows
 
 NUM_BUFFERS = 3
@@ -106,6 +106,10 @@ class DeviceStage:
     def fence(self) -> Mark:
         """What the calling thread and the model have queued on the device."""
         return self._streams.fence()
+
+    def stamp(self) -> Stamp:
+        """When the device has done what the calling thread has queued."""
+        return self._streams.stamp()
 
     def after(self, mark: Mark, *, reading: bool) -> None:
         """Write nothing outside of the buffers before ``mark``; with ``reading``, read nothing either."""

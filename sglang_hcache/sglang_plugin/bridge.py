@@ -32,6 +32,7 @@ from sglang_hcache.sglang_plugin.budget import HostBudget
 from sglang_hcache.sglang_plugin.launching import Launcher
 from sglang_hcache.sglang_plugin.metrics import TierGauges
 from sglang_hcache.sglang_plugin.model import ServedModel
+from sglang_hcache.sglang_plugin.prefill_times import PrefillTimes
 from sglang_hcache.sglang_plugin.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.restores import RestoreCoordinator
@@ -65,7 +66,6 @@ class Bridge:
         self.tiers = tiers
         self.gate = gate
         self._model = model
-        self._is_cpu = device.is_cpu
         self._namespace: Namespace | None = namespace
         self._on_device: Namespace | None = None  # whose KV came to the device last; None: there is none
         self._device_is_stale = False  # what is there was not all computed with the present weights
@@ -87,6 +87,9 @@ class Bridge:
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
         launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
+        self._prefill_times = None
+        if gate is not None and beside is not None:
+            self._prefill_times = PrefillTimes(gate, beside.stage)
         self._gauges = gauges
         self._closed = threading.Event()
         self._stored = (
@@ -159,20 +162,24 @@ class Bridge:
         is_wanted = any(rid in self._capturing for rid in rids)
         if is_wanted:
             self._passes.begin(tokens, slots)
+            if self._prefill_times is not None:
+                self._prefill_times.begin()
         return is_wanted
 
     def end_pass(self, requests: Sequence[RequestRows], seconds: float | None, *, is_replayed: bool) -> None:
         """The pass succeeded.
 
         Args:
-            seconds: that it took; None where others like it do not take as long.
+            seconds: that it took, or that a GPU was asked in; None where others like it do not take as long.
             is_replayed: by a CUDA graph: no hook of Python's ran.
         """
+        is_prefill = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS
+        if self.gate is not None and seconds is not None and is_prefill:
+            if self._prefill_times is not None:
+                self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds
+            else:
+                self.gate.prefilled(requests[0].count, requests[0].position, seconds)
         self._passes.end(requests, is_replayed=is_replayed)
-        if not self._is_cpu or seconds is None:
-            return  # a GPU has only been asked; how long it takes nobody knows here
-        if self.gate is not None and len(requests) == 1 and requests[0].count >= CHUNK_TOKENS:
-            self.gate.prefilled(requests[0].count, requests[0].position, seconds)
 
     def abandon_pass(self) -> None:
         """The pass failed."""
@@ -215,6 +222,8 @@ class Bridge:
 
     def tick(self) -> None:
         """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
+        if self._prefill_times is not None:
+            self._prefill_times.look()
         self.restores.tick()
         running = self.restores.running
         if running.is_recomputing or self.restores.scheduler.is_running():

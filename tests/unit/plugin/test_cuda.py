@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import PlanKind
@@ -215,7 +216,24 @@ def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     bridge, passes = object.__new__(Bridge), _Passes()
     bridge._capturing, bridge._passes = {"a"}, passes  # type: ignore[assignment]
     bridge._captures, bridge._namespace = True, Namespace(bytes(32), "weights that did not change")
+    timed: list[object] = []
+    bridge._prefill_times = SimpleNamespace(begin=partial(timed.append, "begin"))  # type: ignore[assignment]
     assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
     assert bridge.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
     assert not bridge.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
     assert passes.begun == [1, 70]
+    assert timed == ["begin", "begin"]
+
+
+def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
+    """What it takes to ask for one says nothing of how long it takes."""
+    done: list[object] = []
+    bridge = object.__new__(Bridge)
+    bridge.gate = object()  # type: ignore[assignment]
+    bridge._passes = SimpleNamespace(end=lambda _requests, *, is_replayed: done.append(is_replayed))  # type: ignore[assignment]
+    bridge._prefill_times = SimpleNamespace(end=lambda count, start: done.append((count, start)))  # type: ignore[assignment]
+    bridge.end_pass([RequestRows("a", 128, 0, 64)], 0.001, is_replayed=False)
+    bridge.end_pass([RequestRows("a", 192, 0, 1)], 0.001, is_replayed=True)  # decoding
+    bridge.end_pass([RequestRows("a", 0, 0, 64)], None, is_replayed=False)  # with logprobs of the prompt
+    bridge.end_pass([RequestRows("a", 0, 0, 64), RequestRows("b", 0, 64, 64)], 0.001, is_replayed=False)
+    assert done == [(64, 128), False, True, False, False]
