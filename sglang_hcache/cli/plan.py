@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
     from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
 
+_FASTEST = 1e9
+"""GB/s and TFLOP/s; the slowest is as far below 1."""
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -115,7 +118,8 @@ def plan(
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
-    _check_positive(tokens=tokens, io_gbps=io_gbps, tflops=tflops, buffers=buffers)
+    _check_positive(tokens=tokens, buffers=buffers)
+    _check_rates(io_gbps=io_gbps, tflops=tflops)
     planned = _model(model, dtype, kv_cache_dtype)
     costs = _profile(planned, io_gbps, tflops, profile)
     why_not_hidden = None if planned is None else planned.why_not_hidden
@@ -139,6 +143,17 @@ def _kind(method: str) -> PlanKind:
         return PlanKind(method)
     except ValueError:
         raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}") from None
+
+
+def _check_rates(**values: float | None) -> None:
+    """Of machines that there may be: times that follow from others are none."""
+    _check_positive(**values)
+    for name, value in values.items():
+        if value is not None and not 1 / _FASTEST <= value <= _FASTEST:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag}: {value:g} is not allowed; give a number between {1 / _FASTEST:g} and {_FASTEST:g}"
+            )
 
 
 def _check_positive(**values: float | None) -> None:

@@ -268,6 +268,11 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         (["llama2-7b", *RATES, "--tokens", "0"], "--tokens: 0 is not allowed; give a number above 0"),
         (["llama2-7b", "--io-gbps", "nan", "--tflops", "1"], "--io-gbps: nan is not allowed"),
         (["llama2-7b", "--io-gbps", "1", "--tflops", "-1"], "--tflops: -1.0 is not allowed"),
+        (
+            ["llama2-7b", "--io-gbps", "1e-300", "--tflops", "1"],
+            "--io-gbps: 1e-300 is not allowed; give a number between 1e-09 and 1e+09",
+        ),
+        (["llama2-7b", "--io-gbps", "1", "--tflops", "1e308"], "--tflops: 1e+308 is not allowed"),
         (["llama2-7b", *RATES, "--buffers", "0"], "--buffers: 0 is not allowed"),
         (["llama2-7b", *RATES, "--dtype", "int8"], "--dtype: 'int8' is not allowed; allowed: float32"),
         (
