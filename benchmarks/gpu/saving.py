@@ -65,7 +65,7 @@ class SavingCheck:
         self._events: list[RowsCaptured] = []
         self._prefill = prefill
         tap = Tap(self._ring, self._take, Counters(), device_ring)
-        self.replayed = ReplayedRows(streams, len(methods), width, max(sizes), dtype)
+        self.replayed = ReplayedRows(streams, len(methods), width, max(sizes), dtype, lambda: False)
         new = partial(torch.zeros, device=streams.device)
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)
         self._hidden = new(most, width, dtype=dtype)

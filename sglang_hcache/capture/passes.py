@@ -62,16 +62,17 @@ class PassCapture:
         if self._methods[layer] is Method.HIDDEN:
             self._tap.layer(layer, hidden)
 
-    def end(self, requests: Sequence[RequestRows], *, is_replayed: bool) -> None:
+    def end(self, requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool = False) -> None:
         """The pass succeeded.
 
         Args:
             is_replayed: it was recorded before: no hook of Python's ran.
+            is_prefill: among the passes of prefills, not of decoding.
         """
         assert self._slots is not None
         slots, self._slots = self._slots, None
         if is_replayed:
-            self._take_replayed(len(slots))
+            self._take_replayed(len(slots), is_prefill)
         kv_left = len(self._kv_layers) - self._kv_taken
         if self._tap.layers_seen + kv_left == len(self._methods):  # else it is dropped anyway
             self._take_kv(slots, len(self._methods))
@@ -82,8 +83,8 @@ class PassCapture:
         self._slots = None
         self._tap.abandon_pass()
 
-    def _take_replayed(self, num_rows: int) -> None:
-        if self._replayed is None or not self._replayed.holds(num_rows):
+    def _take_replayed(self, num_rows: int, is_prefill: bool) -> None:
+        if self._replayed is None or not self._replayed.holds(num_rows, is_prefill=is_prefill):
             return
         for first, count in self._hidden_runs:
             self._tap.layers(first, count, hidden_source(self._replayed.layers(first, count)))

@@ -7,6 +7,7 @@ asks the device for meanwhile becomes a part of the recorded pass: here, to copy
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,16 +20,25 @@ class ReplayedRows:
 
     Args:
         most_rows: of a recorded pass; larger ones are left alone.
+        is_prefill: whether the pass that is being recorded is of prefills, and not of decoding.
     """
 
     def __init__(
-        self, streams: Streams, num_layers: int, width: int, most_rows: int, dtype: torch.dtype
+        self,
+        streams: Streams,
+        num_layers: int,
+        width: int,
+        most_rows: int,
+        dtype: torch.dtype,
+        is_prefill: Callable[[], bool],
     ) -> None:
         self._streams = streams
+        self._is_prefill = is_prefill
         with torch.inference_mode(False):  # else nobody outside of that mode could write to it
             self._rows = torch.zeros(num_layers, most_rows, width, dtype=dtype, device=streams.device)
-        # Rows of a recorded pass -> layer -> how often it was recorded: decoding and prefill have the same sizes.
-        self._recorded: dict[int, Counter[int]] = {}
+        # Rows of a recorded pass -> layer -> how often it was recorded: there may be several of a size.
+        self._decodes: dict[int, Counter[int]] = {}
+        self._prefills: dict[int, Counter[int]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -40,18 +50,23 @@ class ReplayedRows:
         if not self._streams.is_recording():
             return
         count = len(hidden)
-        layers = self._recorded.setdefault(count, Counter())
+        layers = self._recorded(is_prefill=self._is_prefill()).setdefault(count, Counter())
         if count <= self._rows.shape[1]:
             # Detached: some models are recorded with gradients.
             self._streams.inline(partial(self._rows[layer, :count].copy_, hidden.detach()))
             layers[layer] += 1
 
-    def holds(self, count: int) -> bool:
+    def _recorded(self, *, is_prefill: bool) -> dict[int, Counter[int]]:
+        """Of one phase: where its hooks were not seen, what lies here is of the other's last pass."""
+        return self._prefills if is_prefill else self._decodes
+
+    def holds(self, count: int, *, is_prefill: bool) -> bool:
         """Whether replaying ``count`` rows, in the next larger recorded pass, leaves the rows of all layers."""
-        sizes = [size for size in self._recorded if size >= count]
+        recorded = self._recorded(is_prefill=is_prefill)
+        sizes = [size for size in recorded if size >= count]
         if not sizes:
             return False
-        layers = self._recorded[min(sizes)]
+        layers = recorded[min(sizes)]
         return len(layers) == len(self._rows) and len(set(layers.values())) == 1
 
     def layers(self, first: int, count: int) -> torch.Tensor:

@@ -26,19 +26,25 @@ class DeviceBuffers:
     ring: DeviceRing
     """Of saving."""
     replayed: ReplayedRows | None
-    """Of decode passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
+    """Of passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
     host_memory: HostMemory
     """Makes the host buffers that the device copies from and to."""
 
     @classmethod
     def take(
-        cls, streams: Callable[[], Streams], model: ServedModel, method: PlanKind, most_replayed: int
+        cls,
+        streams: Callable[[], Streams],
+        model: ServedModel,
+        method: PlanKind,
+        most_replayed: int,
+        records_prefill: Callable[[], bool],
     ) -> DeviceBuffers:
         """Allocate all of it.
 
         Args:
             streams: makes queues of the device.
-            most_replayed: rows of the largest decode pass that is replayed; 0: none are.
+            most_replayed: rows of the largest pass that is replayed; 0: none are.
+            records_prefill: whether the pass that is being recorded is of prefills.
         """
         shape = model.shape
         row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
@@ -47,7 +53,12 @@ class DeviceBuffers:
         ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(
-                streams(), shape.num_layers, shape.hidden_size, most_replayed, model.dtype
+                streams(),
+                shape.num_layers,
+                shape.hidden_size,
+                most_replayed,
+                model.dtype,
+                records_prefill,
             )
             model.watch(range(shape.num_layers), replayed.on_layer)
         return cls(stage, ring, replayed, PinnedMemory())

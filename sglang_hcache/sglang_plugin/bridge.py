@@ -166,20 +166,28 @@ class Bridge:
                 self._prefill_times.begin()
         return is_wanted
 
-    def end_pass(self, requests: Sequence[RequestRows], seconds: float | None, *, is_replayed: bool) -> None:
+    def end_pass(
+        self,
+        requests: Sequence[RequestRows],
+        seconds: float | None,
+        *,
+        is_replayed: bool,
+        is_prefill: bool = False,
+    ) -> None:
         """The pass succeeded.
 
         Args:
             seconds: that it took, or that a GPU was asked in; None where others like it do not take as long.
             is_replayed: by a CUDA graph: no hook of Python's ran.
+            is_prefill: that graph is one of those for prefill.
         """
-        is_prefill = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS
-        if self.gate is not None and seconds is not None and is_prefill:
+        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS
+        if self.gate is not None and seconds is not None and tells_of_time:
             if self._prefill_times is not None:
                 self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds
             else:
                 self.gate.prefilled(requests[0].count, requests[0].position, seconds)
-        self._passes.end(requests, is_replayed=is_replayed)
+        self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
 
     def abandon_pass(self) -> None:
         """The pass failed."""

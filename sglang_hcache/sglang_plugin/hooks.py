@@ -110,7 +110,12 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
         bridge.abandon_pass()
         raise
     is_typical = batches.is_typical(forward_batch)
-    bridge.end_pass(requests, seconds if is_typical else None, is_replayed=bool(output.can_run_graph))
+    bridge.end_pass(
+        requests,
+        seconds if is_typical else None,
+        is_replayed=bool(output.can_run_graph),
+        is_prefill=not forward_batch.forward_mode.is_decode(),
+    )
     return output
 
 

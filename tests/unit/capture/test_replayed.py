@@ -48,7 +48,10 @@ class DecodingServer(SaveParts):
         # A buffer holds two layers of a full pass: it goes to the host in pieces.
         super().__init__(LAYOUT, 32, 1024, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
         self.streams = streams
-        self.replayed = ReplayedRows(streams, len(METHODS), WIDTH, most_rows, torch.float32)
+        self.is_prefill = False
+        self.replayed = ReplayedRows(
+            streams, len(METHODS), WIDTH, most_rows, torch.float32, lambda: self.is_prefill
+        )
         self.pool = Pool()
         self.passes = PassCapture(self.tap, METHODS, self.pool.gather, self.replayed)
         self.inputs = torch.zeros(8, dtype=torch.int64)
@@ -84,7 +87,7 @@ class DecodingServer(SaveParts):
             RequestRows(rid, position, row, len(tokens))
             for row, (rid, position, tokens) in zip(begins, requests, strict=False)
         ]
-        self.passes.end(rows, is_replayed=True)
+        self.passes.end(rows, is_replayed=True, is_prefill=self.is_prefill)
         self.streams.put(MODEL, lambda: given.fill_(-7))
 
     def _model(self, size: int, layers: int) -> None:
@@ -154,7 +157,8 @@ def test_replayed_prefills_are_saved(order: str) -> None:
     """Some tokens of two prompts in each pass, and a row of padding."""
     server = DecodingServer(DelayedStreams(order))
     server.record()
-    server.record()  # the graphs of another phase have the same sizes
+    server.is_prefill = True  # the graphs of another phase have the same sizes
+    server.record()
     texts = {"a": tokens_of(0), "b": tokens_of(1, 2 * CHUNK_TOKENS)}
     for rid in texts:
         server.assembler.publish(RequestBegins(rid, NAMESPACE, array("q")))
@@ -168,9 +172,27 @@ def test_replayed_prefills_are_saved(order: str) -> None:
 def test_a_phase_whose_graphs_lack_a_layer_is_not_saved() -> None:
     server = DecodingServer(DelayedStreams())
     server.record()
-    assert server.replayed.holds(2)
-    server.record(layers=len(METHODS) - 1)
-    assert not server.replayed.holds(2)
+    server.record(layers=len(METHODS) - 1)  # another of the same size
+    assert not server.replayed.holds(2, is_prefill=False)
+
+
+def test_prefills_whose_graphs_have_no_hook_of_ours_are_not_saved() -> None:
+    """Not even where decode passes of that size were recorded as they should be: their rows lie there."""
+    server = DecodingServer(DelayedStreams())
+    server.record()
+    decodes = dict(server.recorded)
+    server.is_prefill = True
+    server.record(layers=0)
+    prefills = dict(server.recorded)
+    texts = {"a": tokens_of(0), "b": tokens_of(1)}
+    for rid in texts:
+        server.assembler.publish(RequestBegins(rid, NAMESPACE, array("q")))
+    for at in range(0, CHUNK_TOKENS, 2):
+        for rid, graphs in (("a", decodes), ("b", prefills)):
+            server.is_prefill, server.recorded = graphs is prefills, graphs
+            server.forward([(rid, at, texts[rid][at : at + 2])])
+    server.assembler.close()
+    assert {rid: server.saved(text) for rid, text in texts.items()} == {"a": [True], "b": [False]}
 
 
 def _ignored(*_: object) -> None:
@@ -219,17 +241,18 @@ def test_a_pass_that_was_not_recorded_whole_is_not_saved() -> None:
 
     server = DecodingServer(DelayedStreams(), most_rows=2)
     server.record()
-    assert server.replayed.holds(2)
-    assert not server.replayed.holds(3)
-    assert not server.replayed.holds(5)
+    assert server.replayed.holds(2, is_prefill=False)
+    assert not server.replayed.holds(2, is_prefill=True)
+    assert not server.replayed.holds(3, is_prefill=False)
+    assert not server.replayed.holds(5, is_prefill=False)
     assert decoded(server) == [False, False, False], "three at a time, in a pass of four"
 
 
 def test_outside_of_recording_nothing_is_copied() -> None:
     """Prefill, warm-up passes, and batches that are larger than any recorded pass."""
     streams = DelayedStreams()
-    rows = ReplayedRows(streams, 2, WIDTH, MOST_ROWS, torch.float32)
+    rows = ReplayedRows(streams, 2, WIDTH, MOST_ROWS, torch.float32, lambda: False)
     rows.on_layer(0, torch.ones(3, WIDTH))
     assert not streams.queues[MODEL].waiting
-    assert not rows.holds(1)
+    assert not rows.holds(1, is_prefill=False)
     assert rows.num_bytes == 2 * MOST_ROWS * WIDTH * 4

@@ -56,6 +56,17 @@ def test_graphs_for_prefill_that_were_asked_for_are_few_and_small() -> None:
     assert (own.cuda_graph_bs_prefill, own.cuda_graph_max_bs_prefill) == (None, 300)
 
 
+def test_it_is_known_whether_prefills_are_recorded() -> None:
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        set_tc_piecewise_forward_context,
+    )
+
+    assert not runner.records_prefill()
+    with set_tc_piecewise_forward_context(None, [], None, [], []):  # as PrefillCudaGraphRunner does
+        assert runner.records_prefill()
+    assert not runner.records_prefill()
+
+
 @pytest.mark.parametrize("backend", ["tc_piecewise", "full"])
 def test_graphs_for_prefill_that_run_no_code_of_ours_are_refused(backend: str) -> None:
     (problem,) = device_problems("cuda", backend, 64)
@@ -116,11 +127,12 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
     method: PlanKind, kv_heads: int, most_replayed: int, is_there: bool
 ) -> None:
     model, streams = _served(64, kv_heads), DelayedStreams()
-    buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed)
+    buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed, lambda: True)
     assert (buffers.replayed is not None) is is_there
     streams.record(lambda: [attention.module(torch.ones(4, 64)) for attention in model.attention])
     if buffers.replayed is not None:
-        assert buffers.replayed.holds(4)
+        assert buffers.replayed.holds(4, is_prefill=True)
+        assert not buffers.replayed.holds(4, is_prefill=False)
         assert buffers.num_bytes == (
             buffers.stage.num_bytes + buffers.ring.num_bytes + buffers.replayed.num_bytes
         )
@@ -230,7 +242,9 @@ def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
     done: list[object] = []
     bridge = object.__new__(Bridge)
     bridge.gate = object()  # type: ignore[assignment]
-    bridge._passes = SimpleNamespace(end=lambda _requests, *, is_replayed: done.append(is_replayed))  # type: ignore[assignment]
+    bridge._passes = SimpleNamespace(  # type: ignore[assignment]
+        end=lambda _requests, *, is_replayed, is_prefill: done.append(is_replayed)
+    )
     bridge._prefill_times = SimpleNamespace(end=lambda count, start: done.append((count, start)))  # type: ignore[assignment]
     bridge.end_pass([RequestRows("a", 128, 0, 64)], 0.001, is_replayed=False)
     bridge.end_pass([RequestRows("a", 192, 0, 1)], 0.001, is_replayed=True)  # decoding

@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    get_tc_piecewise_forward_context,
+)
 
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
@@ -36,9 +39,14 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
     quantization = quantization_of(config, server_args.torchao_config)
     model = ServedModel.of(runner.model, config, runner.kv_cache_dtype, quantization)
-    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args))
+    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers
+
+
+def records_prefill() -> bool:
+    """Whether the forward pass that runs is one of ``PrefillCudaGraphRunner``, whatever its backend."""
+    return get_tc_piecewise_forward_context() is not None
 
 
 def capture_first(
