@@ -183,7 +183,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only", action="append", choices=names, help="this part; may be given several times"
     )
     parser.add_argument(
-        "--all", action="store_true", help="also the models that nine minutes have no room for"
+        "--all", action="store_true", help="also the parts that nine minutes have no room for"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)

@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
-_PREFILL_GRAPHS = (64, 128, 256, 512)
-"""Tokens. To launch the kernels of a longer prefill one by one takes no longer than they do."""
+_PREFILL_GRAPHS = (4, 8, 16, 32, 64, 128, 256, 512)
+"""Tokens: SGLang replays no graph that would be less than half full. To launch the kernels of a longer prefill one by
+one takes no longer than they do."""
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
     *("write_policy", "io_engine"),

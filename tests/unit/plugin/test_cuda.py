@@ -50,10 +50,29 @@ def test_prefill_runs_without_graphs_where_there_could_be_some(device: str | Non
 def test_graphs_for_prefill_that_were_asked_for_are_few_and_small() -> None:
     args = _mapped("cuda", cuda_graph_backend_prefill="breakable")
     assert not args.disable_prefill_cuda_graph
-    assert args.cuda_graph_bs_prefill == [64, 128, 256, 512]
+    assert args.cuda_graph_bs_prefill == [4, 8, 16, 32, 64, 128, 256, 512]
     assert _mapped("cuda", cuda_graph_backend_prefill="disabled").cuda_graph_bs_prefill is None
     own = _mapped("cuda", cuda_graph_backend_prefill="breakable", cuda_graph_max_bs_prefill=300)
     assert (own.cuda_graph_bs_prefill, own.cuda_graph_max_bs_prefill) == (None, 300)
+
+
+def test_sglang_replays_short_prefills_with_our_graphs() -> None:
+    """Those behind a hit on the device: it takes no graph that would be less than half full."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    sizes = _mapped("cuda", cuda_graph_backend_prefill="breakable").cuda_graph_bs_prefill
+    graphs = PrefillCudaGraphRunner.__new__(PrefillCudaGraphRunner)  # a GPU makes the others
+    graphs._is_full_backend, graphs.has_mha_companion_layers = False, False
+    graphs.prefill_backend_name, graphs.capture_num_tokens = "breakable", sizes
+    graphs.max_num_tokens = max(sizes)
+
+    def is_replayed(count: int) -> bool:
+        return graphs.can_replay_locally(
+            batch_size=1, num_tokens=count, input_embeds=None, replace_embeds=None, prefix_lens=[64],
+            is_target_verify=False, capture_hidden_mode=None, return_logprob=False,
+        )  # fmt: skip
+
+    assert [count for count in range(1, 514) if not is_replayed(count)] == [1, 513]
 
 
 def test_it_is_known_whether_prefills_are_recorded() -> None:
