@@ -142,12 +142,12 @@ class CudaStreams:
         self._memcpy = _runtime_memcpy()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
-        if spans is not None and len(spans) > 1:
-            copy_spans(self._memcpy, into, source, spans, self._copies.cuda_stream)
-            return
-        for first, count in spans or ():
-            source = source[first : first + count]
         with self._on(self._copies):
+            if spans is not None and len(spans) > 1:
+                copy_spans(self._memcpy, into, source, spans, self._copies.cuda_stream)
+                return
+            for first, count in spans or ():
+                source = source[first : first + count]
             into.copy_(source, non_blocking=True)
 
     def compute(self, work: Callable[[], None]) -> None:
@@ -195,7 +195,10 @@ class CudaStreams:
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """As ``torch.cuda.stream``, which asks for devices and the environment: 20 microseconds a time, here 5."""
+        """As ``torch.cuda.stream``, which asks for devices and the environment: 20 microseconds a time, here 5.
+
+        The thread's device is the stream's from then on: nothing of ours is for another one.
+        """
         before = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(stream)
         try:
