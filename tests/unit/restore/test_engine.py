@@ -44,8 +44,11 @@ def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
     bench.assert_nothing_is_pinned()
 
 
-def test_what_lies_together_in_host_memory_is_not_read() -> None:
-    bench, seen = Bench(in_place=True), []
+@pytest.mark.parametrize("device", [{}, {"lanes": 2}, {"streams": DelayedStreams()}])
+@pytest.mark.parametrize("place", [{"in_place": True}, {"piece_chunks": 1}])
+def test_pieces_in_host_memory_are_not_read(place: dict[str, Any], device: dict[str, Any]) -> None:
+    """One, or several, each of which has its own positions and slots."""
+    bench, seen = Bench(**place, **device), []
     bench.tiers.before_read = seen.append  # type: ignore[method-assign]
     job = bench.run(first=0)
     assert job.state is RestoreState.DONE
