@@ -116,11 +116,12 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
 
 def _choose_prefill_graphs(args: argparse.Namespace) -> None:
     """None unless they are asked for; then of few and small passes: hidden states of the largest have memory."""
-    if args.cuda_graph_backend_prefill is None:
+    asked = (args.cuda_graph_config or {}).get("prefill", {})  # JSON, which wins over other arguments
+    backend = asked.get("backend", args.cuda_graph_backend_prefill)
+    sizes = (asked.get("bs"), asked.get("max_bs"), args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill)
+    if backend is None:
         args.disable_prefill_cuda_graph = True
-    elif args.cuda_graph_backend_prefill == "breakable" and not any(
-        (args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill)
-    ):
+    elif backend == "breakable" and not any(sizes):
         args.cuda_graph_bs_prefill = list(_PREFILL_GRAPHS)
 
 

@@ -32,6 +32,7 @@ def _mapped(device: str | None, **given: object) -> argparse.Namespace:
     """What becomes of arguments; SGLang's own defaults where none are given."""
     defaults = {
         "disable_prefill_cuda_graph": False,
+        "cuda_graph_config": None,
         "cuda_graph_backend_prefill": None,
         "cuda_graph_bs_prefill": None,
         "cuda_graph_max_bs_prefill": None,
@@ -54,6 +55,23 @@ def test_graphs_for_prefill_that_were_asked_for_are_few_and_small() -> None:
     assert _mapped("cuda", cuda_graph_backend_prefill="disabled").cuda_graph_bs_prefill is None
     own = _mapped("cuda", cuda_graph_backend_prefill="breakable", cuda_graph_max_bs_prefill=300)
     assert (own.cuda_graph_bs_prefill, own.cuda_graph_max_bs_prefill) == (None, 300)
+
+
+def test_json_asks_for_graphs_for_prefill_as_arguments_do() -> None:
+    """It wins over them in SGLang."""
+    asked = _mapped("cuda", cuda_graph_config={"prefill": {"backend": "breakable"}})
+    assert not asked.disable_prefill_cuda_graph
+    assert asked.cuda_graph_bs_prefill == [4, 8, 16, 32, 64, 128, 256, 512]
+    of_decode = _mapped("cuda", cuda_graph_config={"decode": {"max_bs": 8}, "prefill": {"max_bs": 300}})
+    assert of_decode.disable_prefill_cuda_graph
+    for sizes in ({"bs": [100]}, {"max_bs": 300}):
+        own = _mapped("cuda", cuda_graph_backend_prefill="breakable", cuda_graph_config={"prefill": sizes})
+        assert own.cuda_graph_bs_prefill is None
+    off = {"prefill": {"backend": "disabled"}}
+    assert (
+        _mapped("cuda", cuda_graph_backend_prefill="breakable", cuda_graph_config=off).cuda_graph_bs_prefill
+        is None
+    )
 
 
 def test_sglang_replays_short_prefills_with_our_graphs() -> None:
