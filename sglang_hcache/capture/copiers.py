@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from sglang_hcache.core.threads import let_others_go_first
 
@@ -30,13 +31,25 @@ class Copiers:
         self._threads = ThreadPoolExecutor(
             self._others, thread_name_prefix="hcache-copier", initializer=let_others_go_first
         )
+        # All begin now: one that cannot is an error of the start, not of a pass whose rows others copy already.
+        together = threading.Barrier(count)
+        try:
+            for _ in range(self._others):
+                self._threads.submit(together.wait)
+        except BaseException:
+            together.abort()
+            self.close()
+            raise
+        together.wait()
 
     def carry_out(self, copies: Sequence[Callable[[], None]]) -> None:
         """Do all of ``copies``, in any order. At the end none is under way, also after an error, which is raised."""
         left = deque(copies)
         # Each takes the next one: a thread that got no core holds up the others by no more than one copy.
-        others = [self._threads.submit(_work, left) for _ in range(min(self._others, len(copies) - 1))]
+        others: list[Future[None]] = []
         try:
+            while len(others) < min(self._others, len(copies) - 1):
+                others.append(self._threads.submit(_work, left))
             _work(left)
         finally:
             left.clear()

@@ -84,6 +84,56 @@ def test_after_an_error_nothing_is_under_way(copiers: Copiers, fails_here: bool)
     assert len(ended) == (2 if fails_here else 1)
 
 
+def test_a_thread_that_cannot_begin_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a pass: others copy its rows already, into slots that would be given out again meanwhile."""
+    begin = threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def begin_one(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin_one)
+    with pytest.raises(RuntimeError):
+        Copiers(3)
+    assert not of_copiers()
+
+
+def test_all_threads_are_there_from_the_start(copiers: Copiers) -> None:
+    assert len(of_copiers()) == 2
+
+
+def test_where_nothing_can_be_handed_over_nothing_is_under_way(
+    copiers: Copiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = copiers._threads.submit
+    handed: list[int] = []
+    under_way = threading.Event()
+    done: list[int] = []
+
+    def submit_one(*work: object) -> object:
+        if handed:
+            assert under_way.wait(_TIMEOUT_S)
+            raise MemoryError
+        handed.append(0)
+        return submit(*work)  # type: ignore[arg-type]
+
+    def copy() -> None:
+        under_way.set()
+        threading.Event().wait(0.05)
+        done.append(0)
+
+    monkeypatch.setattr(copiers._threads, "submit", submit_one)
+    with pytest.raises(MemoryError):
+        copiers.carry_out([copy] * 8)
+    assert len(done) >= 1
+    ended = len(done)
+    copiers.close()
+    assert len(done) == ended
+
+
 # -- with the assembler --------------------------------------------------------------------------
 
 
