@@ -54,7 +54,8 @@ class FreeSlots:
 
     def take_any(self) -> int | None:
         """One of a group that was begun."""
-        return self._taken(next(iter(self._free))) if self._free else None
+        # pop() goes on where it was; the first one is looked for behind all that were taken.
+        return self._taken(self._free.pop()) if self._free else None
 
     @property
     def has_group(self) -> bool:

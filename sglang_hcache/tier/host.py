@@ -9,11 +9,11 @@ Life of a slot::
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
 there is no disk tier.
 Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its head, without
-which it is of no use. Every method is short, takes the one lock and never does I/O, so the serving thread may call any
-of them.
+which it is of no use; where slots are in groups, with those neighbours that were used hardly later. Every method is
+short, takes the one lock and never does I/O, so the serving thread may call any of them.
 
 Memory is layer-major: a layer's rows of neighbouring slots are neighbours, so a prefix in slots that follow each other
-is restored from where it is. Therefore a chunk goes behind the one before it, and neighbours are evicted together.
+is restored from where it is. Therefore a chunk goes behind the one before it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _MOST_IDLE = 1 / 16
 """Of all slots: so many may wait for the prefixes in front of them to go on, while others are evicted."""
 _MOST_TRIED = 4
 """Chunks that are evicted with their neighbours for a group of slots that is free as a whole."""
+_OLD = 1 / 4
+"""Of the uses since a chunk's last one: a neighbour used later than that stays. What branches off a prefix lies beside
+its tail, is used once, and must not take the tail along."""
 
 
 @dataclass(slots=True)
@@ -93,7 +96,8 @@ class HostTier:
         self._keys: list[ChunkKey | None] = [None] * self.num_slots
         """By slot, of those in ``_entries``."""
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
-        self._clean: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._clean: OrderedDict[ChunkKey, int] = OrderedDict()  # -> when it came to the end, counted in uses
+        self._uses = 0
         self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()
         self.generation = 0
         """How often everything was forgotten."""
@@ -117,17 +121,19 @@ class HostTier:
     def _evict(self) -> None:
         for key in list(itertools.islice(filter(self._is_evictable, self._clean), _MOST_TRIED)):
             if key in self._clean:  # else it went with a neighbour
+                last_use = self._clean[key]
+                until = last_use + int((self._uses - last_use) * _OLD)
                 for slot in self._free.group_of(self._entries[key].slot):
-                    self._evict_slot(slot)
+                    self._evict_slot(slot, until)
             if self._free.has_group:
                 return
 
     def _is_evictable(self, key: ChunkKey) -> bool:
         return key in self._clean and not self._entries[key].pins
 
-    def _evict_slot(self, slot: int) -> None:
+    def _evict_slot(self, slot: int, until: int) -> None:
         key = self._keys[slot]
-        if key is not None and self._is_evictable(key):
+        if key is not None and self._is_evictable(key) and self._clean[key] <= until:
             del self._clean[key], self._entries[key]
             self._set_free(slot)
             self._observer.count("host.chunks_evicted")
@@ -149,7 +155,7 @@ class HostTier:
             if self._keep_dirty and not on_disk:
                 self._dirty[info.key] = info
             else:
-                self._clean[info.key] = None
+                self._add_clean(info.key)
             return True
 
     def publish(self, slot: int, key: ChunkKey, generation: int) -> bool:
@@ -164,7 +170,7 @@ class HostTier:
                 return False
             if not self._enter(slot, key):
                 return False
-            self._clean[key] = None
+            self._add_clean(key)
             return True
 
     def _enter(self, slot: int, key: ChunkKey) -> bool:
@@ -270,7 +276,7 @@ class HostTier:
         with self._lock:
             if key in self._dirty and self._entries[key].slot == slot:
                 del self._dirty[key]
-                self._clean[key] = None
+                self._add_clean(key)
 
     def forget_all(self) -> None:
         """Drop every sealed chunk; pinned slots are freed when their last reader is done."""
@@ -287,7 +293,16 @@ class HostTier:
             self.generation += 1
 
     def _touch(self, key: ChunkKey) -> None:
-        (self._dirty if key in self._dirty else self._clean).move_to_end(key)
+        if key in self._dirty:
+            self._dirty.move_to_end(key)
+        else:
+            self._add_clean(key)
+
+    def _add_clean(self, key: ChunkKey) -> None:
+        """At the end, also if it is there already."""
+        self._uses += 1
+        self._clean[key] = self._uses
+        self._clean.move_to_end(key)
 
     # -- numbers ---------------------------------------------------------------------------------
 

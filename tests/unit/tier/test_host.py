@@ -139,8 +139,7 @@ def full(slots: int, group_slots: int) -> HostTier:
 
 def test_neighbours_are_evicted_together_and_taken_in_order() -> None:
     tier = full(16, 4)
-    tier.touch([info(name).key for name in (0, 1, 2)])
-    assert put(tier, 20) == 0  # the oldest is 3, and goes with its neighbours
+    assert put(tier, 20) == 0  # the oldest, which goes with its neighbours
     assert [info(name).key in tier for name in range(5)] == [False] * 4 + [True]
     assert put(tier, 21, 0) == 1
     assert put(tier, 22, 1) == 2
@@ -155,6 +154,29 @@ def test_a_prefix_begins_where_nobody_waits_to_go_on_unless_many_slots_do() -> N
     assert tier.counts().clean == 60
     put(tier, 100)  # as many as one in sixteen are idle: from now on others go
     assert tier.counts().clean < 61
+
+
+def test_what_is_used_again_and_again_does_not_go_with_what_branched_off() -> None:
+    """A prefix of many requests; what each adds is used once."""
+    tier = host(64, group_slots=4)
+    prefix = [info(name).key for name in range(6)]
+    for name in range(6):
+        assert put(tier, name, name - 1 if name else None) == name
+    for request in range(150):
+        tier.touch(prefix)
+        put(tier, 100 + request, tier.slot_of(prefix[-1]))
+        tier.settle([*prefix, info(100 + request).key])
+        assert all(key in tier for key in prefix)
+
+
+def test_hot_neighbours_leave_no_slot_unused() -> None:
+    tier = full(64, 4)
+    hot = [info(name).key for name in range(0, 64, 4)]
+    for number in range(150):
+        tier.touch(hot)
+        put(tier, 100 + number)
+        assert all(key in tier for key in hot)
+        assert tier.counts().free < 4 + 4 * 4  # a sixteenth, and what the last look freed beyond it
 
 
 def test_without_groups_one_goes_at_a_time() -> None:

@@ -35,6 +35,9 @@ class HostModel(RuleBasedStateMachine):
         self.clean: list[int] = []
         self.dirty: list[int] = []
         """Both least recently used first."""
+        self.uses = 0
+        self.last_use: dict[int, int] = {}
+        """Of what is clean."""
         self.generation = 0
         self.marks = 0
         self.contents: dict[int, int] = {}
@@ -82,11 +85,13 @@ class HostModel(RuleBasedStateMachine):
         return range(first, min(first + self.group, self.num_slots))
 
     def evict(self) -> None:
-        """The oldest chunks with their neighbours, until a group is free."""
+        """The oldest chunks with those of their neighbours that are nearly as old, until a group is free."""
         pinned = {name for name, slot in self.pins if self.slots.get(name) == slot}
         for oldest in [name for name in self.clean if name not in pinned][:4]:
             group = self.group_of(self.slots[oldest]) if oldest in self.slots else ()
-            for name in [name for name in self.clean if name not in pinned and self.slots[name] in group]:
+            last = self.last_use[oldest]
+            go = [name for name in self.clean if name not in pinned and self.slots[name] in group]
+            for name in [name for name in go if self.last_use[name] <= last + (self.uses - last) // 4]:
                 self.clean.remove(name)
                 self.reused.discard(name)
                 del self.slots[name]
@@ -121,7 +126,7 @@ class HostModel(RuleBasedStateMachine):
             self.use(name)
         else:
             self.slots[name] = slot
-            order.append(name)
+            self.append(name, order)
 
     @rule(names=PREFIXES)
     def touch(self, names: list[int]) -> None:
@@ -142,7 +147,13 @@ class HostModel(RuleBasedStateMachine):
     def use(self, name: int) -> None:
         order = self.clean if name in self.clean else self.dirty
         order.remove(name)
+        self.append(name, order)
+
+    def append(self, name: int, order: list[int]) -> None:
         order.append(name)
+        if order is self.clean:
+            self.uses += 1
+            self.last_use[name] = self.uses
 
     @rule(name=NAMES)
     def pin(self, name: int) -> None:
@@ -164,7 +175,7 @@ class HostModel(RuleBasedStateMachine):
         self.tier.mark_clean(key(name), slot)
         if self.slots.get(name) == slot and name in self.dirty:
             self.dirty.remove(name)
-            self.clean.append(name)
+            self.append(name, self.clean)
 
     @rule(names=PREFIXES, pinned=st.booleans())
     def put(self, names: list[int], pinned: bool) -> None:
