@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,18 +12,21 @@ import torch
 
 from sglang_hcache.core.layout import StateLayout
 
+_SMALL = 1 / 16
+"""Of all rows: a span of no more goes as far to the end as it can, a larger one as far to the beginning. Else a few
+decoded rows at the beginning leave two gaps where a pass of a long prompt needs one."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowSpan:
     """Consecutive rows of the ring, [first, first + count)."""
 
     first: int
     count: int
-    _released: bool = False
 
 
 class StagingRing:
-    """A ring of token rows for all layers. Spans are reserved in order and may be released in any order.
+    """Token rows for all layers, used again and again. Spans are reserved and released in any order.
 
     A span lies in one piece, layer by layer, so that a device can bring all of a small pass by one copy.
 
@@ -44,7 +46,7 @@ class StagingRing:
         self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
         self._item_bytes = dtype.itemsize
         self._lock = threading.Lock()
-        self._spans: deque[RowSpan] = deque()
+        self._spans: list[RowSpan] = []  # in order of their rows
 
     @property
     def num_layers(self) -> int:
@@ -75,30 +77,31 @@ class StagingRing:
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""
         with self._lock:
-            first = self._find(count)
-            if first is None:
+            place = self._find(count)
+            if place is None:
                 return None
+            first, index = place
             span = RowSpan(first, count)
-            self._spans.append(span)
+            self._spans.insert(index, span)
             return span
 
     def release(self, span: RowSpan) -> None:
         """Give the rows back."""
         with self._lock:
-            span._released = True
-            while self._spans and self._spans[0]._released:
-                self._spans.popleft()
+            self._spans = [other for other in self._spans if other is not span]
 
     def _begin(self, span: RowSpan, layer: int) -> int:
         """Where the span's rows of ``layer`` begin, in values."""
         return span.first * self._row_values + span.count * self._begins[layer]
 
-    def _find(self, count: int) -> int | None:
-        if not self._spans:
-            return 0 if count <= self.num_rows else None
-        tail, head = self._spans[0].first, self._spans[-1].first + self._spans[-1].count
-        if self._spans[-1].first >= tail:  # in use: [tail, head)
-            if head + count <= self.num_rows:
-                return head
-            return 0 if count <= tail else None
-        return head if head + count <= tail else None  # in use: [tail, end) and [0, head)
+    def _find(self, count: int) -> tuple[int, int] | None:
+        """Where ``count`` rows begin, and how many spans lie before them; None: no gap is so large."""
+        found, end = None, 0
+        for index, begin in enumerate([*(span.first for span in self._spans), self.num_rows]):
+            if begin - end >= count:
+                if count > self.num_rows * _SMALL:
+                    return end, index
+                found = begin - count, index
+            if index < len(self._spans):
+                end = begin + self._spans[index].count
+        return found

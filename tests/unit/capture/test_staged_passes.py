@@ -42,10 +42,15 @@ class Device:
         return SimpleNamespace(wait=self.ends[-1].wait)
 
 
-def saved_of_a_long_prompt(staged_passes: int, passes: int) -> list[bool]:
-    """Which passes of a prompt were saved."""
+def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0) -> list[bool]:
+    """Which passes of a prompt were saved.
+
+    Args:
+        decoding: requests whose rows are staged when the prompt comes.
+    """
     parts, device = SaveParts(LAYOUT, slots=64, rows=staged_passes * ROWS), Device()
     tap = Tap(parts.ring, parts.assembler.publish, parts.counters, device)  # type: ignore[arg-type]
+    before = parts.ring.reserve(decoding) if decoding else None
     parts.assembler.publish(RequestBegins("a", NAMESPACE, array("q")))
     tokens = list(range(passes * ROWS))
     rows = torch.arange(4.0 * len(tokens)).view(-1, 4)
@@ -64,6 +69,8 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int) -> list[bool]:
         for layer in range(2):
             tap.layer(layer, rows[part])
         tap.end_pass([RequestRows("a", part.start, 0, ROWS)])
+        if before is not None:
+            parts.ring.release(before)
         if number >= 2:  # the last but one has just ended: that is why this one was begun
             device.ends[number - 2].set()
     for end in device.ends:
@@ -78,6 +85,10 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int) -> list[bool]:
 def test_the_default_holds_passes_that_follow_each_other() -> None:
     gpu = SimpleNamespace(device="cuda", disable_overlap_schedule=False)
     assert saved_of_a_long_prompt(staged_passes_of(gpu), 8) == [True] * 8
+
+
+def test_rows_of_decoding_requests_before_them_do_not_cost_a_pass() -> None:
+    assert saved_of_a_long_prompt(3, 8, decoding=5) == [True] * 8
 
 
 @pytest.mark.parametrize("fewer", [1, 2])
