@@ -38,6 +38,9 @@ _MOST_IDLE = 1 / 16
 """Of all slots: so many may wait for the prefixes in front of them to go on, while others are evicted."""
 _MOST_TRIED = 4
 """Chunks that are evicted with their neighbours for a group of slots that is free as a whole."""
+_MOST_EVICTED_AT_ONCE = 16
+_SHARE_EVICTED_AT_ONCE = 1 / 64
+"""Of all slots, at most. Without groups: slots of a prefix's tail are taken in order only if they are free together."""
 _OLD = 1 / 4
 """Of the uses since a chunk's last one: a neighbour used later than that stays. What branches off a prefix lies beside
 its tail, is used once, and must not take the tail along."""
@@ -92,6 +95,8 @@ class HostTier:
         self._lock = threading.Lock()
         self._free = FreeSlots(self.num_slots, group_slots)
         self._most_idle = int(self.num_slots * _MOST_IDLE)
+        together = min(_MOST_EVICTED_AT_ONCE, int(self.num_slots * _SHARE_EVICTED_AT_ONCE))
+        self._evicted_at_once = max(1, together) if group_slots == 1 else 1
         self._entries: dict[ChunkKey, _Entry] = {}
         self._keys: list[ChunkKey | None] = [None] * self.num_slots
         """By slot, of those in ``_entries``."""
@@ -119,13 +124,16 @@ class HostTier:
             return self._free.take_any() if slot is None else slot
 
     def _evict(self) -> None:
-        for key in list(itertools.islice(filter(self._is_evictable, self._clean), _MOST_TRIED)):
+        most = max(_MOST_TRIED, self._evicted_at_once)
+        for number, key in enumerate(
+            list(itertools.islice(filter(self._is_evictable, self._clean), most)), 1
+        ):
             if key in self._clean:  # else it went with a neighbour
                 last_use = self._clean[key]
                 until = last_use + int((self._uses - last_use) * _OLD)
                 for slot in self._free.group_of(self._entries[key].slot):
                     self._evict_slot(slot, until)
-            if self._free.has_group:
+            if self._free.has_group and number >= self._evicted_at_once:
                 return
 
     def _is_evictable(self, key: ChunkKey) -> bool:

@@ -179,10 +179,16 @@ def test_hot_neighbours_leave_no_slot_unused() -> None:
         assert tier.counts().free < 4 + 4 * 4  # a sixteenth, and what the last look freed beyond it
 
 
-def test_without_groups_one_goes_at_a_time() -> None:
+def test_without_groups_several_go_at_a_time_where_there_are_many() -> None:
     tier = full(8, 1)
     assert [put(tier, 10 + number) for number in range(3)] == [0, 1, 2]
     assert tier.counts() == (0, 8, 0)
+    tier = full(128, 1)
+    assert [put(tier, 130 + number) for number in range(4)] == [0, 1, 2, 3]
+    tier.touch([info(name).key for name in range(10)])  # no more there: 0 to 3
+    put(tier, 140)
+    assert tier.counts() == (1, 127, 0)  # two go at a time, the oldest that nobody used again: 10 and 11
+    assert [info(name).key in tier for name in (4, 9, 10, 11, 12)] == [True, True, False, False, True]
 
 
 def test_what_is_pinned_stays_and_the_rest_of_its_group_is_used() -> None:
