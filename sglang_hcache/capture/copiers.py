@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
-from sglang_hcache.core.threads import let_others_go_first
+from sglang_hcache.core.threads import started_threads
 
 _MOST = 4
 _CORES_FOR_ONE = 4
@@ -28,19 +27,8 @@ class Copiers:
 
     def __init__(self, count: int) -> None:
         self._others = count - 1
-        self._threads = ThreadPoolExecutor(
-            self._others, thread_name_prefix="hcache-copier", initializer=let_others_go_first
-        )
         # All begin now: one that cannot is an error of the start, not of a pass whose rows others copy already.
-        together = threading.Barrier(count)
-        try:
-            for _ in range(self._others):
-                self._threads.submit(together.wait)
-        except BaseException:
-            together.abort()
-            self.close()
-            raise
-        together.wait()
+        self._threads = started_threads(self._others, "hcache-copier")
 
     def carry_out(self, copies: Sequence[Callable[[], None]]) -> None:
         """Do all of ``copies``, in any order. At the end none is under way, also after an error, which is raised."""

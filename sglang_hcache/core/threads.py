@@ -1,12 +1,42 @@
-"""What threads of this process agree on."""
+"""Threads that work beside those that decode."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 _NICENESS = 10
+
+
+def started_threads(count: int, name: str, begin: Callable[[], object] = lambda: None) -> ThreadPoolExecutor:
+    """``count`` threads of low priority, all of which are there: a pool's own begin with the work that it is given.
+
+    Args:
+        name: begins each thread's.
+        begin: called once on each of them.
+
+    Raises:
+        RuntimeError: one cannot be started; none is left then.
+    """
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=let_others_go_first)
+    all_there = threading.Barrier(count + 1)
+
+    def begin_and_wait() -> None:
+        begin()
+        all_there.wait()
+
+    try:
+        for _ in range(count):
+            threads.submit(begin_and_wait)
+    except BaseException:
+        all_there.abort()
+        threads.shutdown()
+        raise
+    all_there.wait()
+    return threads
 
 
 def let_others_go_first() -> None:

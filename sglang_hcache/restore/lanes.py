@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
-from sglang_hcache.core.threads import let_others_go_first
+from sglang_hcache.core.threads import started_threads
 
 _ROWS_WORTH_A_LANE = 512
 _MOST = 16
@@ -28,11 +27,8 @@ class Lanes:
     def __init__(self, count: int | None = None) -> None:
         own = torch.get_num_threads()
         self._count = count = count or min(own, _MOST)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="hcache-lane")
-        all_there = threading.Barrier(count + 1)
-        for _ in range(count):
-            self._threads.submit(_be_single_threaded, all_there)
-        all_there.wait()
+        # Of low priority: as a stream of a GPU has.
+        self._threads = started_threads(count, "hcache-lane", _be_single_threaded)
         torch.set_num_threads(own)  # what threads to come take over is set by whoever set it last
 
     def start(self, work: Callable[[int, int], None], count: int) -> list[Future[None]]:
@@ -43,8 +39,6 @@ class Lanes:
         return [self._threads.submit(inference, cuts[part], cuts[part + 1]) for part in range(parts)]
 
 
-def _be_single_threaded(all_there: threading.Barrier) -> None:
-    let_others_go_first()  # as a stream of low priority on a GPU does
+def _be_single_threaded() -> None:
     torch.get_num_threads()  # a thread that has not asked yet would take over everybody's number later
     torch.set_num_threads(1)
-    all_there.wait()
