@@ -216,7 +216,7 @@ def main(
     ] = None,
     disk: Disk = True,
     method: Annotated[
-        str, typer.Option(help=f"--hcache-method, of {', '.join(kind.value for kind in PlanKind)}.")
+        str, typer.Option(help=f"--hcache-method, of {', '.join(PlanKind)}.")
     ] = PlanKind.AUTO.value,
     folder: Folder = None,
     logs: Logs = None,
@@ -226,10 +226,8 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     lengths = histories or ("1024" if quick else "1024,4096,16384")
-    if method not in {kind.value for kind in PlanKind}:
-        raise ConfigError(
-            f"--method: {method!r} is not allowed; allowed: {', '.join(kind.value for kind in PlanKind)}"
-        )
+    if method not in list(PlanKind):
+        raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}")
     settings = Settings(
         prompt=prompt or (512 if quick else 2048),
         histories=parse_whole_numbers("--histories", lengths, low=64),

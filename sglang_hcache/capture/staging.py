@@ -96,12 +96,11 @@ class StagingRing:
 
     def _find(self, count: int) -> tuple[int, int] | None:
         """Where ``count`` rows begin, and how many spans lie before them; None: no gap is so large."""
-        found, end = None, 0
-        for index, begin in enumerate([*(span.first for span in self._spans), self.num_rows]):
-            if begin - end >= count:
-                if count > self.num_rows * _SMALL:
-                    return end, index
-                found = begin - count, index
-            if index < len(self._spans):
-                end = begin + self._spans[index].count
-        return found
+        ends = [0, *(span.first + span.count for span in self._spans)]
+        begins = [*(span.first for span in self._spans), self.num_rows]
+        gaps = [index for index, end in enumerate(ends) if begins[index] - end >= count]
+        if not gaps:
+            return None
+        if count > self.num_rows * _SMALL:
+            return ends[gaps[0]], gaps[0]
+        return begins[gaps[-1]] - count, gaps[-1]

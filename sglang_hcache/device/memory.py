@@ -25,7 +25,6 @@ HostMemory: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 _CGROUP = Path("/sys/fs/cgroup")
 
 _WORTH_HUGE_PAGES = 4 * 2**20
-_PAGE_BYTES = 4096
 _MOST_COMMITTING = 8
 
 
@@ -86,7 +85,7 @@ class PinnedMemory:
 
 def _commit(buffer: npt.NDArray[np.uint8]) -> None:
     """Touch all pages, on several cores: the driver does it on one, and took 7 s for 8 GiB on a virtual machine."""
-    parts = np.array_split(buffer[::_PAGE_BYTES], min(_MOST_COMMITTING, os.cpu_count() or 1))
+    parts = np.array_split(buffer[:: mmap.PAGESIZE], min(_MOST_COMMITTING, os.cpu_count() or 1))
     with ThreadPoolExecutor(len(parts)) as threads:
         list(threads.map(_zero, parts))
 

@@ -125,9 +125,8 @@ class HostTier:
 
     def _evict(self) -> None:
         most = max(_MOST_TRIED, self._evicted_at_once)
-        for number, key in enumerate(
-            list(itertools.islice(filter(self._is_evictable, self._clean), most)), 1
-        ):
+        oldest = list(itertools.islice(filter(self._is_evictable, self._clean), most))
+        for number, key in enumerate(oldest, 1):
             if key in self._clean:  # else it went with a neighbour
                 last_use = self._clean[key]
                 until = last_use + int((self._uses - last_use) * _OLD)
