@@ -7,7 +7,7 @@ import os
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -270,7 +270,7 @@ class Bench:
             while self._is_more_wanted(times, share_ends):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)
-        return measured
+        return _never_falling(measured)
 
     def _is_more_wanted(self, times: Sequence[float], share_ends: float) -> bool:
         """A few rounds in any case, but of what takes longer than all the time for it, one: noise is short."""
@@ -311,6 +311,20 @@ def _seconds(work: Callable[[], object], times: int = 1) -> float:
 def _undisturbed(times: Sequence[float]) -> float:
     """The lower quartile: what something else on the machine took must not count as a cost."""
     return max(sorted(times)[len(times) // 4], 1e-9)
+
+
+def _never_falling(measured: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Times of pieces (length, position), none above that of a piece no shorter and no earlier.
+
+    A pause during short pieces would make of all their time a cost that does not depend on length: restores would
+    never seem to pay, and no later observation would tell.
+    """
+    return {
+        piece: min(
+            seconds for other, seconds in measured.items() if other[0] >= piece[0] and other[1] >= piece[1]
+        )
+        for piece in measured
+    }
 
 
 def _scaled(curve: CostCurve, factor: float) -> CostCurve:

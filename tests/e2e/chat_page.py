@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
@@ -74,8 +75,18 @@ class ChatProcess:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(60)
 
+    def tier(self) -> object:
+        """What the server that it talks to says of its tier."""
+        found = re.search(r" talks to (http://[^;]+);", self.log.read_text())
+        assert found is not None
+        info = httpx.get(f"{found[1]}/server_info", trust_env=False, timeout=60).json()
+        return info["internal_states"][0]["hcache"]
+
     def kill(self) -> None:
-        """Whatever became of it."""
+        """Whatever became of it, and whatever it started."""
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
         self.process.kill()
         self.process.wait()
 

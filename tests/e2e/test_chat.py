@@ -343,12 +343,16 @@ def test_the_demo(open_tab: Callable[..., Tab], tmp_path: Path, screenshots: Pat
         expect(tab.page.get_by_text("random weights").first).to_be_visible()
         tab.page.get_by_role("button", name=starters()[2].name).click()
         prompt = sum(tab.sources(0))
-        tab.clear_gpu_cache()
-        tab.send("And then?")
-        gpu, host, disk, _ = tab.sources(1)
-        assert gpu == 0
-        assert host + disk > prompt // 2
-        expect(tab.page.get_by_role("separator")).to_have_count(1)
+        restored = 0
+        for turn in range(1, 4):  # on a busy machine recomputing may be faster, for once
+            tab.clear_gpu_cache()
+            expect(tab.page.get_by_role("separator")).to_have_count(turn)
+            tab.send("And then?")
+            gpu, host, disk, _ = tab.sources(turn)
+            assert gpu == 0
+            if (restored := host + disk) > prompt // 2:
+                break
+        assert restored > prompt // 2, demo.tier()
         tab.page.screenshot(path=screenshots / "demo.png")
         processes = psutil.Process(demo.process.pid).children(recursive=True)
         assert len(processes) >= 2

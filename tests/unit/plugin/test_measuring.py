@@ -82,6 +82,21 @@ def test_who_computes_slowly_measures_less(forward: Forward) -> None:
     assert len(forward.pieces) == 3 + 4, "what takes longer than all that is allowed is measured once"
 
 
+def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that starts other servers at the same time."""
+    pauses_s = {(64, 0): 2.0, (128, 0): 2.0, (256, 0): 0.2, (128, 512): 2.0}
+
+    def paused(tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
+        length = len(tokens) - start
+        return 0.03 + 0.0015 * length + pauses_s.get((length, start), 0.0)
+
+    monkeypatch.setattr(forward, "extend", paused)
+    curve = bench(forward, 512, 3.0)._recompute_curve()
+    assert curve.seconds(1024) - curve.fixed_s > 0.5 * (0.0015 * 1024)
+
+
 class SlowBus:
     """A device that copies come to at one speed, however they are cut."""
 
