@@ -35,7 +35,7 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 if TYPE_CHECKING:  # imports torch
-    from sglang_hcache.cli.tiny_model import TinyModel
+    from sglang_hcache.cli.tiny_model.model import TinyModel
 
 app = new_app()
 
@@ -107,7 +107,7 @@ def main(
     )
     if kv_layers is not None and kv_layers >= sizes.layers:
         raise ConfigError(f"--kv-layers: {kv_layers} leaves none of {sizes.layers} layers for hidden states")
-    from sglang_hcache.cli.tiny_model import TinyModel
+    from sglang_hcache.cli.tiny_model.model import TinyModel
 
     model = TinyModel(layers=sizes.layers, hidden=hidden, heads=heads, dtype=dtype, max_position=40_000)
     prepare_out(out)

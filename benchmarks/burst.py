@@ -43,8 +43,8 @@ from serving.bursts import Burst, rows_of_bursts
 from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity
 from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenClient, ask_servers
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 

@@ -48,8 +48,8 @@ from serving.options import (
 )
 from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from workloads.conversations import (
     Conversation,

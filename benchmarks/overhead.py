@@ -39,8 +39,8 @@ from serving.options import Disk
 from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
 from serving.token_client import TokenClient, ask_servers
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import SIZE_HELP

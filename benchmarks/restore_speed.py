@@ -82,7 +82,7 @@ def main(
         "--lengths", lengths or (QUICK_LENGTHS if quick else LENGTHS), low=CHUNK_TOKENS, multiple=CHUNK_TOKENS
     )
     all_tiers = parse_tiers("--tiers", tiers)
-    from sglang_hcache.cli.tiny_model import TinyModel
+    from sglang_hcache.cli.tiny_model.model import TinyModel
 
     model = TinyModel(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, dtype=dtype, max_position=40_000

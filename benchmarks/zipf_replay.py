@@ -54,8 +54,8 @@ from serving.options import (
 )
 from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.testing.zipf import zipf_order
 from workloads.documents import Document, choose, describe, generate, load_leval, tokenise

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from sglang_hcache.cli.cpu_runtime import has_gpu
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
 
 
 def make_header(benchmark: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.paired import LOGPROB_TOLERANCE
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE
+from sglang_hcache.cli.tiny_model.model import TinyModel
 
 
 @dataclass(frozen=True, slots=True)

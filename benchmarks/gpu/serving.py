@@ -26,8 +26,8 @@ from gpu.shapes import Shape, shape_named
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
-from sglang_hcache.cli.server_process import ServerProcess
-from sglang_hcache.cli.tiny_model import TinyModel
+from sglang_hcache.cli.server.process import ServerProcess
+from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.testing.zipf import zipf_order
 

@@ -13,7 +13,7 @@ from common.results import write_csv, write_json
 from restoring.figures import draw
 
 if TYPE_CHECKING:
-    from sglang_hcache.cli.tiny_model import TinyModel
+    from sglang_hcache.cli.tiny_model.model import TinyModel
 
 FIELDS = (
     "tier",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.serve import prepare_launch
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.server.launch import prepare_launch
 
 
 def restart_with_cpu_runtime() -> None:

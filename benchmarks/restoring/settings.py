@@ -11,7 +11,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import parse_size
 
 if TYPE_CHECKING:  # imports torch
-    from sglang_hcache.cli.tiny_model import TinyModel
+    from sglang_hcache.cli.tiny_model.model import TinyModel
 
 PIECE = 2048
 """Tokens of a prefill pass."""

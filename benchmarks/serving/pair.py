@@ -13,8 +13,8 @@ from rich.progress import Progress
 from common.model import load_arguments
 from common.terminal import while_doing
 from serving.servers import arguments_without_tier, device_arguments
-from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, launch_together
-from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
+from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 
 OFF, TIER = "off", "tier"
 Pair = Mapping[str, ServerProcess]

@@ -13,9 +13,9 @@ from rich.progress import Progress
 from common.model import load_arguments
 from common.precision import precision
 from common.terminal import while_doing
-from sglang_hcache.cli.cpu_runtime import has_gpu
-from sglang_hcache.cli.paired import FAIR_ENVIRONMENT, launch_together
-from sglang_hcache.cli.server_process import ServerProcess, settings_arguments
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS

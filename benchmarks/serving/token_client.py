@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_hcache.cli.chat_client import KEEPALIVE_S, ChatError, TokenSources
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server.client import KEEPALIVE_S, ChatError, TokenSources
+from sglang_hcache.cli.server.process import ServerProcess
 
 T = TypeVar("T")
 

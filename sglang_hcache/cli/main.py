@@ -12,10 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 import sglang_hcache
-from sglang_hcache.cli import flags, metrics, plan, profile, store, tier_flags, top
-from sglang_hcache.cli.chat import command as chat
+from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort, chat
+from sglang_hcache.cli.flags import flags
+from sglang_hcache.cli.metrics import metrics
 from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.plan.command import plan
+from sglang_hcache.cli.profile.command import profile
+from sglang_hcache.cli.server import tier_flags
+from sglang_hcache.cli.store.command import app as store_app
 from sglang_hcache.cli.terminal import OutputError, checked_output, never_fail_to_write
+from sglang_hcache.cli.top import top
 from sglang_hcache.core.config import (
     COMMAND_LINE_FLAGS,
     CONFIG_FLAG,
@@ -39,7 +45,7 @@ shows what the tier does without a model or a GPU at hand.
     rich_markup_mode="markdown",  # wraps paragraphs to the terminal's width
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(store.app, name="store")
+app.add_typer(store_app, name="store")
 
 
 def main() -> None:
@@ -75,13 +81,13 @@ def _options(
 def _print_serve_help(wanted: bool) -> None:
     if not wanted:
         return
-    flags = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
-    flags.add_column(no_wrap=True)
-    flags.add_column()
-    flags.add_row(TIER_FLAG, COMMAND_LINE_FLAGS[TIER_FLAG])
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row(TIER_FLAG, COMMAND_LINE_FLAGS[TIER_FLAG])
     for name in FLAG_FIELDS:
-        flags.add_row(flag_of(name), escape(flag_help(name)))
-    flags.add_row(CONFIG_FLAG, COMMAND_LINE_FLAGS[CONFIG_FLAG])
+        table.add_row(flag_of(name), escape(flag_help(name)))
+    table.add_row(CONFIG_FLAG, COMMAND_LINE_FLAGS[CONFIG_FLAG])
     console = Console()
     console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
     console.print(
@@ -90,7 +96,7 @@ def _print_serve_help(wanted: bool) -> None:
         "--disable-overlap-schedule and what else SGLang needs there.\n",
         markup=False,
     )
-    console.print(flags)
+    console.print(table)
     console.print("\nSGLang's own arguments: python -m sglang.launch_server --help", markup=False)
     raise typer.Exit
 
@@ -113,7 +119,7 @@ def _serve(
     `hcache serve --model-path MODEL --hcache-dirs /mnt/nvme0/hcache --hcache-disk-size 500GB`
     """
     # Here, as below, to keep `hcache --help` quick.
-    from sglang_hcache.cli.serve import serve, values_of
+    from sglang_hcache.cli.server.launch import serve, values_of
 
     given = arguments or []
     if not any(
@@ -127,12 +133,12 @@ def _serve(
     serve(given)
 
 
-app.command("top")(top.top)
-app.command("chat")(chat.chat)
-app.command("profile", context_settings={"ignore_unknown_options": True})(profile.profile)
-app.command("plan")(plan.plan)
-app.command("flags")(flags.flags)
-app.command("metrics")(metrics.metrics)
+app.command("top")(top)
+app.command("chat")(chat)
+app.command("profile", context_settings={"ignore_unknown_options": True})(profile)
+app.command("plan")(plan)
+app.command("flags")(flags)
+app.command("metrics")(metrics)
 
 
 @app.command("tiny-model")
@@ -155,7 +161,7 @@ def _tiny_model(
     seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
 ) -> None:
     """Write a small random model with a tokenizer, without any download."""
-    from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+    from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
 
     model = TinyModel(
         family=family,
@@ -197,22 +203,22 @@ def _demo(
             "are random: it answers with words without meaning.",
         ),
     ] = False,
-    host: chat.PageHost = "127.0.0.1",
-    port: chat.PagePort = chat.PAGE_PORT,
-    allowed: chat.AllowedHosts = None,
-    opens_browser: chat.OpensBrowser = False,
+    host: PageHost = "127.0.0.1",
+    port: PagePort = PAGE_PORT,
+    allowed: AllowedHosts = None,
+    opens_browser: OpensBrowser = False,
 ) -> None:
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
 
     Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
     the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C.
     """
-    from sglang_hcache.cli.demo import DemoSettings, run_demo
-    from sglang_hcache.cli.demo_view import choose_view
+    from sglang_hcache.cli.demo.run import DemoSettings, run_demo
+    from sglang_hcache.cli.demo.view import choose_view
 
     folders = tuple(given_path("--dirs", part.strip()) for part in dirs.split(",") if part.strip())
     if with_page:
-        from sglang_hcache.cli.demo_chat import run_chat_demo
+        from sglang_hcache.cli.demo.chat import run_chat_demo
 
         run_chat_demo(
             dirs=folders, keep=keep, host=host, port=port, allowed=allowed or (), opens_browser=opens_browser

@@ -18,10 +18,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.chat_client import ChatClient, ChatError
-from sglang_hcache.cli.server_options import ApiKey, ServerUrl
+from sglang_hcache.cli.options import ApiKey, ServerUrl
+from sglang_hcache.cli.report import new_table, print_report
+from sglang_hcache.cli.server.client import ChatClient, ChatError
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.store_text import new_table, print_report
 from sglang_hcache.cli.terminal import redraws
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.units import format_bytes

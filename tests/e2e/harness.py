@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 import torch
 
-from sglang_hcache.cli.chat_client import KEEPALIVE_S
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.server.client import KEEPALIVE_S
+from sglang_hcache.cli.server.process import ServerProcess
 
 PLUGINS = Path(__file__).parent / "plugins"
 TOLERANCE = 1e-3  # logprobs, float32 models

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.cli.serve import prepare_launch
-from sglang_hcache.cli.tiny_model import FAMILIES
+from sglang_hcache.cli.server.launch import prepare_launch
+from sglang_hcache.cli.tiny_model.model import FAMILIES
 from tests.e2e.family_table import BEHIND, TABLE, render, stable, written
 
 ROOT = Path(__file__).parents[2]

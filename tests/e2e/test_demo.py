@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_hcache.cli.paired import LOGPROB_TOLERANCE
+from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE
 from sglang_hcache.core.config import environment_with
 from tests.e2e.harness import PLUGINS
 

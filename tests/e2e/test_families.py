@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.cli.server_process import ServerProcessError
-from sglang_hcache.cli.tiny_model import FAMILIES
+from sglang_hcache.cli.server.process import ServerProcessError
+from sglang_hcache.cli.tiny_model.model import FAMILIES
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
 from tests.e2e.test_plans import write_profile
 from tests.e2e.test_serving import assert_same_pool

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.cli.serve import prepare_launch
+from sglang_hcache.cli.server.launch import prepare_launch
 
 ON = ["--hierarchical-cache", "hcache"]
 CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang_hcache.cli.serve import prepare_launch
+from sglang_hcache.cli.server.launch import prepare_launch
 
 ROOT = Path(__file__).parents[2]
 SERVER = """

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from sglang_hcache.cli.chat_client import ChatClient, Message
-from sglang_hcache.cli.paired import (
+from sglang_hcache.cli.server.client import ChatClient, Message
+from sglang_hcache.cli.server.pair import (
     FAIR_ENVIRONMENT,
     LOGPROB_TOLERANCE,
     PairedAnswer,
@@ -23,8 +23,8 @@ from sglang_hcache.cli.paired import (
     Timings,
     launch_together,
 )
-from sglang_hcache.cli.server_process import ServerProcess
-from sglang_hcache.cli.tiny_model import TinyModel, write_tiny_model
+from sglang_hcache.cli.server.process import ServerProcess
+from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
 from sglang_hcache.testing.zipf import zipf_order
 from tests.e2e.harness import PLUGINS
 

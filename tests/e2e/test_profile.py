@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.cli.server_process import ServerProcessError
+from sglang_hcache.cli.server.process import ServerProcessError
 from sglang_hcache.core.config import environment_with
 from sglang_hcache.plan.profile import Profile, ProfileSource
 from tests.e2e.harness import TierServer, random_prompt

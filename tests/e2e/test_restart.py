@@ -116,7 +116,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from sglang_hcache.cli.server_process import ServerProcessError
+    from sglang_hcache.cli.server.process import ServerProcessError
     from sglang_hcache.core.observer import Counters
     from sglang_hcache.store import DiskStore, StoreConfig
 

@@ -1,4 +1,4 @@
-"""``hcache chat``: a page for several conversations with a running server. Only ``page*`` and ``app`` need NiceGUI.
+"""``hcache chat``: a page for several conversations with a running server.
 
 | module | what it is |
 |---|---|
@@ -9,6 +9,5 @@
 | ``session`` | one browser's conversations, and the answers on their way |
 | ``starters`` | texts that a new conversation offers |
 | ``figures`` | bars, strips and tables as HTML |
-| ``page``, ``page_*`` | the page |
-| ``app`` | page and server together, until Ctrl-C |
+| ``page/`` | the page, and what serves it until Ctrl-C; nothing else needs NiceGUI |
 """

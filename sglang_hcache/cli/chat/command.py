@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.chat.server import AnswerOptions
-from sglang_hcache.cli.chat_client import authorization
-from sglang_hcache.cli.ports import try_to_listen
-from sglang_hcache.cli.server_options import ApiKey, ServerUrl
+from sglang_hcache.cli.options import ApiKey, ServerUrl
+from sglang_hcache.cli.server.client import authorization
+from sglang_hcache.cli.server.ports import try_to_listen
 from sglang_hcache.core.errors import ConfigError
 
 PAGE_PORT = 8088
@@ -115,8 +115,8 @@ def serve_page(
     require_nicegui()
     names = host_names(host, allowed)
     authorization(api_key)  # its error belongs on the terminal, not into the page's log
-    from sglang_hcache.cli.chat.app import PageSettings, run_page
-    from sglang_hcache.cli.chat.page import PageTexts
+    from sglang_hcache.cli.chat.page.app import PageSettings, run_page
+    from sglang_hcache.cli.chat.page.tab import PageTexts
     from sglang_hcache.cli.chat.starters import starters
 
     run_page(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_hcache.cli.chat_client import Message, StreamReader, TokenSources
+from sglang_hcache.cli.server.client import Message, StreamReader, TokenSources
 
 UNTITLED = "New conversation"
 _TITLE_LENGTH = 42  # characters; more do not fit into the list

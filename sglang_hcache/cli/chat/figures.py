@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.watch import FOREIGN_ERRORS, FOREIGN_STATE, Look, Reach
-from sglang_hcache.cli.chat_client import TokenSources
-from sglang_hcache.cli.plan_report import METHOD_NAMES
-from sglang_hcache.cli.store_text import counted
+from sglang_hcache.cli.plan.report import METHOD_NAMES
+from sglang_hcache.cli.report import counted
+from sglang_hcache.cli.server.client import TokenSources
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.metrics import COUNTERS, RESTORE_PHASES
 from sglang_hcache.core.units import format_bytes

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_hcache.cli.chat_client import (
+from sglang_hcache.cli.server.client import (
     CHAT_PATH,
     KEEPALIVE_S,
     ChatError,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
 from sglang_hcache.cli.chat.server import ChatServer, RefusalError
 from sglang_hcache.cli.chat.watch import Watch
-from sglang_hcache.cli.chat_client import ChatError, StreamReader
+from sglang_hcache.cli.server.client import ChatError, StreamReader
 
 _STATUS_RUNNING = 400  # of SGLang's /flush_cache, for nothing else
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_hcache.cli.demo_script import write_scripts
+from sglang_hcache.cli.logbooks import write_scripts
 
 _LOGBOOKS = 3
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_hcache.cli.chat.server import ChatServer, SilentError
-from sglang_hcache.cli.chat_client import ChatError
+from sglang_hcache.cli.server.client import ChatError
 from sglang_hcache.core.layout import Method
 
 _EVERY_S = 2.0

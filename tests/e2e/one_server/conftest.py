@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.cli import serve
+from sglang_hcache.cli.server import launch as serve
 from tests.e2e.harness import TierServer
 
 SETTINGS = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_hcache.cli.chat_client import TokenSources
+from sglang_hcache.cli.server.client import TokenSources
 
 Import = Callable[[str], Any]
 

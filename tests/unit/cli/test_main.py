@@ -6,7 +6,7 @@ import pytest
 
 import sglang_hcache
 from sglang_hcache.cli import main as command
-from sglang_hcache.cli import serve
+from sglang_hcache.cli.server import launch as serve
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
 from sglang_hcache.core.errors import ConfigError
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_hcache.cli import demo
-from sglang_hcache.cli.demo import DemoSettings, run_demo
-from sglang_hcache.cli.demo_view import JsonView
-from sglang_hcache.cli.paired import launch_together
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.demo import run as demo
+from sglang_hcache.cli.demo.run import DemoSettings, run_demo
+from sglang_hcache.cli.demo.view import JsonView
+from sglang_hcache.cli.server.pair import launch_together
+from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -10,10 +10,11 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from sglang_hcache.cli import demo_chat, profile_run
 from sglang_hcache.cli import main as command
-from sglang_hcache.cli.demo_view import LiveView
-from sglang_hcache.cli.server_process import ServerProcess
+from sglang_hcache.cli.demo import chat as demo_chat
+from sglang_hcache.cli.demo.view import LiveView
+from sglang_hcache.cli.profile import run as profile_run
+from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.terminal import spinner_for
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_hcache.cli import plan_server
+from sglang_hcache.cli.plan import server as plan_server
 from sglang_hcache.core.config import HCacheConfig, profile_dir
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method

@@ -1,0 +1,240 @@
+"""``hcache demo``: conversations that outgrow the KV pool, with the tier and without it, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from sglang_hcache.cli.demo.report import DemoReport, TurnResult
+from sglang_hcache.cli.demo.view import DemoView
+from sglang_hcache.cli.logbooks import Script, write_scripts
+from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.server.client import ChatClient, Message
+from sglang_hcache.cli.server.kept_sizes import with_room_in_store
+from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, ServerPair, kill_all, launch_together
+from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
+from sglang_hcache.cli.signals import terminated_as_interrupted
+from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
+from sglang_hcache.core.config import host_size_for
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS
+
+# Wide for its depth: attention of a prompt's last tokens to all before them, which no restore saves, is then cheap
+# beside the rest.
+MODEL = TinyModel(layers=8, hidden=768, heads=12, max_position=8192)
+_TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4  # of hidden states; K and V take twice as much
+FEWEST_CONVERSATIONS = 3
+"""With fewer, a returning conversation would still find a part of itself in the KV pool."""
+ANSWER_TOKENS = 12
+_MESSAGE_TOKENS = 2  # the chat template's own, with room
+_POOL_PER_PROMPT = 1.6  # the pool holds the longest conversation, but not two of them
+_HOST_SHARE = 0.4  # of all hidden states: the rest must go to disk
+_FEWEST_CHUNKS = 17  # that a host tier must have room for
+_STARTUP_TIMEOUT_S = 400.0  # two at once, on two cores that may have other work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What the user chose.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    conversations: int = 4
+    turns: int = 4
+    dirs: tuple[Path, ...] = ()
+    """Directories of the disk tier; none: a folder beside the model."""
+    keep: Path | None = None
+    """Folder for model, disk tier and logs; None: a temporary one, removed at the end."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.conversations < FEWEST_CONVERSATIONS:
+            raise ConfigError(
+                f"--conversations: {self.conversations} is not allowed; at least {FEWEST_CONVERSATIONS}, "
+                "for fewer would stay in the KV pool"
+            )
+        if self.turns < 2:
+            raise ConfigError(
+                f"--turns: {self.turns} is not allowed; at least 2, for nobody returns with fewer"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes that make the pool and the host tier too small."""
+
+    pool_tokens: int
+    staging_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[int]) -> _Sizes:
+        """For conversations that end with prompts of so many tokens.
+
+        Raises:
+            ConfigError: too long for the model.
+        """
+        longest = max(prompts) + ANSWER_TOKENS
+        if longest > MODEL.max_position:
+            raise ConfigError(
+                f"--turns: the longest conversation has about {longest} tokens, "
+                f"the demo's model takes {MODEL.max_position}; give fewer turns"
+            )
+        states = sum(prompts) * _TOKEN_BYTES
+        # What layers store is measured when the server starts: there must be room for K and V of all of them.
+        staging = 2 * (longest + CHUNK_TOKENS) * _TOKEN_BYTES
+        chunks = max(int(_HOST_SHARE * states), _FEWEST_CHUNKS * 2 * CHUNK_TOKENS * _TOKEN_BYTES)
+        pool = int(longest * _POOL_PER_PROMPT)
+        return cls(pool, staging, host_size_for(staging, chunks), max(8 * states, 2**29))
+
+
+def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
+    """Run it; leaves no process behind, and no file outside of what ``settings`` name.
+
+    Raises:
+        ConfigError: a setting is wrong, or this machine cannot run a server.
+        ServerProcessError: a server did not start.
+        ChatError: a server failed.
+    """
+    began = time.monotonic()
+    with (
+        terminated_as_interrupted() as interruptions,
+        demo_folder(settings.keep) as folder,
+        servers_scratch() as scratch,
+    ):
+        model = folder / "model"
+        if not (model / "config.json").exists():
+            view.status("Writing a random model")
+            write_tiny_model(model, MODEL)
+        scripts = write_scripts(settings.conversations, settings.turns, seed=settings.seed)
+        sizes = _Sizes.of(_prompt_lengths(scripts, model))
+        dirs = settings.dirs or (folder / "tier",)
+        tier, reference = _servers(folder, model, sizes, dirs, scratch)
+        try:
+            view.status("Starting two servers, with and without the tier")
+            launch_together(
+                [tier, reference], lambda waited: view.status(f"Starting two servers: {waited:.0f} s")
+            )
+            view.status("")
+            with ChatClient(tier.url) as tier_client, ChatClient(reference.url) as reference_client:
+                turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
+                tier_client.wait_saved()
+                state = tier_client.tier_state() or {}
+            chunks = int((state.get("disk") or {}).get("chunks", 0))
+            report = DemoReport(
+                turns=tuple(turns),
+                pool_tokens=sizes.pool_tokens,
+                disk_bytes=sum(_disk_usage(directory) for directory in dirs),
+                disk_chunks=chunks,
+                dirs=dirs,
+                kept=settings.keep is not None or bool(settings.dirs),
+                wall_s=time.monotonic() - began,
+            )
+            view.finish(report)
+            if report.kept:
+                tier.stop()  # gracefully: what is still in host memory goes to disk
+        finally:
+            interruptions.ignore()
+            kill_all((tier, reference))
+    return report
+
+
+def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[TurnResult]:
+    """All conversations turn by turn: each comes back when all the others have been served."""
+    pair.ask([Message(role="user", content="Good morning.")], max_tokens=4)  # first-use costs of both servers
+    histories: list[list[Message]] = [[] for _ in scripts]
+    results = []
+    for turn in range(len(scripts[0])):
+        for number, (script, history) in enumerate(zip(scripts, histories, strict=True)):
+            history.append(script.messages[turn])
+            answer = pair.ask(history, max_tokens=ANSWER_TOKENS)
+            history.append(Message(role="assistant", content=answer.reference.text))
+            results.append(TurnResult(number + 1, turn + 1, answer))
+            view.turn(results[-1])
+    return results
+
+
+def _servers(
+    folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path], scratch: str
+) -> tuple[ServerProcess, ServerProcess]:
+    settings = {
+        "dirs": [str(directory) for directory in dirs],
+        "disk_size": sizes.disk_bytes,
+        "disk_free_floor": "256MiB",
+        "segment_size": "32MiB",
+        "host_size": sizes.host_bytes,
+        "staging_size": sizes.staging_bytes,
+    }
+    common = [
+        *("--model-path", str(model), "--dtype", "float32"),
+        *("--max-total-tokens", str(sizes.pool_tokens)),
+        "--sleep-on-idle",  # the server that is not asked leaves the cores to the other one
+    ]
+    environment = {**FAIR_ENVIRONMENT, "TMPDIR": scratch}
+    return (
+        ServerProcess(
+            [*common, *settings_arguments(folder / "hcache.yaml", with_room_in_store(settings, dirs))],
+            log=folder / "server-with-tier.log",
+            extra_env=environment,
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
+        ),
+        ServerProcess(
+            [*common, "--hierarchical-cache", "off", "--hcache-cpu-fixes"],
+            log=folder / "server-without-tier.log",
+            extra_env=environment,
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
+        ),
+    )
+
+
+def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
+    """Tokens of each conversation's last prompt, answers included."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return [
+        sum(
+            len(tokenizer.encode(message["content"]).ids) + ANSWER_TOKENS + 2 * _MESSAGE_TOKENS
+            for message in script.messages
+        )
+        for script in scripts
+    ]
+
+
+def _disk_usage(folder: Path) -> int:
+    """Bytes that the files in ``folder`` take on disk, like ``du``."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def servers_scratch() -> tempfile.TemporaryDirectory[str]:
+    """For the temporary files of servers: SGLang, killed, leaves them. A short name: sockets are among them."""
+    return tempfile.TemporaryDirectory(prefix="hcache-")
+
+
+@contextlib.contextmanager
+def demo_folder(keep: Path | None) -> Iterator[Path]:
+    """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.
+
+    Raises:
+        ConfigError: ``keep`` cannot be made or written into.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
+            yield Path(folder)
+        return
+    folder_kept = given_path("--keep", keep)
+    try:
+        folder_kept.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--keep: cannot make {folder_kept}: {error.strerror}") from None
+    if not os.access(folder_kept, os.W_OK):
+        raise ConfigError(f"--keep: cannot write into {folder_kept}")
+    yield folder_kept

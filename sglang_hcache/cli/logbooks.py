@@ -1,0 +1,73 @@
+"""Logbooks that share nothing with one another, and questions about them: what the demo says, the chat page offers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from sglang_hcache.cli.server.client import Message
+
+_DAYS = 14
+_SHIPS = ("Heron", "Petrel", "Gannet", "Curlew", "Dunlin", "Plover", "Turnstone", "Kittiwake")
+_WINDS = ("north", "north-east", "east", "south-east", "south", "south-west", "west", "north-west")
+_SEAS = ("smooth", "slight", "moderate", "rough", "very rough")
+_PEOPLE = ("The captain", "The mate", "The cook", "The engineer", "A passenger", "The surgeon")
+_DEEDS = (
+    "mended the mizzen sail",
+    "counted the water barrels",
+    "saw a whale to starboard",
+    "took the noon sight twice",
+    "wrote letters until dark",
+    "found the pump half blocked",
+    "traded a knife for a drum",
+    "sighted land and lost it again",
+)
+_QUESTIONS = (
+    "Who did most of the work, and on which days?",
+    "On which day was the sea at its worst, and what did the crew do then?",
+    "Compare the first week with the second: wind, sea and what was done.",
+    "Which day would you leave out of a short version of this log, and why?",
+    "What should the captain have done differently after the first sight of land?",
+    "Sum the distances of the days with a west wind.",
+    "Write the entry of the following day in the same style.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The user's side of one conversation."""
+
+    messages: tuple[Message, ...]
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+
+def write_scripts(conversations: int, turns: int, *, seed: int) -> list[Script]:
+    """One script of ``turns`` messages for each conversation; equal arguments give equal scripts."""
+    return [_script(number, turns, random.Random(f"{seed}/{number}")) for number in range(conversations)]
+
+
+def _script(number: int, turns: int, dice: random.Random) -> Script:
+    logbook = _logbook(number, dice)
+    texts = [f"{logbook}\n{_QUESTIONS[0]}"]
+    for turn in range(1, turns):
+        day = _DAYS + turn
+        question = _QUESTIONS[turn % len(_QUESTIONS)]
+        texts.append(f"Thank you. Here is one day more. {_entry(day, dice)} {question}")
+    return Script(tuple(Message(role="user", content=text) for text in texts))
+
+
+def _logbook(number: int, dice: random.Random) -> str:
+    ship = _SHIPS[number % len(_SHIPS)]
+    days = " ".join(_entry(day, dice) for day in range(1, _DAYS + 1))
+    return f"Log of the {ship}, voyage {number + 1}. {days}"
+
+
+def _entry(day: int, dice: random.Random) -> str:
+    hours, minutes = dice.randrange(24), dice.randrange(60)
+    return (
+        f"Day {day}. Wind {dice.choice(_WINDS)} at {dice.randrange(3, 45)} knots, sea {dice.choice(_SEAS)}, "
+        f"{dice.randrange(20, 240)} miles made good. {dice.choice(_PEOPLE)} {dice.choice(_DEEDS)} "
+        f"at {hours:02}:{minutes:02}."
+    )

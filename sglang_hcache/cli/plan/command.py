@@ -1,0 +1,243 @@
+"""``hcache plan``: what the planner would do for a model on a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sglang_hcache.cli.plan.model import NAMES
+from sglang_hcache.core.errors import ConfigError
+
+if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.plan.model import PlannedModel
+    from sglang_hcache.cli.plan.report import PlanReport
+    from sglang_hcache.core.layout import PlanKind
+    from sglang_hcache.plan.profile import Profile
+
+_FASTEST = 1e9
+"""GB/s and TFLOP/s; the slowest is as far below 1."""
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"A model folder, its config.json, or one of {NAMES}. A profile names its model itself.",
+        show_default=False,
+    ),
+]
+IoRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB/S",
+        help="What reading from the tier reaches, all drives together, in 10^9 bytes a second.",
+    ),
+]
+ComputeRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TFLOP/S",
+        help="What large matrix products in the model's dtype reach: measured, not the data sheet's peak.",
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measured costs, from `hcache profile`, in place of MODEL, --io-gbps and --tflops.",
+    ),
+]
+TierName = Annotated[
+    str, typer.Option(help="Which tier of the profile is read. Default: its only one, or disk.")
+]
+Tokens = Annotated[int, typer.Option(help="Tokens of the history that comes back.")]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="Whose plan to show in full: auto, hidden, kv, hybrid or recompute. auto may mix them all."
+    ),
+]
+Buffers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Layers in memory at once; the server has 4. Default: as many as there are."
+    ),
+]
+DtypeName = Annotated[
+    str,
+    typer.Option(
+        help="float32, float16 or bfloat16. Default: as SGLang, what MODEL names, but 16 bits where that is float32."
+    ),
+]
+KVCacheDtypeName = Annotated[
+    str,
+    typer.Option(help="As SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also draw the plan's two timelines as a picture (needs matplotlib)."),
+]
+
+
+def plan(
+    model: Model = "",
+    io_gbps: IoRate = None,
+    tflops: ComputeRate = None,
+    profile: ProfileFile = None,
+    tier: TierName = "",
+    tokens: Tokens = 4096,
+    method: MethodName = "auto",
+    buffers: Buffers = None,
+    dtype: DtypeName = "",
+    kv_cache_dtype: KVCacheDtypeName = "auto",
+    as_json: AsJson = False,
+    png: Picture = None,
+) -> None:
+    """Predict how fast a history comes back, by which method for each layer, and whether it pays.
+
+    A layer comes back in one of three ways. Its *hidden states* are read and projected to K and V. Or its *K and V*
+    are read as they are: more bytes (less with grouped-query attention), nothing to compute. Or it is *recomputed*
+    from the tokens: nothing to read, the most to compute. Reading one layer and computing another go on at the same
+    time, so the best mix keeps both busy until the end.
+
+    `hcache plan llama2-7b --io-gbps 26 --tflops 197` counts the costs from the model's sizes and two rates of the
+    machine. `hcache profile --model-path MODEL` measures them on this machine; `--profile FILE` takes what it saved.
+
+    This predicts and changes nothing. The last lines say what a server with `--hcache-method auto` does with these
+    costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
+    recomputes as many first layers as is fastest then. docs/planner.md explains the model and its limits.
+
+    With quantised weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`) a server
+    stores K and V alone, and so do the plans.
+    """
+    from sglang_hcache.cli.plan.report import make_report
+    from sglang_hcache.core.layout import PlanKind
+
+    kind = _kind(method)
+    _check_positive(tokens=tokens, buffers=buffers)
+    _check_rates(io_gbps=io_gbps, tflops=tflops)
+    planned = _model(model, dtype, kv_cache_dtype)
+    costs = _profile(planned, io_gbps, tflops, profile)
+    why_not_hidden = None if planned is None else planned.why_not_hidden
+    if kind is PlanKind.HIDDEN and why_not_hidden is not None:
+        raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
+    report = make_report(costs, _tier(costs, tier), tokens, kind, buffers, why_not_hidden)
+    if png is not None:
+        _draw(png, report)
+    if as_json:
+        print(json.dumps(report.data(), indent=2))
+    else:
+        report.print()
+        if png is not None:
+            print(f"wrote {png}")
+
+
+def _kind(method: str) -> PlanKind:
+    from sglang_hcache.core.layout import PlanKind
+
+    try:
+        return PlanKind(method)
+    except ValueError:
+        raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}") from None
+
+
+def _check_rates(**values: float | None) -> None:
+    """Of machines that there may be: times that follow from others are none."""
+    _check_positive(**values)
+    for name, value in values.items():
+        if value is not None and not 1 / _FASTEST <= value <= _FASTEST:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag}: {value:g} is not allowed; give a number between {1 / _FASTEST:g} and {_FASTEST:g}"
+            )
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a number above 0")
+
+
+def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:
+    """None: no MODEL was given."""
+    from sglang_hcache.cli.plan.model import PlannedModel
+
+    if model:
+        return PlannedModel.of(model, dtype, kv_cache_dtype)
+    for flag, value in (("--dtype", dtype), ("--kv-cache-dtype", kv_cache_dtype)):
+        if value not in ("", "auto"):
+            raise ConfigError(f"{flag}: {value} needs a MODEL; a profile names its dtypes itself")
+    return None
+
+
+def _profile(
+    model: PlannedModel | None, io_gbps: float | None, tflops: float | None, path: Path | None
+) -> Profile:
+    """Measured costs from the file, or costs counted from two rates.
+
+    Raises:
+        ConfigError: neither or both ways given, no MODEL, a wrong file, or a profile of another model.
+    """
+    from sglang_hcache.plan.costs import Hardware
+    from sglang_hcache.plan.profile import analytic_profile
+
+    if path is not None:
+        if io_gbps is not None or tflops is not None:
+            raise ConfigError("--profile: it takes the place of --io-gbps and --tflops; leave them out")
+        return _measured(path, model)
+    if io_gbps is None or tflops is None:
+        missing = " and ".join(
+            flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
+        )
+        raise ConfigError(
+            f"{missing} missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b --io-gbps 26 "
+            "--tflops 197`, or --profile FILE"
+        )
+    if model is None:
+        raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {NAMES}")
+    hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)
+    machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
+    projects = model.why_not_hidden is None
+    return analytic_profile(model.shape, hardware, tier="disk", machine=machine, projects=projects)
+
+
+def _measured(path: Path, model: PlannedModel | None) -> Profile:
+    from sglang_hcache.plan.profile import Profile
+
+    found = Profile.read(path, "--profile")
+    if model is not None and not found.is_of(model.shape):
+        raise ConfigError(
+            f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model.shape.name}; leave "
+            "MODEL out"
+        )
+    return found
+
+
+def _tier(profile: Profile, tier: str) -> str:
+    tiers = ", ".join(profile.tiers)
+    if tier:
+        if tier not in profile.tiers:
+            raise ConfigError(f"--tier: {tier!r} is not in the profile; it has {tiers}")
+        return tier
+    if len(profile.tiers) == 1:
+        return next(iter(profile.tiers))
+    if "disk" not in profile.tiers:
+        raise ConfigError(f"--tier: say which one of the profile's is read: {tiers}")
+    return "disk"
+
+
+def _draw(path: Path, report: PlanReport) -> None:
+    try:
+        from sglang_hcache.cli.plan.picture import draw
+    except ImportError:
+        raise ConfigError(
+            "--png: drawing needs matplotlib (the extra `plots`); install it with: pip install matplotlib"
+        ) from None
+    try:
+        draw(path, report)
+    except OSError as error:
+        raise ConfigError(f"--png: cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,236 @@
+"""What ``hcache profile`` prints: the fitted costs, and what a server would do with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sglang_hcache.cli.plan.report import METHOD_NAMES, split_text, text_ms
+from sglang_hcache.cli.plan.server import ServerPlan, decision_data, restores
+from sglang_hcache.cli.profile.run import Measured
+from sglang_hcache.cli.report import Report, new_table
+from sglang_hcache.core.layout import Method
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.plan.planner import stored_bytes
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS
+
+_POOR_FIT = 0.9
+"""R² below which a curve does not tell what was measured."""
+_LENGTHS = (256, 1024, 4096, 16384)
+_WORK_NAMES = {
+    Method.HIDDEN: "project hidden states",
+    Method.KV: "write K and V",
+    Method.RECOMPUTE: "recompute the layer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileReport:
+    """All that is said about one measurement."""
+
+    measured: Measured
+    path: Path
+    """Where the profile is."""
+    has_dirs: bool
+    """Whether there was a disk tier to measure."""
+    is_found_by_servers: bool
+    """Whether servers find ``path`` by themselves."""
+
+    @property
+    def profile(self) -> Profile:
+        return self.measured.profile
+
+    def data(self) -> dict[str, Any]:
+        """For programs. Times in the units that the names say; curves as in the profile's file."""
+        plan = ServerPlan.of(self.profile)
+        return {
+            "file": str(self.path),
+            "wall_s": self.measured.seconds,
+            "profile": json.loads(self.profile.to_json()),
+            "read_bytes_per_s": {
+                tier: {
+                    str(method): _bytes_per_s(curve, size)
+                    for method, curve, size in _reads(self.profile, tier)
+                }
+                for tier in self.profile.tiers
+            },
+            "warnings": self.warnings(),
+            "plan": {
+                **plan.data(),
+                "restores": [
+                    {"tier": tier, "tokens": length, **decision_data(plan.restore(tier, length))}
+                    for tier, length in _cases(self.profile)
+                ],
+            },
+        }
+
+    def print(self) -> None:
+        """To standard output."""
+        Report(self.data(), self._parts()).print()
+
+    def warnings(self) -> list[str]:
+        """What makes the numbers worth less than they look."""
+        found = list(self.measured.troubles)
+        poor = [name for name, curve in _curves(self.profile) if (curve.r_squared or 0.0) < _POOR_FIT]
+        if poor:
+            found.append(
+                f"R² below {_POOR_FIT:g} ({', '.join(poor)}): something else kept the machine busy, or --seconds was "
+                "too short; run it again while nothing else runs"
+            )
+        return found
+
+    def _parts(self) -> list[Text | Table]:
+        profile = self.profile
+        shape, measured = profile.model, profile.token_range
+        lengths = f"{measured[0]:,} to {measured[1]:,} tokens" if measured else "lengths unknown"
+        versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+        kv_heads = f", {shape.num_kv_heads} KV heads" if shape.num_kv_heads != shape.num_heads else ""
+        return [
+            Text(
+                f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_heads} heads"
+                f"{kv_heads}, {shape.hidden_dtype_bytes} bytes a value",
+                "bold",
+            ),
+            Text(f"Machine   {profile.machine}"),
+            Text(f"Versions  {versions}"),
+            Text(f"Measured  {lengths}, times of one layer; {self.measured.seconds:.0f} s in all"),
+            Text(""),
+            _read_table(profile),
+            *self._no_disk(),
+            Text(""),
+            _compute_table(profile),
+            *(Text(f"Warning: {warning}", "yellow") for warning in self.warnings()),
+            Text(""),
+            *_plan_parts(profile),
+            Text(""),
+            *(Text(line) for line in self._ending()),
+        ]
+
+    def _no_disk(self) -> list[Text]:
+        if self.has_dirs or "disk" in self.profile.tiers:
+            return []
+        return [
+            Text(
+                "Only host memory was measured. Name the disk tier's directories with --hcache-dirs.",
+                "yellow",
+            )
+        ]
+
+    def _ending(self) -> list[str]:
+        same = "the same model, machine, versions and disk directories"
+        if not self.has_dirs:
+            same = "the same model, machine and versions, and no disk tier,"
+        lines = [f"Saved {self.path}"]
+        if self.is_found_by_servers:
+            lines.append(f"Servers started with {same} use it by themselves.")
+        else:
+            lines.append(f"Give it to servers with {same}: --hcache-profile {self.path}")
+        return [*lines, f"More about it: hcache plan --profile {self.path}"]
+
+
+def _read_table(profile: Profile) -> Table:
+    numbers = ["GB/s", "fixed ms", "R²", "contention"]
+    table = new_table(["reading from", "what", *numbers], set(numbers))
+    for tier in profile.tiers:
+        for method, curve, size in _reads(profile, tier):
+            rate = _bytes_per_s(curve, size)
+            table.add_row(
+                tier,
+                METHOD_NAMES[method],
+                "-" if rate is None else _digits(rate / 1e9),
+                _digits(1e3 * curve.fixed_s),
+                _fit(curve),
+                f"{profile.tiers[tier].contention:.2f}",
+            )
+    return table
+
+
+def _compute_table(profile: Profile) -> Table:
+    numbers = ["fixed µs", "µs a token", "ns a token²", "R²"]
+    table = new_table(["computing", *numbers], set(numbers))
+    for name, curve in _computations(profile):
+        squared = _digits(1e9 * curve.per_token_squared_s) if curve.per_token_squared_s else "-"
+        table.add_row(
+            name, _digits(1e6 * curve.fixed_s), _digits(1e6 * curve.per_token_s), squared, _fit(curve)
+        )
+    return table
+
+
+def _plan_parts(profile: Profile) -> Iterator[Text | Table]:
+    plan = ServerPlan.of(profile)
+    size = stored_bytes(profile.model, plan.stored)
+    yield Text(
+        f"A server with --hcache-method auto stores {split_text(plan.split)}, {size:,} bytes a token: the best mix "
+        f"for {PLANNED_TOKENS:,} tokens from {plan.tier}. What it predicts for one restore, without other requests:"
+    )
+    numbers = ["tokens", "layers recomputed", "restore ms", "recompute ms"]
+    table = new_table(["from", *numbers, "so it will"], set(numbers))
+    for tier, length in _cases(profile):
+        decision = plan.restore(tier, length)
+        ratio = decision.recompute_s / decision.restore_s
+        table.add_row(
+            tier,
+            f"{length:,}" + ("*" if _is_beyond(profile, length) else ""),
+            str(decision.num_recompute),
+            text_ms(decision.restore_s),
+            text_ms(decision.recompute_s),
+            f"restore, {_digits(ratio)} times faster" if restores(decision) else "recompute",
+        )
+    yield table
+    if any(_is_beyond(profile, length) for _, length in _cases(profile)):
+        yield Text("* longer or shorter than what was measured: a guess")
+
+
+def _cases(profile: Profile) -> Iterator[tuple[str, int]]:
+    """(tier, tokens) of the restores that are shown."""
+    return ((tier, length) for tier in profile.tiers for length in _LENGTHS)
+
+
+def _is_beyond(profile: Profile, length: int) -> bool:
+    measured = profile.token_range
+    return measured is not None and not measured[0] <= length <= measured[1]
+
+
+def _reads(profile: Profile, tier: str) -> list[tuple[Method, CostCurve, int]]:
+    """(method, curve, bytes of a token) of what is read of one layer from ``tier``."""
+    curves, shape = profile.tiers[tier], profile.model
+    return [
+        (Method.HIDDEN, curves.hidden, shape.hidden_row_bytes),
+        (Method.KV, curves.kv, shape.kv_row_bytes),
+    ]
+
+
+def _computations(profile: Profile) -> list[tuple[str, CostCurve]]:
+    compute = profile.compute
+    curves = {Method.HIDDEN: compute.hidden, Method.KV: compute.kv, Method.RECOMPUTE: compute.recompute}
+    return [(_WORK_NAMES[method], curve) for method, curve in curves.items()]
+
+
+def _curves(profile: Profile) -> Iterator[tuple[str, CostCurve]]:
+    for tier in profile.tiers:
+        for method, curve, _ in _reads(profile, tier):
+            yield f"{METHOD_NAMES[method]} from {tier}", curve
+    yield from _computations(profile)
+
+
+def _bytes_per_s(curve: CostCurve, row_bytes: int) -> float | None:
+    """None: the fixed part explains all of the time."""
+    return row_bytes / curve.per_token_s if curve.per_token_s else None
+
+
+def _digits(value: float) -> str:
+    """Three digits or more."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{1 if value >= 10 else 2 if value >= 1 else 3}f}"
+
+
+def _fit(curve: CostCurve) -> str:
+    return "-" if curve.r_squared is None else f"{curve.r_squared:.3f}"

@@ -1,0 +1,264 @@
+"""A real SGLang server as a child process, for the demo, benchmarks and end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import yaml
+
+from sglang_hcache.cli.server.launch import prepare_launch, values_of
+from sglang_hcache.core.errors import HCacheError
+
+HOST = "127.0.0.1"
+_POLL_S = 0.25
+_HEALTH_TIMEOUT_S = 25.0  # SGLang gives up on its own health check after 20 s
+_KILL_TIMEOUT_S = 30.0
+_LOG_LINES = 25
+_ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
+"""One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
+# Below Linux's range of ephemeral ports, so that no outgoing connection takes the port before the server does.
+_PORTS = range(20_000, 32_000)
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+Progress = Callable[[float], None]
+"""Called with the seconds waited so far."""
+
+
+class ServerProcessError(HCacheError):
+    """The server did not start. The message is what it says the error is, or ends with the end of its log."""
+
+
+def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Write the tier's ``settings`` to ``file``; the server's arguments that name it."""
+    file.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+    return ["--hcache-config", str(file)]
+
+
+class ServerProcess:
+    """One server, from ``start`` to ``stop`` or ``kill``; as a context manager it leaves no process behind.
+
+    The server leads a session and process group of its own, so a Ctrl-C in the terminal reaches only us.
+
+    Args:
+        args: arguments of ``hcache serve`` without ``--host`` and ``--port``; the tier is on unless
+            they say ``--hierarchical-cache off``.
+        log: file that receives the server's output; a start appends to it.
+        extra_env: added to the environment that the launch has, in place of what is there.
+        startup_timeout_s: longest time until the server answers, seconds.
+        port: 0 for a free one, another one at every start.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        log: Path,
+        extra_env: Mapping[str, str] = _NO_VARIABLES,
+        startup_timeout_s: float = 180.0,
+        port: int = 0,
+    ) -> None:
+        self._wanted_port = port
+        self._args = tuple(args)
+        self._log = Path(log)
+        self._extra_env = dict(extra_env)
+        self._startup_timeout_s = startup_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._log_start = 0
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Base address, without a slash at the end; changes with every start, unless a port was given."""
+        return f"http://{HOST}:{self._port}"
+
+    @property
+    def log(self) -> Path:
+        return self._log
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process, which is also its group's id.
+
+        Raises:
+            ServerProcessError: it was never launched.
+        """
+        if self._process is None:
+            raise ServerProcessError("the server has not been launched")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the main process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def log_text(self) -> str:
+        """What this server wrote since its last launch."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    # -- start -----------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start the process without waiting for it; :meth:`wait_ready` waits.
+
+        Raises:
+            ConfigError: this machine cannot run a server (no GPU and no C compiler).
+        """
+        assert not self.is_running, "the server is running already"
+        self._port = self._wanted_port or free_port()
+        command, environment = prepare_launch([*self._args, *self._addresses()])
+        environment.update(self._extra_env)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _addresses(self) -> list[str]:
+        # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
+        chosen = [] if values_of(self._args, "--nccl-port") else ["--nccl-port", str(free_port([self._port]))]
+        return ["--host", HOST, "--port", str(self._port), *chosen]
+
+    def wait_ready(self, progress: Progress | None = None) -> None:
+        """Return when the server answers requests.
+
+        Raises:
+            ServerProcessError: it died, or is late; nothing of it is left then.
+        """
+        began = time.monotonic()
+        with httpx.Client(timeout=_HEALTH_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                waited = time.monotonic() - began
+                if not self.is_running:
+                    self._fail("died while starting")
+                if _is_healthy(client, f"{self.url}/health"):
+                    return
+                if waited > self._startup_timeout_s:
+                    self._fail(f"did not answer within {self._startup_timeout_s:g} s")
+                if progress is not None:
+                    progress(waited)
+                time.sleep(_POLL_S)
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Launch and wait until the server answers. May be called again after ``stop`` or ``kill``."""
+        self.launch()
+        try:
+            self.wait_ready(progress)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _fail(self, what: str) -> None:
+        assert self._process is not None
+        status = self._process.poll()
+        self.kill()
+        exit_status = "" if status is None else f" (exit status {status})"
+        log = self.log_text()
+        if told := dict.fromkeys(_ERROR.findall(log)):
+            raise ServerProcessError("\n".join(told))
+        lines = [f"  | {line}" for line in log.splitlines()[-_LOG_LINES:]]
+        raise ServerProcessError("\n".join([f"the server {what}{exit_status}; its log ends with:", *lines]))
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def stop(self, timeout_s: float = 45.0) -> None:
+        """End gracefully: SIGTERM, ``timeout_s`` seconds to drain and save, then :meth:`kill`. Idempotent."""
+        if self._process is None:
+            return
+        try:
+            if self.is_running:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+        finally:  # also when a Ctrl-C ends the wait
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group at once; returns when all of it is gone. Idempotent.
+
+        Raises:
+            ServerProcessError: a process outlived SIGKILL.
+        """
+        if self._process is None:
+            return
+        group = self._process.pid
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while members := _members(group):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise ServerProcessError(f"processes of group {group} outlive SIGKILL: {members}")
+            time.sleep(0.02)
+            self._process.poll()
+        self._process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def free_port(but: Sequence[int] = ()) -> int:
+    """A port of this machine that nobody listens on, and none of ``but``.
+
+    Raises:
+        ServerProcessError: all are taken.
+    """
+    for port in random.sample(_PORTS, 200):
+        if port in but:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ServerProcessError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
+
+
+def _is_healthy(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """Processes of the process group ``group`` that still run."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members

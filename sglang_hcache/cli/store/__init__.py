@@ -1,0 +1,1 @@
+"""``hcache store``: looking after the disk tier while no server runs."""

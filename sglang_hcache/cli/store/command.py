@@ -1,0 +1,273 @@
+"""``hcache store``: looking after the disk tier while no server runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sglang_hcache.cli.paths import given_path
+from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
+from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
+
+if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.report import Report
+
+app = typer.Typer(
+    help="""Look after the disk tier's directories.
+
+Name all directories of the store, in any order, or the server's YAML file with --config. For example
+`hcache store stat /mnt/nvme0/hcache /mnt/nvme1/hcache`.
+
+stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
+--rebuild change the store: they refuse while a server uses it, and say which process that is.
+
+Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C ended it.
+""",
+    no_args_is_help=True,
+)
+
+Dirs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="DIR", help="All directories of the store, in any order; commas may join them."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The file of --hcache-config: its `dirs`, in place of DIR"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+
+
+@app.command("stat")
+def _stat(dirs: Dirs = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Sizes, counts and the health of each directory.
+
+    Counts add up since the store was created. Beside a running server they are a moment old, and the health
+    is what the server says.
+    """
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.store.inspect.view import StoreView
+
+    with StoreView.open(_directories(dirs, config)) as view:
+        _show(report.stat(view), as_json)
+
+
+@app.command("ls")
+def _ls(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    namespaces: Annotated[
+        bool, typer.Option("--namespaces", help="List namespaces in place of runs, the largest first.")
+    ] = False,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="List damaged chunks that are not served any more.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Most rows to list; 0: all.", min=0)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """What is in the store: the newest runs, the largest namespaces or the quarantined chunks.
+
+    A run is up to 64 chunks of 64 tokens that were written together. A namespace is one model with its weights
+    and settings, and one tenant; `/server_info` of a server names its namespace.
+    """
+    from sglang_hcache.cli.store import lists
+    from sglang_hcache.store.inspect.view import StoreView
+
+    if namespaces and quarantined:
+        raise ConfigError("--namespaces and --quarantined: give one of them")
+    with StoreView.open(_directories(dirs, config)) as view:
+        if namespaces:
+            found = lists.list_namespaces(view, limit)
+        elif quarantined:
+            found = lists.list_quarantined(view, limit)
+        else:
+            found = lists.list_runs(view, limit)
+        _show(found, as_json)
+
+
+@app.command("verify")
+def _verify(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    quarantined: Annotated[
+        bool,
+        typer.Option("--quarantined", help="Chunks in quarantine count as damage for the exit status, too."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte and check it against the digest it was written with.
+
+    Exit status 1 if something is damaged or a directory is out. Chunks that are in quarantine are not served
+    any more: they are counted, but are no failure without --quarantined.
+
+    It reads as fast as it can, which slows a running server's restores down. What the server evicts meanwhile
+    is no damage.
+    """
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.cli.store.verify import run_verification
+    from sglang_hcache.store.inspect.view import StoreView
+
+    with StoreView.open(_directories(dirs, config)) as view:
+        outcome = run_verification(view, quiet=as_json)
+        _show(report.verification(view, outcome), as_json)
+    is_known = quarantined and any(run.quarantined for run in view.runs())
+    is_all_there = all(volume.health.readable for volume in view.volumes)
+    if outcome.damages or is_known or not is_all_there:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def _gc(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB.",
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Also delete the chunks that were written longer ago, such as 12h or 30d, "
+            "and some up to an eighth younger.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
+
+    A server does this by itself when it starts. --to makes the store smaller once; how large a server lets it
+    grow is set by its --hcache-disk-size, and how old by its --hcache-disk-max-age.
+    """
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.store.inspect.maintenance import collect
+
+    places, to_bytes = _directories(dirs, config), _size(to)
+    change = collect(places, to_bytes, _age(older_than))
+    _show(report.collected(change), as_json)
+    if to_bytes is not None and change.after.physical_bytes > to_bytes:
+        raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
+
+
+@app.command("clear")
+def _clear(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove all chunks. The directories stay a store, with its counts.
+
+    It asks first. Exit status 2 if the answer is not yes.
+
+    A running server does the same when it is asked with POST /hicache/storage-backend/clear.
+    """
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.store.inspect.maintenance import clear, refuse_if_locked
+    from sglang_hcache.store.inspect.view import StoreView
+
+    places = _directories(dirs, config)
+    if not yes:
+        with StoreView.open(places) as view:
+            refuse_if_locked(view)
+            question = report.clear_question(view)
+        if not _is_agreed(question):
+            raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
+    _show(report.cleared(clear(places)), as_json)
+
+
+@app.command("fsck")
+def _fsck(
+    dirs: Dirs = None,
+    config: ConfigFile = None,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="Write missing superblocks, take replaced disks in, make the index anew; then check.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check superblocks, index, files and permissions, and say how to mend what is wrong.
+
+    Does not read the chunks: that is `hcache store verify`. Exit status 1 if something is wrong.
+
+    --rebuild believes the headers in the segment files and nothing else. A directory without a superblock is
+    taken in if it is empty (a new disk) or if its segments are of this store. Runs with a part that is gone
+    are forgotten. Counts begin again, and chunks in quarantine are tried again.
+    """
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.store.inspect.check import check
+    from sglang_hcache.store.inspect.rebuild import rebuild as rebuild_store
+    from sglang_hcache.store.inspect.view import StoreView
+
+    places = _directories(dirs, config)
+    done = rebuild_store(places) if rebuild else []
+    with StoreView.open(places) as view:
+        findings = check(view)
+        _show(report.checked(view, findings, done), as_json)
+    if any(finding.is_error for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.data, indent=2))
+    else:
+        report.print()
+
+
+def _is_agreed(question: str) -> bool:
+    """Whether the user types yes; no input is a no, as is its end. typer's own takes Ctrl-C for a no as well."""
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin is not None and sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...]:
+    """The directories meant.
+
+    Raises:
+        ConfigError: none or too many ways to name them, or an empty name.
+    """
+    if (config is None) == (not dirs):
+        raise ConfigError("name the store: either its directories (DIR) or its file with --config FILE")
+    if config is None:
+        parts = [part.strip() for text in dirs or [] for part in text.split(",")]
+        if not all(parts):
+            raise ConfigError("DIR: a name is empty; is a variable of your shell not set?")
+        places = tuple(given_path("DIR", part) for part in parts)
+        if len(set(places)) < len(places):
+            raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")
+        return places
+    from sglang_hcache.core.config import HCacheConfig
+    from sglang_hcache.sglang_plugin.settings_file import read_settings
+
+    found = HCacheConfig.from_settings(read_settings(config, "--config")).dirs
+    if not found:
+        raise ConfigError(f"--config {config}: it sets no `dirs`, so there is no disk tier")
+    return found
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--to: {text!r} is not allowed; write {SIZE_HELP}") from None
+
+
+def _age(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"--older-than: {text!r} is not allowed; {error}") from None

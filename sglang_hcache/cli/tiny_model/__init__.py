@@ -1,0 +1,1 @@
+"""``hcache tiny-model``: small random models, for tests and demos."""

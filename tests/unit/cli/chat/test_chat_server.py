@@ -1,0 +1,385 @@
+"""The page's requests, and what one browser's session makes of their answers. No network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_hcache.cli.chat.conversation import Phase
+from sglang_hcache.cli.chat.server import (
+    AnswerOptions,
+    ChatServer,
+    SilentError,
+    UnreachableError,
+    mean_phases,
+)
+from sglang_hcache.cli.chat.session import Session
+from sglang_hcache.cli.chat.watch import Look, Reach, Watch, look_of
+from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.core.layout import Method
+from tests.unit.cli.test_top import state
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A stream that waits for ``go`` before its last pieces; knows whether it was closed. Read on another thread."""
+
+    def __init__(self, first: list[bytes], rest: list[bytes]) -> None:
+        self.first, self.rest = first, rest
+        self.go = threading.Event()
+        self.is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.first:
+            yield piece
+        while not self.go.is_set():
+            await asyncio.sleep(0.001)
+        for piece in self.rest:
+            yield piece
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def line(chunk: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk)}\n\n".encode()
+
+
+def token(text: str, count: int) -> bytes:
+    usage = {"prompt_tokens": 9, "completion_tokens": count}
+    return line({"choices": [{"delta": {"content": text}}], "usage": usage})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@contextlib.asynccontextmanager
+async def server_of(handler: Handler, **options: Any) -> AsyncIterator[ChatServer]:
+    server = ChatServer("http://there/", AnswerOptions(**options), transport=httpx.MockTransport(handler))
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def fails_with(error: type[httpx.TransportError]) -> Handler:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise error("no", request=request)
+
+    return handler
+
+
+@contextlib.asynccontextmanager
+async def session_of(handler: Handler, **options: Any) -> AsyncIterator[Session]:
+    async with server_of(handler, **options) as server:
+        session = Session(server, Watch(server))
+        yield session
+        await session.close()
+
+
+async def texts_of(server: ChatServer) -> list[str]:
+    texts: list[str] = []
+    await server.answer([], lambda reader: texts.append(reader.text))
+    return texts
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_an_answer() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, content=token("Hel", 1) + token("lo", 2) + DONE)
+
+    async def run() -> None:
+        async with session_of(handler, max_tokens=7, system="Be brief.") as session:
+            conversation = session.conversations.selected
+            assert session.send(conversation, " Hi \n")
+            assert not session.send(conversation, "again")  # one answer at a time
+            await until(lambda: conversation.open_exchange is None)
+            (exchange,) = conversation.exchanges
+            assert (exchange.question, exchange.answer, exchange.phase) == ("Hi", "Hello", Phase.DONE)
+            assert exchange.measures is not None
+            assert exchange.measures.sources is not None
+            assert exchange.measures.sources.recomputed == 9
+            assert not session.send(conversation, "  ")
+
+    asyncio.run(run())
+    assert [message["content"] for message in seen[0]["messages"]] == ["Be brief.", "Hi"]
+    assert seen[0]["max_completion_tokens"] == 7
+    assert "temperature" not in seen[0]
+    assert seen[0]["return_cached_tokens_details"]
+
+
+def test_an_answer_with_line_ends_of_other_kinds() -> None:
+    text = "one\u2028two\u2029three\x85four"
+    chunk = json.dumps({"choices": [{"delta": {"content": text}}]}, ensure_ascii=False)
+
+    async def run() -> None:
+        content = f"data: {chunk}\r\n\r\n".encode() + DONE
+        async with server_of(lambda _: httpx.Response(200, content=content)) as server:
+            assert (await texts_of(server))[-1] == text
+
+    asyncio.run(run())
+
+
+def test_temperature_is_sent_when_given() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["temperature"] == 0.0
+        return httpx.Response(200, content=token("a", 1) + DONE)
+
+    async def run() -> None:
+        async with server_of(handler, temperature=0.0) as server:
+            assert (await texts_of(server))[-1] == "a"
+
+    asyncio.run(run())
+
+
+def test_stop_closes_the_request_and_keeps_what_came() -> None:
+    async def run() -> None:
+        body = Pieces([token("one", 1)], [token(" two", 2), DONE])
+        async with session_of(lambda _: httpx.Response(200, stream=body)) as session:
+            conversation = session.conversations.selected
+            session.send(conversation, "Count")
+            await until(lambda: conversation.exchanges[0].answer == "one")
+            session.stop(conversation)
+            await until(lambda: conversation.open_exchange is None)
+            await until(lambda: body.is_closed)  # on another thread, a moment later
+            exchange = conversation.exchanges[0]
+            assert (exchange.answer, exchange.phase) == ("one", Phase.STOPPED)
+            assert exchange.measures is not None
+            assert exchange.measures.num_tokens == 1
+            session.stop(conversation)  # nothing to stop
+
+    asyncio.run(run())
+
+
+def test_two_answers_at_once_and_one_is_deleted() -> None:
+    async def run() -> None:
+        bodies = [Pieces([token("a", 1)], [DONE]), Pieces([token("b", 1)], [DONE])]
+        left = iter(bodies)
+        async with session_of(lambda _: httpx.Response(200, stream=next(left))) as session:
+            first = session.conversations.selected
+            session.send(first, "one")
+            second = session.conversations.new()
+            session.send(second, "two")
+            await until(lambda: first.exchanges[0].answer == "a" and second.exchanges[0].answer == "b")
+            bodies[0].go.set()
+            await until(lambda: first.open_exchange is None)
+            await until(lambda: first.is_unread)
+            session.delete(second)
+            await until(lambda: bodies[1].is_closed)
+            assert list(session.conversations) == [first]
+            await session.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_dies_and_comes_back() -> None:
+    answers = iter(
+        [
+            httpx.Response(200, content=token("half", 1)),  # the stream just ends
+            fails_with(httpx.ConnectError),
+            httpx.Response(200, content=token("whole", 1) + DONE),
+        ]
+    )
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        answer = next(answers)
+        return answer if isinstance(answer, httpx.Response) else answer(request)
+
+    async def run() -> None:
+        async with session_of(handler) as session:
+            conversation = session.conversations.selected
+            session.send(conversation, "Hi")
+            await until(lambda: conversation.open_exchange is None)
+            (exchange,) = conversation.exchanges
+            assert (exchange.phase, exchange.answer) == (Phase.FAILED, "half")
+            assert "early" in exchange.error
+            session.retry(conversation, exchange)
+            await until(lambda: conversation.open_exchange is None)
+            assert (exchange.phase, exchange.answer) == (Phase.FAILED, "")
+            assert "cannot be reached" in exchange.error
+            session.retry(conversation, exchange)
+            await until(lambda: conversation.open_exchange is None)
+            assert (exchange.phase, exchange.answer, exchange.error) == (Phase.DONE, "whole", "")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "said"),
+    [
+        (
+            lambda _: httpx.Response(400, json={"message": "Input is too long"}),
+            ChatError,
+            "HTTP 400: Input is too long",
+        ),
+        (lambda _: httpx.Response(502, text="bad gateway"), ChatError, "HTTP 502: bad gateway"),
+        (lambda _: httpx.Response(200, content=line({"error": {"message": "oom"}})), ChatError, "oom"),
+        (fails_with(httpx.ConnectError), UnreachableError, "cannot be reached"),
+        (fails_with(httpx.ReadTimeout), SilentError, "in time"),
+        (fails_with(httpx.RemoteProtocolError), ChatError, "broke"),
+    ],
+)
+def test_failures_are_said(handler: Handler, kind: type[ChatError], said: str) -> None:
+    async def run() -> None:
+        async with server_of(handler) as server:
+            with pytest.raises(kind, match=said):
+                await texts_of(server)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_clearing_the_gpu_cache(status: int) -> None:
+    async def run() -> None:
+        def handler(request: httpx.Request) -> httpx.Response:
+            assert (request.method, request.url.path) == ("POST", "/flush_cache")
+            return httpx.Response(status, text="Flush cache failed.\n")
+
+        async with session_of(handler) as session:
+            assert await session.clear_gpu_cache() == (status == 200)
+            assert session.notice.is_error == (status == 400)
+            assert ("Flush cache failed." in session.notice.text) == (status == 400)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("handler", "said", "is_running"),
+    [
+        (lambda _: httpx.Response(400, text="Flush cache failed."), "Flush cache failed.", True),
+        (lambda _: httpx.Response(401, json={"message": "Unauthorized"}), "Unauthorized", False),
+        (lambda _: httpx.Response(500, text="broken"), "broken", False),
+        (fails_with(httpx.ReadTimeout), "in time", False),
+        (fails_with(httpx.ConnectError), "cannot be reached", False),
+    ],
+)
+def test_why_the_gpu_cache_was_not_cleared(handler: Handler, said: str, is_running: bool) -> None:
+    async def run() -> None:
+        async with session_of(handler) as session:
+            assert not await session.clear_gpu_cache()
+            assert said in session.notice.text
+            assert ("while requests run" in session.notice.text) == is_running
+
+    asyncio.run(run())
+
+
+METRICS = """\
+# TYPE sglang:hcache_restore_phase_seconds histogram
+sglang:hcache_restore_phase_seconds_sum{phase="read",tp_rank="0"} 3.0
+sglang:hcache_restore_phase_seconds_count{phase="read",tp_rank="0"} 2.0
+sglang:hcache_restore_phase_seconds_sum{phase="queue",tp_rank="0"} 0.0
+sglang:hcache_restore_phase_seconds_count{phase="queue",tp_rank="0"} 0.0
+"""
+
+
+def test_mean_phases() -> None:
+    assert mean_phases(METRICS) == {"read": 1.5}
+    assert mean_phases("") == {}
+
+
+def info(tier: dict[str, Any] | None) -> dict[str, Any]:
+    return {"internal_states": [{} if tier is None else {"hcache": tier}], "served_model_name": "dir/name"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "phases"), [(httpx.Response(200, text=METRICS), {"read": 1.5}), (httpx.Response(404), None)]
+)
+def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[str, float] | None) -> None:
+    is_up = True
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if not is_up:
+            return fails_with(httpx.ConnectError)(request)
+        return metrics if request.url.path == "/metrics" else httpx.Response(200, json=info(state()))
+
+    async def run() -> None:
+        nonlocal is_up
+        async with server_of(handler) as server:
+            watch = Watch(server)
+            task = asyncio.create_task(watch.run())
+            await asyncio.sleep(0)
+            assert watch.look == Look()  # nobody looks
+            watch.seen()
+            await until(lambda: watch.look.reach is Reach.UP)
+            assert watch.look.model == "name"
+            assert watch.look.phases == phases
+            assert watch.look.layers == (Method.KV, Method.HIDDEN)
+            is_up = False
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.AWAY)
+            assert "cannot be reached" in watch.look.problem
+            assert watch.look.tier == state()  # of before
+            is_up = True
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.UP)
+            assert watch.look.problem == ""
+            task.cancel()
+
+    asyncio.run(run())
+
+
+FOREIGN: list[Any] = [
+    [{"hcache": {**state(), "layers": ["kv", "of_tomorrow"]}}],
+    [{"hcache": {}}],
+    [{"hcache": 1}],
+    [None],
+    {"hcache": {}},
+]
+
+
+@pytest.mark.parametrize("states", FOREIGN)
+def test_the_watch_outlives_a_state_of_another_version(states: Any) -> None:
+    answers = {"internal_states": states}
+
+    async def run() -> None:
+        async with server_of(lambda _: httpx.Response(200, json=answers)) as server:
+            watch = Watch(server)
+            task = asyncio.create_task(watch.run())
+            watch.seen()
+            await until(lambda: watch.look.reach is Reach.AWAY)
+            assert "not that of this version" in watch.look.problem
+            answers.update(info(state()))
+            watch.hurry()
+            await until(lambda: watch.look.reach is Reach.UP)
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_server_without_the_tier() -> None:
+    look = look_of(info(None), None)
+    assert (look.reach, look.tier, look.layers) == (Reach.UP, None, ())
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (lambda _: httpx.Response(200, text="<html>"), "SGLang"),
+        (lambda _: httpx.Response(200, json={}), "SGLang"),
+        (lambda _: httpx.Response(200, json=[]), "SGLang"),
+        (lambda _: httpx.Response(503, text="starting"), "starting"),
+    ],
+)
+def test_not_a_server(handler: Handler, said: str) -> None:
+    async def run() -> None:
+        async with server_of(handler) as server:
+            with pytest.raises(ChatError, match=said):
+                await server.info()
+
+    asyncio.run(run())

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sglang_hcache.cli.demo import run as demo
+from sglang_hcache.cli.demo.report import DemoReport, TurnResult
+from sglang_hcache.cli.demo.run import DemoSettings
+from sglang_hcache.cli.demo.view import DemoView, JsonView, LiveView, PlainView, choose_view
+from sglang_hcache.cli.logbooks import write_scripts
+from sglang_hcache.cli.main import app
+from sglang_hcache.cli.server.client import AnswerToken, ChatAnswer, TokenSources
+from sglang_hcache.cli.server.pair import PairedAnswer
+from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
+from sglang_hcache.core.errors import ConfigError
+
+
+def _answer(*, ttft_s: float, disk: int = 0, logprob: float = -1.0) -> ChatAnswer:
+    return ChatAnswer(
+        text="a",
+        tokens=(AnswerToken("a", logprob),),
+        sources=TokenSources(device=0, host=0, disk=disk, recomputed=1000 - disk),
+        ttft_s=ttft_s,
+        total_s=ttft_s,
+    )
+
+
+def _report(*, restored: int = 896, wrong_by: float = 0.0) -> DemoReport:
+    first = PairedAnswer(_answer(ttft_s=2.0), _answer(ttft_s=2.0))
+    second = PairedAnswer(_answer(ttft_s=1.0, disk=restored, logprob=-1.0 + wrong_by), _answer(ttft_s=3.0))
+    return DemoReport(
+        turns=(TurnResult(1, 1, first), TurnResult(1, 2, second)),
+        pool_tokens=1600,
+        disk_bytes=123_000_000,
+        disk_chunks=14,
+        dirs=(Path("/somewhere/tier"),),
+        kept=False,
+        wall_s=80.0,
+    )
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, report: DemoReport, *arguments: str) -> tuple[int, str]:
+    def fake(_settings: DemoSettings, view: DemoView) -> DemoReport:
+        view.status("Starting: 1 s")
+        for turn in report.turns:
+            view.turn(turn)
+        view.finish(report)
+        return report
+
+    monkeypatch.setattr(demo, "run_demo", fake)
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    return result.exit_code, result.stdout
+
+
+def test_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, output = _run(monkeypatch, _report())
+    assert status == 0
+    assert "3.00 times faster" in output
+    assert "123.0 MB with 14 chunks in /somewhere/tier (removed now)" in output
+    assert "All 2 answers equalled the recomputed ones" in output
+
+
+@pytest.mark.parametrize("wrong_by", [0.01, math.nan])
+def test_a_wrong_answer_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, wrong_by: float) -> None:
+    report = _report(wrong_by=wrong_by)
+    assert report.failure is not None
+    assert report.failure.startswith("1 of 2 answers differ from the recomputed ones")
+    status, output = _run(monkeypatch, report)
+    assert status == 1
+    assert "equalled" not in output
+
+
+def test_a_run_without_restores_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _report(restored=0).failure == "no turn was restored from the tier"
+    assert _run(monkeypatch, _report(restored=0))[0] == 1
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, output = _run(monkeypatch, _report(), "--json")
+    assert status == 0
+    report = json.loads(output)
+    assert [turn["disk_tokens"] for turn in report["turns"]] == [0, 896]
+    assert report["returning_turns"]["median_speedup"] == 3.0
+    assert report["failure"] is None
+
+
+def test_live_table() -> None:
+    console = Console(force_terminal=True, width=140, record=True)
+    report = _report()
+    with LiveView(console) as view:
+        view.status("Starting")
+        for turn in report.turns:
+            view.turn(turn)
+        view.finish(report)
+    shown = console.export_text()
+    assert "disk tier" in shown
+    assert "896" in shown
+    assert shown.rindex("896") < shown.rindex("All 2 answers equalled")
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, output = _run(monkeypatch, _report())
+    assert "\x1b" not in output
+    assert isinstance(JsonView(), PlainView)
+
+
+def test_a_terminal_that_cannot_draw_over_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for kind, view in (("xterm", LiveView), ("dumb", PlainView)):
+        monkeypatch.setenv("TERM", kind)
+        assert type(choose_view(as_json=False)) is view
+
+
+@pytest.mark.parametrize(("field", "value"), [("conversations", 2), ("turns", 1)])
+def test_wrong_settings_are_refused(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"--{field}: {value} is not allowed"):
+        DemoSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = []
+
+    def launch(servers: list[ServerProcess], _progress: object) -> None:
+        folders.extend(server._extra_env["TMPDIR"] for server in servers)
+        for folder in folders:
+            (Path(folder) / "socket").touch()
+        raise ServerProcessError("did not start")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
+    monkeypatch.setattr(demo, "launch_together", launch)
+    with pytest.raises(ServerProcessError):
+        demo.run_demo(DemoSettings(), JsonView())
+    assert len(folders) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scripts() -> None:
+    scripts = write_scripts(9, 5, seed=0)
+    assert scripts == write_scripts(9, 5, seed=0)
+    assert all(len(script) == 5 for script in scripts)
+    openings = {script.messages[0]["content"][:60] for script in scripts}
+    assert len(openings) == 9  # nothing shared

@@ -1,0 +1,414 @@
+"""``hcache profile`` as a user types it, with a stand-in for the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sglang_hcache.cli import main as command
+from sglang_hcache.cli.profile import run as profile_run
+from sglang_hcache.cli.profile.command import file_name
+from sglang_hcache.cli.server.process import ServerProcessError
+from sglang_hcache.core.config import profile_dir
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.shapes import NAMED_SHAPES
+
+AUTO = ["--hcache-method", "auto"]
+SHAPE = replace(NAMED_SHAPES["llama2-7b"], name="my model")
+
+
+def line(fixed_us: float, token_us: float, squared_ns: float = 0.0, fit: float = 0.99) -> CostCurve:
+    return CostCurve(
+        fixed_s=fixed_us * 1e-6,
+        per_token_s=token_us * 1e-6,
+        per_token_squared_s=squared_ns * 1e-9,
+        r_squared=fit,
+    )
+
+
+def made_profile(
+    *, tiers: tuple[str, ...] = ("host", "disk"), fit: float = 0.99, **change: object
+) -> Profile:
+    reads = {
+        "host": TierCurves(hidden=line(100, 0.8192), kv=line(100, 1.6384)),
+        "disk": TierCurves(hidden=line(250, 4.096), kv=line(250, 8.192), contention=0.42),
+    }
+    values: dict[str, object] = {
+        "source": ProfileSource.MEASURED,
+        "model": SHAPE,
+        "machine": "a machine; /disk",
+        "tiers": {tier: reads[tier] for tier in tiers},
+        "compute": ComputeCurves(
+            hidden=line(30, 6, fit=fit), kv=line(20, 0.5), recompute=line(300, 20, squared_ns=1.5)
+        ),
+        "versions": {"torch": "2"},
+        "token_range": (64, 4096),
+    }
+    return Profile(**values | change)  # type: ignore[arg-type]
+
+
+class StandIn:
+    """In place of :class:`ServerProcess`: saves ``profile`` where the settings say, and logs ``text``."""
+
+    def __init__(
+        self, profile: Profile | str | None, text: str = "", error: BaseException | None = None
+    ) -> None:
+        self.profile, self.text, self.error = profile, text, error
+        self.arguments: list[str] = []
+        self.settings: dict[str, object] = {}
+        self.log = Path()
+        self.is_running = False
+
+    def __call__(self, arguments: list[str], *, log: Path, startup_timeout_s: float) -> StandIn:
+        self.arguments, self.log = list(arguments), log
+        assert startup_timeout_s > 600
+        place = arguments.index("--hcache-config")
+        self.settings = yaml.safe_load(Path(arguments[place + 1]).read_text())
+        del self.arguments[place : place + 2]
+        return self
+
+    def start(self, progress: object) -> None:
+        self.is_running = True
+        if self.profile is not None:
+            text = self.profile if isinstance(self.profile, str) else self.profile.to_json()
+            Path(str(self.settings["save_profile"])).write_text(text)
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    kill = stop
+
+    def log_text(self) -> str:
+        return self.text
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs ``hcache profile`` with ``server``; returns (exit status, standard output, standard error)."""
+
+    def run_(server: StandIn, *arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(profile_run, "ServerProcess", server)
+        monkeypatch.setattr("sys.argv", ["hcache", "profile", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
+            command.main()
+        assert not server.is_running
+        return exit_info.value.code, *capsys.readouterr()
+
+    return run_
+
+
+def test_table_of_what_was_measured(run):
+    status, out, err = run(StandIn(made_profile()), "--model-path", "m", "--hcache-dirs", "/disk")
+    assert (status, err) == (0, "")
+    lines = [" ".join(text.split()) for text in out.splitlines()]
+    for text in (
+        "my model: 32 layers, hidden size 4096, 32 heads, 2 bytes a value",
+        "Machine a machine; /disk",
+        "Versions torch 2",
+        "host hidden states 10.0 0.100 0.990 0.00",
+        "host K and V 10.0 0.100 0.990 0.00",
+        "disk hidden states 2.00 0.250 0.990 0.42",
+        "disk K and V 2.00 0.250 0.990 0.42",
+        "project hidden states 30.0 6.00 - 0.990",
+        "write K and V 20.0 0.500 - 0.990",
+        "recompute the layer 300 20.0 1.50 0.990",
+        f"Saved {profile_dir() / file_name(made_profile())}",
+    ):
+        assert text in lines
+    assert any(text.startswith("Measured 64 to 4,096 tokens, times of one layer") for text in lines)
+    assert "the same model, machine, versions and disk directories use it by themselves" in out
+    assert "Warning" not in out
+
+
+def test_the_plan_that_follows(run):
+    """Numbers worked out by hand: reading 8.192 and computing 0.5 us a token, or 4.096 and 6."""
+    out = run(StandIn(made_profile()), "--model-path", "m", "--hcache-dirs", "/disk")[1]
+    data = json.loads(
+        run(StandIn(made_profile()), "--model-path", "m", "--hcache-dirs", "/disk", "--json")[1]
+    )
+    plan = data["plan"]
+    assert (plan["planned_tokens"], plan["planned_tier"]) == (4096, "disk")
+    hidden, kv = plan["stored"]["hidden"], plan["stored"]["kv"]
+    assert hidden + kv == 32
+    assert hidden > kv > 0
+    assert (
+        f"stores {hidden} hidden states + {kv} K and V, {hidden * 8192 + kv * 16384:,} bytes a token" in out
+    )
+    cases = {(case["tier"], case["tokens"]): case for case in plan["restores"]}
+    assert len(cases) == 8
+    disk = cases["disk", 4096]
+    assert disk["recompute_ms"] == pytest.approx(32 * (4096 * 0.02 + 4096**2 * 1.5e-6)), "beyond a pass's own"
+    io_ms = (hidden * 4096 + kv * 8192) * 4.096e-3 + 32 * 0.25
+    if not disk["recomputed_layers"]:
+        assert io_ms < disk["restore_ms"] < 1.5 * io_ms
+    assert all(case["restores"] == (case["restore_ms"] < case["recompute_ms"]) for case in cases.values())
+    rows = [row.split() for row in out.splitlines() if row.startswith(("host ", "disk "))]
+    assert ["disk", "4,096", str(disk["recomputed_layers"]), f"{disk['restore_ms']:,.1f}"] in [
+        r[:4] for r in rows
+    ]
+    assert "16,384*" in out
+    assert "* longer or shorter than what was measured: a guess" in out
+
+
+def test_json(run, tmp_path):
+    profile = made_profile()
+    status, out, err = run(
+        StandIn(profile), "--model-path", "m", "--json", "--out", tmp_path / "p.json", "--hcache-dirs", "/d"
+    )
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    assert data["file"] == str(tmp_path / "p.json")
+    assert data["read_bytes_per_s"] == {
+        "host": {"hidden": pytest.approx(10e9), "kv": pytest.approx(10e9)},
+        "disk": {"hidden": pytest.approx(2e9), "kv": pytest.approx(2e9)},
+    }
+    assert data["warnings"] == []
+    assert Profile.from_json(json.dumps(data["profile"])) == profile
+    assert Profile.from_json((tmp_path / "p.json").read_text()) == profile
+    assert not profile_dir().exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "scratch"]
+
+
+def test_a_poor_fit_is_a_warning(run):
+    out = run(StandIn(made_profile(fit=0.89)), "--model-path", "m")[1]
+    assert "Warning: R² below 0.9 (project hidden states): something else kept the machine busy" in out
+
+
+def test_without_directories_only_the_host_tier(run):
+    out = run(StandIn(made_profile(tiers=("host",))), "--model-path", "m")[1]
+    assert "Only host memory was measured. Name the disk tier's directories with --hcache-dirs." in out
+    assert "the same model, machine and versions, and no disk tier, use it" in out
+    assert "for 4,096 tokens from host" in out
+
+
+def test_a_disk_tier_that_could_not_be_read_is_told(run):
+    text = "[2026-01-01] hcache: reads from the disk tier could not be measured: full\n"
+    out = run(StandIn(made_profile(tiers=("host",)), text), "--model-path", "m", "--hcache-dirs", "/d")[1]
+    assert "Warning: reads from the disk tier could not be measured: full\n" in out
+    assert "Only host memory" not in out
+
+
+# -- where it is saved ---------------------------------------------------------------------------
+
+
+def test_the_same_circumstances_replace_the_same_file(run):
+    first = StandIn(made_profile())
+    run(first, "--model-path", "m")
+    (path,) = profile_dir().iterdir()
+    assert path.name == file_name(made_profile())
+    assert path.name.startswith("my-model-")
+    assert len(path.stem.removeprefix("my-model-")) == 8
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    again = made_profile(fit=0.95)
+    run(StandIn(again), "--model-path", "m")
+    assert [Profile.from_json(file.read_text()) for file in profile_dir().iterdir()] == [again]
+    renamed = made_profile(model=replace(SHAPE, name="other"))
+    run(StandIn(renamed), "--model-path", "m")
+    assert [Profile.from_json(file.read_text()) for file in profile_dir().iterdir()] == [renamed]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"machine": "b"}, {"versions": {"torch": "3"}}, {"model": replace(SHAPE, num_layers=31)}],
+    ids=["machine", "versions", "sizes"],
+)
+def test_other_circumstances_get_another_file(run, change):
+    run(StandIn(made_profile()), "--model-path", "m")
+    run(StandIn(made_profile(**change)), "--model-path", "m")
+    assert len(list(profile_dir().iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "...", "a/b", "ü" * 300])
+def test_names_of_models_make_no_paths(name):
+    made = file_name(made_profile(model=replace(SHAPE, name=name)))
+    assert os.sep not in made
+    assert not made.startswith((".", "-"))
+    assert len(made) < 100
+
+
+# -- what the server gets ------------------------------------------------------------------------
+
+
+def test_arguments_and_settings_of_the_server(run, tmp_path):
+    (tmp_path / "server.yaml").write_text(
+        "dirs: [/from/file]\nhost_size: 1GB\nrun_chunks: 8\nmethod: kv\nmeasure_s: 1\nprofile: /old\n"
+    )
+    server = StandIn(made_profile())
+    status, _, err = run(
+        server,
+        *("--hcache-host-size", "2GB", "--model-path", "m", "-tp", "1", "--seconds", "7"),
+        *(f"--hcache-config={tmp_path / 'server.yaml'}", "--dtype=float32", "--skip-server-warmup"),
+    )
+    assert status == 0
+    assert err == (
+        "hcache: --hcache-method kv: measured as auto, for a profile has the costs of all methods\n"
+    )
+    saved = Path(str(server.settings.pop("save_profile")))
+    assert saved.parent == server.log.parent
+    assert server.settings == {
+        "dirs": ["/from/file"],
+        "host_size": "2GB",
+        "run_chunks": 8,
+        "method": "auto",
+        "measure_s": 7.0,
+    }
+    assert server.arguments[:2] == ["--model-path", "m"]
+    assert server.arguments[4:] == ["-tp", "1", "--dtype=float32", "--skip-server-warmup", *AUTO]
+
+
+def test_given_pool_size_wins(run):
+    server = StandIn(made_profile())
+    run(server, "--model-path", "m", "--max-total-tokens", "99")
+    places = [index for index, argument in enumerate(server.arguments) if argument == "--max-total-tokens"]
+    assert [server.arguments[place + 1] for place in places] == ["32768", "99"]
+
+
+@pytest.mark.parametrize("method", ["kv", "hybrid", "hidden", "recompute"])
+def test_all_methods_are_measured_whatever_is_served_with(run, method):
+    """The server would measure a part, and leave a profile of it to all servers."""
+    server = StandIn(made_profile())
+    status, out, err = run(server, "--model-path", "m", "--hcache-method", method, "--json")
+    assert (status, bool(json.loads(out))) == (0, True)
+    assert err.startswith(f"hcache: --hcache-method {method}: measured as auto")
+    assert err.count("\n") == 1
+    assert server.settings["method"] == "auto"
+    run(server, "--model-path", "m", "--hcache-meth", method)  # as SGLang understands it
+    assert server.arguments[-2:] == AUTO
+
+
+def test_nothing_is_said_of_auto(run):
+    for given in ([], ["--hcache-method", "auto"]):
+        assert run(StandIn(made_profile()), "--model-path", "m", *given)[2] == ""
+
+
+def test_sglangs_own_file_counts(run, tmp_path):
+    file = tmp_path / "server.yaml"
+    tier = "hcache-method: kv\nhcache-dirs: /from/file\nhcache-host-size: 1GB\nhcache-profile: /old\n"
+    file.write_text(f"max-total-tokens: 99\n{tier}")
+    server = StandIn(made_profile())
+    given = ["--config", str(file), "--hcache-host-size", "2GB"]
+    status, out, err = run(server, "--model-path", "m", *given)
+    assert (status, "Only host memory" in out) == (0, False)
+    assert "--hcache-method kv: measured as auto" in err
+    assert server.arguments == ["--model-path", "m", *given[:2], *AUTO]
+    del server.settings["save_profile"]
+    assert server.settings == {"dirs": "/from/file", "host_size": "2GB", "method": "auto", "measure_s": 5.0}
+    file.write_text("hierarchical-cache: off\n")
+    status, _, err = run(server, "--model-path", "m", *given)
+    assert status == 2
+    assert err.startswith("hcache: error: --hierarchical-cache: 'off' is not allowed")
+
+
+# -- what may go wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model-path is missing"),
+        (["--model-path", "/no/such"], "--model-path: /no/such does not exist"),
+        (["--model-path", "m", "--seconds", "0"], "--seconds: 0 is not allowed"),
+        (["--model-path", "m", "--seconds", "nan"], "--seconds: nan is not allowed"),
+        (["--model-path", "m", "--seconds", "61"], "--seconds: 61 is not allowed"),
+        (["--model-path", "m", "--hierarchical-cache", "off"], "--hierarchical-cache: 'off' is not allowed"),
+        (["--model-path", "m", "--hcache-profile", "p"], "--hcache-profile: leave it out"),
+        (["--model-path", "m", "--hcache-dirs"], "--hcache-dirs: expected one argument"),
+        (["--model-path", "m", "--hcache-method", "x"], "--hcache-method: 'x' is not allowed"),
+        (["--model-path", "m", "--hcache-config", "{dir}/none"], "--hcache-config: cannot read '{dir}/none'"),
+        (
+            ["--model-path", "m", "--hcache-config", "{dir}/twice"],
+            "--hcache-config: cannot read '{dir}/twice': line 1: 'dirs' is named twice",
+        ),
+        (["--model-path", "m", "--hcache-config", "{dir}/list"], "--hcache-config: '{dir}/list' must hold"),
+        (["--model-path", "m", "--hcache-config", "{dir}/date"], "--hcache-config: cannot read '{dir}/date'"),
+        (["--model-path", "m", "--hcache-config", "{dir}/odd"], "unknown setting 'colour'"),
+        (["--model-path", "m", "--out", "{dir}/none/p"], "--out: cannot write {dir}/none/p: No such file"),
+        (["--model-path", "m", "--out", "{dir}"], "--out: {dir} is a folder; name a file"),
+    ],
+)
+def test_errors_before_a_server_is_started(run, tmp_path, arguments, message):
+    (tmp_path / "list").write_text("[1]")
+    (tmp_path / "date").write_text("dirs: 2026-02-30")
+    (tmp_path / "odd").write_text("colour: red")
+    (tmp_path / "twice").write_text("dirs: /a\ndisk_size: 1GB\ndirs: /b")
+    server = StandIn(made_profile())
+    status, out, err = run(server, *(text.replace("{dir}", str(tmp_path)) for text in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("hcache: error: " + message.replace("{dir}", str(tmp_path)))
+    assert err.count("\n") == 1
+    assert server.arguments == []
+
+
+def nothing_is_left(tmp_path: Path) -> bool:
+    return not [path for path in tmp_path.rglob("*") if path.is_file()] and not list(
+        (tmp_path / "scratch").iterdir()
+    )
+
+
+def test_a_server_that_does_not_start(run, tmp_path):
+    server = StandIn(None, error=ServerProcessError("--hcache-dirs: no room\n--x: no"))
+    status, out, err = run(server, "--model-path", "m")
+    assert (status, out) == (2, "")
+    assert err == "hcache: error: --hcache-dirs: no room\nhcache: error: --x: no\n"
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_server_that_fails_after_measuring_has_measured(run):
+    error = ServerProcessError("--hcache-host-size: too much")
+    server = StandIn(made_profile(), error=error)
+    status, out, _ = run(server, "--model-path", "m")
+    assert status == 0
+    assert "Warning: after measuring, the server did not start: --hcache-host-size: too much" in out
+    assert len(list(profile_dir().iterdir())) == 1
+
+
+@pytest.mark.parametrize("saved", [None, "{", "{}"])
+def test_a_server_that_saves_no_profile(run, tmp_path, saved):
+    status, out, err = run(StandIn(saved), "--model-path", "m")
+    assert (status, out) == (2, "")
+    assert err.startswith("hcache: error: the server saved no profile that we can read")
+    assert nothing_is_left(tmp_path)
+
+
+def test_ctrl_c_stops_the_server(run, tmp_path):
+    status, out, _ = run(StandIn(None, error=KeyboardInterrupt()), "--model-path", "m")
+    assert status not in (0, None)
+    assert "Saved" not in out
+    assert nothing_is_left(tmp_path)
+
+
+def test_what_cannot_be_saved_is_said(monkeypatch, tmp_path):
+    from sglang_hcache.cli.profile import command as module
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ConfigError, match=r"--out: cannot write .*p\.json: No space left on device"):
+        module._save(made_profile(), tmp_path / "p.json", replaces_others=False)
+    assert nothing_is_left(tmp_path)
+
+
+def test_help_teaches(run):
+    status, out, _ = run(StandIn(None), "--help")
+    assert status == 0
+    text = " ".join(out.split())
+    for word in ("--model-path", "--out", "--seconds", "--json", "--hcache-dirs", "hcache serve", "auto"):
+        assert word in text

@@ -1,0 +1,125 @@
+"""Commands that start a server of their own on a store that exists leave its sizes as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_hcache.cli import main as command
+from sglang_hcache.cli.demo import chat as demo_chat
+from sglang_hcache.cli.demo import run as demo
+from sglang_hcache.cli.profile import run as profile_run
+from sglang_hcache.cli.server.kept_sizes import sizes_of_store
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.budget import store_config
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
+
+OURS = {"disk_size": 100 * 10**9, "disk_free_floor": 10**6, "segment_size": 2**26}
+
+
+def made_store(config: StoreConfig) -> tuple[Path, ...]:
+    store = DiskStore.open(config, Counters())
+    write_keys(store, make_keys(0, 4), (8192,))
+    store.close()
+    return config.dirs
+
+
+@pytest.fixture
+def dirs(tmp_path: Path) -> tuple[Path, ...]:
+    """A store that is larger than servers make by default."""
+    return made_store(
+        small_config(tmp_path, 2, size=OURS["disk_size"], segment=OURS["segment_size"], floor=10**6)
+    )
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs ``hcache profile`` until it would start a server; the settings that the server would get."""
+
+    def run(*arguments: object) -> HCacheConfig:
+        got: list[dict[str, Any]] = []
+
+        def measure(_command: object, settings: dict[str, Any], **_: object) -> None:
+            got.append(settings)
+            raise ConfigError("enough")
+
+        monkeypatch.setattr(profile_run, "measure", measure)
+        monkeypatch.setattr("sys.argv", ["hcache", "profile", "--model-path", "m", *map(str, arguments)])
+        with pytest.raises(SystemExit):
+            command.main()
+        assert got, capsys.readouterr().err
+        return HCacheConfig.from_settings(got[0])
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_store_keeps_its_sizes_while_it_is_profiled(profiled: Any, dirs: tuple[Path, ...]) -> None:
+    config = profiled("--hcache-dirs", ",".join(map(str, reversed(dirs))))
+    assert {name: getattr(config, name) for name in OURS} == OURS
+    opened = store_config(config)
+    assert opened is not None
+    store = DiskStore.open(opened, Counters())
+    assert store.stats().chunks == 4
+    store.close()
+    assert sizes_of_store(dirs) == OURS
+
+
+def test_sizes_that_are_given_win(profiled: Any, dirs: tuple[Path, ...], tmp_path: Path) -> None:
+    given = ("--hcache-dirs", ",".join(map(str, dirs)))
+    config = profiled(*given, "--hcache-disk-size", "64MiB")
+    assert (config.disk_size, config.segment_size) == (2**26, None)
+    assert config.disk_free_floor == OURS["disk_free_floor"]
+    (tmp_path / "server.yaml").write_text("disk_free_floor: 3GB\nsegment_size: 8MiB\n")
+    config = profiled(*given, "--hcache-config", tmp_path / "server.yaml")
+    assert (config.disk_size, config.disk_free_floor) == (OURS["disk_size"], 3 * 10**9)
+    assert config.segment_size == 2**23
+
+
+def test_without_a_store_nothing_is_kept(profiled: Any, dirs: tuple[Path, ...], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for others in (
+        (),
+        (tmp_path / "none",),
+        (tmp_path / "empty",),
+        dirs[:1],
+    ):  # the last: a server refuses it
+        assert sizes_of_store(others) == {}
+    config = profiled("--hcache-dirs", tmp_path / "none")
+    assert config.disk_size == HCacheConfig().disk_size
+    assert not (tmp_path / "none").exists()
+
+
+def settings_in(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(file.read_text())
+    return {name: found[name] for name in OURS}
+
+
+def start_of_demo(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
+    sizes = demo._Sizes(pool_tokens=1000, staging_bytes=2**20, host_bytes=2**26, disk_bytes=2**29)
+    demo._servers(folder, folder / "model", sizes, dirs, str(folder))
+    return settings_in(folder / "hcache.yaml")
+
+
+def start_of_chat(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
+    demo_chat._server(folder, folder / "model", dirs, str(folder))
+    return settings_in(folder / "hcache-chat.yaml")
+
+
+@pytest.mark.parametrize(("start", "room"), [(start_of_demo, 2**29), (start_of_chat, 2**30)])
+def test_demos_make_a_store_no_smaller(start: Any, room: int, dirs: tuple[Path, ...], tmp_path: Path) -> None:
+    assert start(tmp_path, dirs) == OURS
+    small = made_store(small_config(tmp_path / "small", size=2**24, segment=2**20, floor=7))
+    assert start(tmp_path, small) == {"disk_size": room, "disk_free_floor": 7, "segment_size": 2**20}
+    none = start(tmp_path, (tmp_path / "none",))
+    assert none == {"disk_size": room, "disk_free_floor": "256MiB", "segment_size": "32MiB"}

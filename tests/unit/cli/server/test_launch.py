@@ -1,0 +1,176 @@
+"""The command line that ``hcache serve`` becomes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.cli.server import launch as serve
+from sglang_hcache.cli.server.launch import build_launch, port_in_use, prepare_launch
+from sglang_hcache.core.errors import ConfigError
+
+STUB = Path("/cache/stub")
+LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
+CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+MODEL = ["--model-path", "m", "-tp", "1"]
+
+
+def launch(*arguments: str, has_gpu: bool = True) -> list[str]:
+    command, _ = build_launch(arguments, has_gpu=has_gpu, stub_dir=STUB)
+    assert command[:3] == LAUNCH
+    return command[3:]
+
+
+def test_with_gpu_adds_the_tier_only():
+    command, environment = build_launch(MODEL, has_gpu=True, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", *MODEL]
+    assert environment == {}
+
+
+def test_without_gpu_adds_cpu_settings():
+    command, environment = build_launch(MODEL, has_gpu=False, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", *CPU, *MODEL]
+    assert environment == {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(STUB)}
+
+
+@pytest.mark.parametrize("given", [["--hierarchical-cache", "hcache"], ["--hierarchical-cache=hcache"]])
+def test_tier_given_is_not_added_again(given):
+    assert launch(*MODEL, *given) == [*MODEL, *given]
+
+
+@pytest.mark.parametrize(
+    "given", [["--hierarchical-cache", "off"], ["--hierarchical-cache=off"], ["--hierarchical-cache=false"]]
+)
+def test_off_is_dropped(given):
+    assert launch(*given, *MODEL) == MODEL
+    assert launch(*MODEL, *given, has_gpu=False) == [*CPU, *MODEL]
+
+
+def test_last_tier_setting_wins():
+    both = ["--hierarchical-cache", "hcache", "--hierarchical-cache", "off"]
+    assert launch(*both, *MODEL) == MODEL
+    assert launch(*reversed(both)) == list(reversed(both))
+
+
+def test_wrong_tier_value_is_left_for_sglang_to_refuse():
+    assert launch("--hierarchical-cache", "on") == ["--hierarchical-cache", "on"]
+
+
+def test_given_cpu_settings_are_kept():
+    given = ["--device=cpu", "--attention-backend", "intel_amx"]
+    added = ["--hierarchical-cache", "hcache", "--disable-overlap-schedule"]
+    assert launch(*given, has_gpu=False) == [*added, *given]
+
+
+def test_another_device_gets_no_cpu_settings():
+    command, environment = build_launch(["--device", "xpu"], has_gpu=False, stub_dir=STUB)
+    assert command == [*LAUNCH, "--hierarchical-cache", "hcache", "--device", "xpu"]
+    assert environment == {}
+
+
+def test_similar_flags_are_not_ours():
+    given = ["--device-memory", "off", "--hierarchical-cache-x=off"]
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+@pytest.fixture
+def in_file(tmp_path):
+    """Writes SGLang's own file of arguments; the arguments that name it."""
+
+    def write(text: str) -> list[str]:
+        (tmp_path / "server.yaml").write_text(text)
+        return ["--config", str(tmp_path / "server.yaml")]
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["hierarchical-cache", "hierarchical_cache"])
+@pytest.mark.parametrize("mode", ['"off"', "off", "hcache"])
+def test_the_tier_of_sglangs_file_is_not_overruled(in_file, name, mode):
+    given = [*MODEL, *in_file(f"{name}: {mode}\n")]
+    assert launch(*given) == given
+    off = ["--hierarchical-cache", "off"]  # dropped, it would leave the tier to the file
+    assert launch(*given, *off) == [*given, *off]
+
+
+def test_cpu_settings_of_sglangs_file_are_not_overruled(in_file):
+    given = in_file("device: cpu\nattention-backend: intel_amx\ndisable-overlap-schedule: false\n")
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *given]
+    given = in_file(
+        "port: 1\nport: 2\ndtype: float32\nforward-hooks: [{name: x}]\n"
+    )  # twice: SGLang takes it
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+def test_another_device_in_sglangs_file_gets_no_cpu_settings(in_file, monkeypatch):
+    given = in_file("device: xpu\n")
+    command, environment = build_launch(given, has_gpu=False, stub_dir=STUB)
+    assert (command, environment) == ([*LAUNCH, "--hierarchical-cache", "hcache", *given], {})
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setattr(serve, "ensure_stub", lambda: pytest.fail("nothing runs on the CPU"))
+    assert "OMP_WAIT_POLICY" not in prepare_launch(given)[1].keys() - os.environ.keys()
+    cpu = ["--device", "cpu"]  # SGLang takes the last
+    assert launch(*given, *cpu, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU[2:], *given, *cpu]
+
+
+@pytest.mark.parametrize(
+    "text", ["device: [", "- device", "!!map [1]", "device: !!bool x", "", "[" * 5000], ids=range(6)
+)
+def test_a_file_that_cannot_be_read_is_left_to_sglang(in_file, text):
+    given = in_file(text)
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+@pytest.mark.parametrize("given", [["--config", "/no/such.yaml"], ["--config"], ["--config=/no/such.yaml"]])
+def test_a_file_that_is_not_there_is_left_to_sglang(given):
+    assert launch(*given, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU, *given]
+
+
+def test_prepare_builds_the_stub_on_cpu_only(monkeypatch):
+    def no_compiler():
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(serve, "ensure_stub", no_compiler)
+    monkeypatch.setattr(serve, "has_gpu", lambda: True)
+    assert prepare_launch(MODEL)[0] == [*LAUNCH, "--hierarchical-cache", "hcache", *MODEL]
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="no compiler"):
+        prepare_launch(MODEL)
+
+
+def test_prepare_returns_the_whole_environment(monkeypatch):
+    monkeypatch.setattr(serve, "ensure_stub", lambda: STUB)
+    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = prepare_launch(MODEL)[1]
+    assert environment["LD_LIBRARY_PATH"] == f"{STUB}:/mine"
+    assert environment["KEPT"] == "yes"
+
+
+def test_a_port_in_use_is_told_at_once():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert port_in_use([*MODEL, "--port", port]) == f"127.0.0.1:{port}"
+        assert port_in_use([*MODEL, f"--port={port}", "--host", "0.0.0.0"]) == f"0.0.0.0:{port}"
+    assert port_in_use([*MODEL, "--port", "0"]) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "x"],
+        ["--port"],
+        ["--port", "99999"],
+        ["--host", "no such host"],
+        ["--config", "server.yaml"],
+    ],
+)
+def test_an_address_that_is_none_is_left_for_sglang_to_refuse(arguments):
+    assert port_in_use([*MODEL, *arguments]) is None

@@ -1,0 +1,149 @@
+"""A stand-in for the server: what the child process does, not what SGLang does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from sglang_hcache.cli.server import process as server_process
+from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
+
+# Answers /health after a moment; has a child in its group that ignores SIGTERM.
+SERVER = """
+import http.server, os, subprocess, sys, time
+port = int(sys.argv[sys.argv.index("--port") + 1])
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("child", child.pid, "variable", os.environ.get("VARIABLE"), flush=True)
+ready = time.monotonic() + 0.3
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() > ready else 503)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes every server run this Python code."""
+
+    def use(code: str) -> None:
+        monkeypatch.setattr(
+            server_process, "prepare_launch", lambda args: ([sys.executable, "-c", code, *args], {})
+        )
+
+    return use
+
+
+def _child(server: ServerProcess) -> psutil.Process:
+    words = server.log_text().split()
+    return psutil.Process(int(words[words.index("child") + 1]))
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_leaves_no_process_behind(run: Callable[[str], None], tmp_path: Path, end: str) -> None:
+    run(SERVER)
+    waited: list[float] = []
+    server = ServerProcess([], log=tmp_path / "server.log", extra_env={"VARIABLE": "given"})
+    server.start(waited.append)
+    assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+    assert waited == sorted(waited)
+    assert waited
+    assert "variable given" in server.log_text()
+    child = _child(server)
+    getattr(server, end)()
+    assert not server.is_running
+    assert _is_gone(child)
+    server.stop()  # again: nothing to do
+    server.kill()
+
+
+def test_starts_again_and_shows_only_the_last_log(run: Callable[[str], None], tmp_path: Path) -> None:
+    run(SERVER)
+    server = ServerProcess([], log=tmp_path / "server.log")
+    server.start()
+    first = server.pid
+    server.kill()
+    with server:
+        assert server.pid != first
+        assert server.log_text().count("variable") == 1
+    assert not server.is_running
+
+
+@pytest.mark.parametrize("given", [[], ["--nccl-port", "7"], ["--nccl-port=7"]])
+def test_ports_that_no_outgoing_connection_takes(
+    run: Callable[[str], None], tmp_path: Path, given: list[str]
+) -> None:
+    run("import sys, time; print('ports', *sys.argv[1:], flush=True); time.sleep(60)")
+    server = ServerProcess(given, log=tmp_path / "server.log")
+    server.launch()
+    try:
+        while not server.log_text().endswith("\n"):
+            time.sleep(0.05)
+        words = server.log_text().replace("=", " ").split()
+    finally:
+        server.kill()
+    ports = {flag: int(words[words.index(flag) + 1]) for flag in ("--port", "--nccl-port")}
+    assert words.count("--nccl-port") == 1
+    assert 20_000 <= ports["--port"] < 32_000
+    assert ports["--nccl-port"] == 7 if given else 20_000 <= ports["--nccl-port"] < 32_000
+    assert len(set(ports.values())) == 2
+
+
+def test_a_server_that_dies_shows_its_last_lines(run: Callable[[str], None], tmp_path: Path) -> None:
+    run("import sys; print('the reason'); sys.exit(3)")
+    server = ServerProcess([], log=tmp_path / "server.log")
+    with pytest.raises(ServerProcessError, match=r"(?s)died while starting \(exit status 3\).*the reason"):
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[2026-11-23] hcache: error: --hcache-dirs: no room", "--hcache-dirs: no room"),
+        ("sglang serve: error: unrecognized --x", "unrecognized --x"),
+    ],
+)
+def test_a_server_that_says_why_it_dies(
+    run: Callable[[str], None], tmp_path: Path, line: str, reason: str
+) -> None:
+    run(f"import sys; print('usage:\\n many'); print({line!r}); print({line!r}); sys.exit(2)")
+    server = ServerProcess([], log=tmp_path / "server.log")
+    with pytest.raises(ServerProcessError) as error:
+        server.start()
+    assert str(error.value) == reason
+
+
+def test_a_late_server_is_ended(run: Callable[[str], None], tmp_path: Path) -> None:
+    run("import time; time.sleep(60)")
+    server = ServerProcess([], log=tmp_path / "server.log", startup_timeout_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(ServerProcessError, match=r"did not answer within 0\.5 s"):
+        server.start()
+    assert time.monotonic() - began < 10
+    assert not server.is_running
+
+
+def test_members_of_a_group_whose_leader_died_are_ended(run: Callable[[str], None], tmp_path: Path) -> None:
+    run(SERVER)
+    server = ServerProcess([], log=tmp_path / "server.log")
+    server.start()
+    child = _child(server)
+    psutil.Process(server.pid).kill()
+    while server.is_running:
+        time.sleep(0.01)
+    assert not _is_gone(child)
+    server.stop()
+    assert _is_gone(child)
