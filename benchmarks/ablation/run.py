@@ -21,7 +21,8 @@ from common.terminal import new_progress, while_doing
 from restoring.counted_disk import open_disk
 from restoring.rig import Rig
 from restoring.settings import PIECE
-from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model.model import TinyModel
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.store.io.engine import IOKind
 
 

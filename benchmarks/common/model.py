@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from common.precision import precision
 from sglang_hcache.cli.paths import given_path
-from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model.model import TinyModel
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.errors import ConfigError
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -16,7 +16,7 @@ from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from restoring.rig import Rig, Variant, gate_of
 from restoring.settings import PIECE, Settings
-from sglang_hcache.cli.tiny_model.model import write_tiny_model
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import parse_size

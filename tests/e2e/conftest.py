@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hcache.cli.server import process as server_process
-from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from tests.e2e.forked_servers import ForkServer
 from tests.e2e.harness import PLUGINS, TierServer
 from tests.patched_sglang import installed_sglang

@@ -24,7 +24,8 @@ from sglang_hcache.cli.server.pair import (
     launch_together,
 )
 from sglang_hcache.cli.server.process import ServerProcess
-from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model.model import TinyModel
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.testing.zipf import zipf_order
 from tests.e2e.harness import PLUGINS
 

@@ -14,7 +14,7 @@ from sglang_hcache.cli.server.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import spinner_for
-from sglang_hcache.cli.tiny_model.model import write_tiny_model
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 

@@ -21,7 +21,8 @@ from sglang_hcache.cli.server.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, ServerPair, kill_all, launch_together
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.tiny_model.model import TinyModel, write_tiny_model
+from sglang_hcache.cli.tiny_model.model import TinyModel
+from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS

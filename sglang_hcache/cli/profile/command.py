@@ -18,8 +18,7 @@ import typer
 
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.server import tier_flags
-from sglang_hcache.cli.server.arguments_file import arguments_in_file
-from sglang_hcache.cli.server.launch import values_of
+from sglang_hcache.cli.server.arguments import arguments_in_file, values_of
 from sglang_hcache.core.config import TIER_FLAG, HCacheConfig, flag_of, profile_dir, tier_mode
 from sglang_hcache.core.errors import ConfigError
 

@@ -1,16 +1,15 @@
-"""``hcache serve``: SGLang's server with the tier switched on, also on a machine without a GPU."""
+"""How SGLang's server is launched with the tier switched on, also on a machine without a GPU."""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_hcache.cli.server.arguments_file import arguments_in_file
+from sglang_hcache.cli.server.arguments import arguments_in_file, values_of, without
 from sglang_hcache.cli.server.cpu_runtime import ensure_stub, has_gpu
 from sglang_hcache.cli.server.ports import try_to_listen
 from sglang_hcache.core.config import TIER_FLAG, environment_with, tier_mode
@@ -20,31 +19,6 @@ _CPU_SETTINGS = (
     ("--attention-backend", "torch_native"),
     ("--disable-overlap-schedule", None),
 )
-
-
-def values_of(arguments: Sequence[str], flag: str) -> list[str | None]:
-    """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
-    values: list[str | None] = []
-    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-        if argument == flag:
-            values.append(following)
-        elif argument.startswith(flag + "="):
-            values.append(argument.removeprefix(flag + "="))
-    return values
-
-
-def _without(arguments: Sequence[str], flag: str) -> list[str]:
-    """``arguments`` without ``flag`` and its value."""
-    kept: list[str] = []
-    skip_value = False
-    for argument in arguments:
-        if skip_value:
-            skip_value = False
-        elif argument == flag:
-            skip_value = True
-        elif not argument.startswith(flag + "="):
-            kept.append(argument)
-    return kept
 
 
 def wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
@@ -69,7 +43,7 @@ def build_launch(
         added += [TIER_FLAG, "hcache"]
     elif tier[-1:] == ["off"] and not is_in_file:
         # Dropped, not passed on: `off` then works even where the plugin does not load.
-        given = _without(given, TIER_FLAG)
+        given = without(given, TIER_FLAG)
     if wants_cpu([*in_file, *given], has_gpu=has_gpu):
         for flag, value in _CPU_SETTINGS:
             if not values_of([*in_file, *given], flag):
@@ -106,8 +80,8 @@ def port_in_use(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def serve(arguments: Sequence[str]) -> NoReturn:
-    """Become the server: same process id, so that signals reach it."""
+def become_server(arguments: Sequence[str]) -> NoReturn:
+    """Become that server: same process id, so that signals reach it."""
     if (taken := port_in_use(arguments)) is not None:  # no error: until the model is loaded it may be free
         print(
             f"hcache: warning: {taken} is in use: if it still is when the model is loaded, this server ends then; "

@@ -20,7 +20,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import yaml
 
-from sglang_hcache.cli.server.launch import prepare_launch, values_of
+from sglang_hcache.cli.server.arguments import values_of
+from sglang_hcache.cli.server.launch import prepare_launch
 from sglang_hcache.core.errors import HCacheError
 
 HOST = "127.0.0.1"

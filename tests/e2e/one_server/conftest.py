@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.cli.server import launch as serve
+from sglang_hcache.cli.server import launch
 from tests.e2e.harness import TierServer
 
 SETTINGS = (
@@ -36,9 +36,9 @@ def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @contextmanager
 def with_overlap() -> Iterator[None]:
     """Servers that start here overlap scheduling and forward passes. All other tests' servers do not."""
-    kept = [setting for setting in serve._CPU_SETTINGS if setting[0] != "--disable-overlap-schedule"]
+    kept = [setting for setting in launch._CPU_SETTINGS if setting[0] != "--disable-overlap-schedule"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve, "_CPU_SETTINGS", tuple(kept))
+        patch.setattr(launch, "_CPU_SETTINGS", tuple(kept))
         yield
 
 

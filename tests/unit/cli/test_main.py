@@ -6,7 +6,7 @@ import pytest
 
 import sglang_hcache
 from sglang_hcache.cli import main as command
-from sglang_hcache.cli.server import launch as serve
+from sglang_hcache.cli.server import launch
 from sglang_hcache.core.config import FILE_ONLY_FIELDS, HCacheConfig, flag_of
 from sglang_hcache.core.errors import ConfigError
 
@@ -44,7 +44,7 @@ def test_serve_help_names_every_flag(monkeypatch, capsys):
 )
 def test_serve_passes_everything_on_in_order(monkeypatch, arguments):
     seen = []
-    monkeypatch.setattr(serve, "serve", seen.append)
+    monkeypatch.setattr(launch, "become_server", seen.append)
     assert run(monkeypatch, "serve", *arguments) == 0
     assert seen == [arguments]
 
@@ -53,7 +53,7 @@ def test_our_errors_are_lines_and_status_2(monkeypatch, capsys):
     def refuse(arguments):
         raise ConfigError("first\nsecond")
 
-    monkeypatch.setattr(serve, "serve", refuse)
+    monkeypatch.setattr(launch, "become_server", refuse)
     assert run(monkeypatch, "serve", "--model", "m") == 2
     assert capsys.readouterr().err == "hcache: error: first\nhcache: error: second\n"
     assert run(monkeypatch, "serve", "--port", "1") == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.cli.server import launch as serve
+from sglang_hcache.cli.server import launch as module
 from sglang_hcache.cli.server.launch import build_launch, port_in_use, prepare_launch
 from sglang_hcache.core.errors import ConfigError
 
@@ -110,8 +110,8 @@ def test_another_device_in_sglangs_file_gets_no_cpu_settings(in_file, monkeypatc
     given = in_file("device: xpu\n")
     command, environment = build_launch(given, has_gpu=False, stub_dir=STUB)
     assert (command, environment) == ([*LAUNCH, "--hierarchical-cache", "hcache", *given], {})
-    monkeypatch.setattr(serve, "has_gpu", lambda: False)
-    monkeypatch.setattr(serve, "ensure_stub", lambda: pytest.fail("nothing runs on the CPU"))
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.setattr(module, "ensure_stub", lambda: pytest.fail("nothing runs on the CPU"))
     assert "OMP_WAIT_POLICY" not in prepare_launch(given)[1].keys() - os.environ.keys()
     cpu = ["--device", "cpu"]  # SGLang takes the last
     assert launch(*given, *cpu, has_gpu=False) == ["--hierarchical-cache", "hcache", *CPU[2:], *given, *cpu]
@@ -134,17 +134,17 @@ def test_prepare_builds_the_stub_on_cpu_only(monkeypatch):
     def no_compiler():
         raise ConfigError("no compiler")
 
-    monkeypatch.setattr(serve, "ensure_stub", no_compiler)
-    monkeypatch.setattr(serve, "has_gpu", lambda: True)
+    monkeypatch.setattr(module, "ensure_stub", no_compiler)
+    monkeypatch.setattr(module, "has_gpu", lambda: True)
     assert prepare_launch(MODEL)[0] == [*LAUNCH, "--hierarchical-cache", "hcache", *MODEL]
-    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="no compiler"):
         prepare_launch(MODEL)
 
 
 def test_prepare_returns_the_whole_environment(monkeypatch):
-    monkeypatch.setattr(serve, "ensure_stub", lambda: STUB)
-    monkeypatch.setattr(serve, "has_gpu", lambda: False)
+    monkeypatch.setattr(module, "ensure_stub", lambda: STUB)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("KEPT", "yes")
     environment = prepare_launch(MODEL)[1]

@@ -16,8 +16,9 @@ from sglang_hcache.core.errors import ConfigError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from sglang_hcache.cli.tiny_model import model as tiny_model  # noqa: E402
-from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel, write_tiny_model  # noqa: E402
+from sglang_hcache.cli.tiny_model import write  # noqa: E402
+from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel  # noqa: E402
+from sglang_hcache.cli.tiny_model.write import write_tiny_model  # noqa: E402
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4}
 
@@ -112,8 +113,8 @@ def test_answers_keep_their_tokens_as_text(tmp_path, vocab):
 def test_another_device_draws_all_weights(tmp_path):
     """Nothing is drawn on the CPU then: a wide model's weights would take it long."""
     model = TinyModel(dtype="float16", **SMALL)
-    tokenizer = tiny_model._train_tokenizer(model, [tiny_model._TRAINING_TEXT])
-    network = tiny_model._random_model(model, tokenizer, "meta")
+    tokenizer = write._train_tokenizer(model, [write._TRAINING_TEXT])
+    network = write._random_model(model, tokenizer, "meta")
     assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float16}
 

@@ -1,7 +1,8 @@
-"""SGLang's own YAML file of arguments (``--config FILE``): what is in it was passed by the user, too."""
+"""SGLang's arguments, on the command line and in SGLang's own YAML file of them (``--config FILE``)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,31 @@ from typing import Any
 from sglang_hcache.core.errors import ConfigError
 
 _FLAG = "--config"
+
+
+def values_of(arguments: Sequence[str], flag: str) -> list[str | None]:
+    """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
+    values: list[str | None] = []
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        if argument == flag:
+            values.append(following)
+        elif argument.startswith(flag + "="):
+            values.append(argument.removeprefix(flag + "="))
+    return values
+
+
+def without(arguments: Sequence[str], flag: str) -> list[str]:
+    """``arguments`` without ``flag`` and its value."""
+    kept: list[str] = []
+    skip_value = False
+    for argument in arguments:
+        if skip_value:
+            skip_value = False
+        elif argument == flag:
+            skip_value = True
+        elif not argument.startswith(flag + "="):
+            kept.append(argument)
+    return kept
 
 
 def arguments_in_file(arguments: Sequence[str]) -> list[str]:

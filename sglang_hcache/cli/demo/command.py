@@ -1,0 +1,65 @@
+"""``hcache demo``: what the tier does, without a model or a GPU at hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
+from sglang_hcache.cli.paths import given_path
+
+
+def demo(
+    conversations: Annotated[int, typer.Option(help="Conversations, held in turn; at least 3.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation; at least 2.")] = 4,
+    dirs: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR,...", help="Directories of the disk tier, kept. Default: beside the model."
+        ),
+    ] = "",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep model, disk tier and logs here; a second run finds them again."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print measurements as JSON, no table.")] = False,
+    with_page: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Instead: one server with the tier, and the page of `hcache chat` to talk to it. The model's weights "
+            "are random: it answers with words without meaning.",
+        ),
+    ] = False,
+    host: PageHost = "127.0.0.1",
+    port: PagePort = PAGE_PORT,
+    allowed: AllowedHosts = None,
+    opens_browser: OpensBrowser = False,
+) -> None:
+    """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
+
+    Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
+    the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C.
+    """
+    from sglang_hcache.cli.demo.run import DemoSettings, run_demo
+    from sglang_hcache.cli.demo.view import choose_view
+
+    folders = tuple(given_path("--dirs", part.strip()) for part in dirs.split(",") if part.strip())
+    if with_page:
+        from sglang_hcache.cli.demo.chat import run_chat_demo
+
+        run_chat_demo(
+            dirs=folders, keep=keep, host=host, port=port, allowed=allowed or (), opens_browser=opens_browser
+        )
+        return
+    settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
+    with choose_view(as_json=as_json) as view:
+        report = run_demo(settings, view)
+    if report.failure is not None:
+        print(f"hcache demo: {report.failure}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -1,0 +1,70 @@
+"""``hcache serve``: SGLang's server with the tier switched on, also on a machine without a GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_hcache.cli.server import tier_flags
+from sglang_hcache.cli.server.arguments import values_of
+from sglang_hcache.core.config import (
+    COMMAND_LINE_FLAGS,
+    CONFIG_FLAG,
+    FLAG_FIELDS,
+    TIER_FLAG,
+    flag_help,
+    flag_of,
+)
+from sglang_hcache.core.errors import ConfigError
+
+
+def _print_help(wanted: bool) -> None:
+    if not wanted:
+        return
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row(TIER_FLAG, COMMAND_LINE_FLAGS[TIER_FLAG])
+    for name in FLAG_FIELDS:
+        table.add_row(flag_of(name), escape(flag_help(name)))
+    table.add_row(CONFIG_FLAG, COMMAND_LINE_FLAGS[CONFIG_FLAG])
+    console = Console()
+    console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
+    console.print(
+        "Takes the arguments of python -m sglang.launch_server and becomes that server, with the tier "
+        "switched on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
+        "--disable-overlap-schedule and what else SGLang needs there.\n",
+        markup=False,
+    )
+    console.print(table)
+    console.print("\nSGLang's own arguments: python -m sglang.launch_server --help", markup=False)
+    raise typer.Exit
+
+
+def serve(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[SGLang arguments...]")] = None,
+    show_help: Annotated[bool, typer.Option("--help", callback=_print_help, is_eager=True)] = False,
+) -> None:
+    """Start SGLang's server with the tier.
+
+    Takes the arguments of `python -m sglang.launch_server` and becomes that server. It adds `--hierarchical-cache
+    hcache` and, on a machine without a GPU, what SGLang needs there. docs/flags.md has the tier's flags.
+
+    `hcache serve --model-path MODEL --hcache-dirs /mnt/nvme0/hcache --hcache-disk-size 500GB`
+    """
+    from sglang_hcache.cli.server.launch import become_server
+
+    given = arguments or []
+    if not any(
+        one.startswith(("--mo", "--config", "-h", "--he")) for one in given
+    ):  # SGLang says so on 300 lines
+        raise ConfigError(
+            "--model-path is missing: name the model; `hcache serve --help` lists the tier's flags"
+        )
+    tier_flags.check(given)
+    tier_flags.check_model([*values_of(given, "--model-path"), *values_of(given, "--model")])
+    become_server(given)
