@@ -1,4 +1,4 @@
-"""Options of commands that talk to a running server."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def _address(given: str) -> str:
     return address
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 ServerUrl = Annotated[str, typer.Option(help="The SGLang server.", callback=_address)]
 ApiKey = Annotated[
     str | None,

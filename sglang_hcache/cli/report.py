@@ -1,25 +1,21 @@
-"""Texts and tables of ``hcache store``."""
+"""What commands print, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
-import itertools
-import time
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.core.layout import Method
 
+METHOD_NAMES = {Method.HIDDEN: "hidden states", Method.KV: "K and V", Method.RECOMPUTE: "recomputed"}
 _PIPE_WIDTH = 160
 """Columns where nobody's window limits them."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +27,12 @@ class Report:
     parts: Sequence[RenderableType]
     """Shown one below the other."""
 
-    def print(self) -> None:
-        """To standard output."""
-        print_report(self.parts)
+    def show(self, *, as_json: bool) -> None:
+        """Print one of them."""
+        if as_json:
+            print(json.dumps(self.data, indent=2))
+        else:
+            print_report(self.parts)
 
 
 def print_report(parts: Iterable[RenderableType]) -> None:
@@ -53,39 +52,6 @@ def new_table(columns: Sequence[str], right: set[str]) -> Table:
     return table
 
 
-def first_of(items: Iterable[_T], limit: int) -> Iterable[_T]:
-    """At most ``limit`` of ``items``; all if it is 0."""
-    return itertools.islice(items, limit or None)
-
-
 def counted(number: int, what: str) -> str:
     """``"1 run"``, ``"1,234 runs"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def num_directories(number: int) -> str:
-    """``"1 directory"``, ``"2 directories"``."""
-    return "1 directory" if number == 1 else f"{number} directories"
-
-
-def iso_time(at: float | None) -> str | None:
-    """For programs: a time in UTC. ``at``: seconds since the epoch."""
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
-
-
-def ago(at: float | None) -> str:
-    """For people: how long ago ``at`` was, seconds since the epoch."""
-    if at is None:
-        return "?"
-    seconds = max(0.0, time.time() - at)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
-
-
-def index_note(view: StoreView) -> list[Text]:
-    """Where the answer comes from, if not from the index."""
-    if not view.index_problem:
-        return []
-    return [Text(f"{view.index_problem}; this is what the segments' headers say", "yellow")]

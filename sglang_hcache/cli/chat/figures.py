@@ -9,8 +9,7 @@ from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.watch import FOREIGN_ERRORS, FOREIGN_STATE, Look, Reach
-from sglang_hcache.cli.plan.report import METHOD_NAMES
-from sglang_hcache.cli.report import counted
+from sglang_hcache.cli.report import METHOD_NAMES, counted
 from sglang_hcache.cli.server.client import TokenSources
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.metrics import COUNTERS, RESTORE_PHASES

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
-from sglang_hcache.cli.demo.run import MODEL, demo_folder, servers_scratch
-from sglang_hcache.cli.server.kept_sizes import with_room_in_store
-from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments
+from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
@@ -29,6 +28,7 @@ _HOST_CHUNKS = 20
 _ROW_BYTES = 2 * MODEL.layers * MODEL.hidden * 4  # of a token's K and V, the most that layers store
 _STAGING_BYTES = 2 * _PASS_TOKENS * _ROW_BYTES
 _HOST_BYTES = host_size_for(_STAGING_BYTES, _HOST_CHUNKS * CHUNK_TOKENS * _ROW_BYTES)
+_DISK_BYTES = 2**30
 _ANSWER_TOKENS = 120
 _STARTUP_TIMEOUT_S = 300.0
 
@@ -88,18 +88,17 @@ def run_chat_demo(
 
 
 def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> ServerProcess:
-    settings = {
-        "dirs": [str(directory) for directory in dirs],
-        "disk_size": 2**30,
-        "disk_free_floor": "256MiB",
-        "segment_size": "32MiB",
-        "host_size": _HOST_BYTES,
-        "staging_size": _STAGING_BYTES,
-    }
+    tier = tier_arguments(
+        folder / "hcache-chat.yaml",
+        dirs,
+        disk_size=_DISK_BYTES,
+        host_size=_HOST_BYTES,
+        staging_size=_STAGING_BYTES,
+    )
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--served-model-name", "random-model"),
         *("--max-total-tokens", str(_POOL_TOKENS), "--chunked-prefill-size", str(_PASS_TOKENS)),
-        *settings_arguments(folder / "hcache-chat.yaml", with_room_in_store(settings, dirs)),
+        *tier,
         *("--enable-metrics", "--sleep-on-idle"),
     ]
     return ServerProcess(

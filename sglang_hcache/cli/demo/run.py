@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
-from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.server.client import ChatClient, Message
-from sglang_hcache.cli.server.kept_sizes import with_room_in_store
 from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, ServerPair, kill_all, launch_together
-from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
+from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
-# Wide for its depth: attention of a prompt's last tokens to all before them, which no restore saves, is then cheap
-# beside the rest.
-MODEL = TinyModel(layers=8, hidden=768, heads=12, max_position=8192)
 _TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4  # of hidden states; K and V take twice as much
 FEWEST_CONVERSATIONS = 3
 """With fewer, a returning conversation would still find a part of itself in the KV pool."""
@@ -168,14 +160,13 @@ def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[T
 def _servers(
     folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path], scratch: str
 ) -> tuple[ServerProcess, ServerProcess]:
-    settings = {
-        "dirs": [str(directory) for directory in dirs],
-        "disk_size": sizes.disk_bytes,
-        "disk_free_floor": "256MiB",
-        "segment_size": "32MiB",
-        "host_size": sizes.host_bytes,
-        "staging_size": sizes.staging_bytes,
-    }
+    tier = tier_arguments(
+        folder / "hcache.yaml",
+        dirs,
+        disk_size=sizes.disk_bytes,
+        host_size=sizes.host_bytes,
+        staging_size=sizes.staging_bytes,
+    )
     common = [
         *("--model-path", str(model), "--dtype", "float32"),
         *("--max-total-tokens", str(sizes.pool_tokens)),
@@ -184,7 +175,7 @@ def _servers(
     environment = {**FAIR_ENVIRONMENT, "TMPDIR": scratch}
     return (
         ServerProcess(
-            [*common, *settings_arguments(folder / "hcache.yaml", with_room_in_store(settings, dirs))],
+            [*common, *tier],
             log=folder / "server-with-tier.log",
             extra_env=environment,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
@@ -213,29 +204,3 @@ def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
 def _disk_usage(folder: Path) -> int:
     """Bytes that the files in ``folder`` take on disk, like ``du``."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-
-
-def servers_scratch() -> tempfile.TemporaryDirectory[str]:
-    """For the temporary files of servers: SGLang, killed, leaves them. A short name: sockets are among them."""
-    return tempfile.TemporaryDirectory(prefix="hcache-")
-
-
-@contextlib.contextmanager
-def demo_folder(keep: Path | None) -> Iterator[Path]:
-    """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.
-
-    Raises:
-        ConfigError: ``keep`` cannot be made or written into.
-    """
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
-            yield Path(folder)
-        return
-    folder_kept = given_path("--keep", keep)
-    try:
-        folder_kept.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--keep: cannot make {folder_kept}: {error.strerror}") from None
-    if not os.access(folder_kept, os.W_OK):
-        raise ConfigError(f"--keep: cannot write into {folder_kept}")
-    yield folder_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -150,10 +151,8 @@ class JsonView(PlainView):
     """One JSON object on standard output at the end; what is going on goes to standard error."""
 
     def status(self, text: str) -> None:
-        stage = text.split(":")[0]
-        if stage and stage not in self._last:
-            print(stage, file=sys.stderr, flush=True)
-            self._last = stage
+        with contextlib.redirect_stdout(sys.stderr):
+            super().status(text)
 
     def turn(self, result: TurnResult) -> None:
         pass

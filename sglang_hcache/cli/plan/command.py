@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.plan.model import NAMES
 from sglang_hcache.core.errors import ConfigError
 
@@ -76,7 +77,6 @@ KVCacheDtypeName = Annotated[
     str,
     typer.Option(help="As SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Picture = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also draw the plan's two timelines as a picture (needs matplotlib)."),

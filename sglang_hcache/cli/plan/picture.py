@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from sglang_hcache.cli.plan.report import METHOD_NAMES, SHOWN_NAMES, PlanReport, text_ms
-from sglang_hcache.cli.report import counted
+from sglang_hcache.cli.plan.report import SHOWN_NAMES, PlanReport, text_ms
+from sglang_hcache.cli.report import METHOD_NAMES, counted
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.timeline import Timeline
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.plan.server import ServerPlan, decision_data, restores
-from sglang_hcache.cli.report import counted
+from sglang_hcache.cli.report import METHOD_NAMES, counted, new_table
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import (
@@ -24,12 +24,12 @@ from sglang_hcache.plan.planner import (
     stored_bytes,
 )
 from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import PLANNED_TOKENS
 
 _PIPE_WIDTH = 120
 _LONGEST = 2**20
 """Tokens: the longest history that is looked at for whether restoring pays."""
-METHOD_NAMES = {Method.HIDDEN: "hidden states", Method.KV: "K and V", Method.RECOMPUTE: "recomputed"}
 SHOWN_NAMES = {
     PlanKind.AUTO: "hcache",
     PlanKind.HIDDEN: "hidden",
@@ -63,7 +63,7 @@ class PlanReport:
     pays_from_tokens: int | None
     paper_split: Split | None
     """[HCache §4.1.2]'s closed form; None where it does not apply."""
-    why_not_hidden: str | None = None
+    why_not_hidden: str | None
     """Why no plan has hidden states; None: some may have them."""
 
     @property
@@ -125,19 +125,9 @@ class PlanReport:
             console.print(part)
 
     def _parts(self) -> list[RenderableType]:
-        shape = self.profile.model
-        heads = f"{shape.num_heads} heads"
-        if shape.num_kv_heads != shape.num_heads:
-            heads += f", {shape.num_kv_heads} KV heads"
-        title = (
-            f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {heads}, "
-            f"{shape.hidden_dtype_bytes} bytes a value"
-        )
-        if shape.kv_dtype_bytes != shape.hidden_dtype_bytes:
-            title += f", {shape.kv_dtype_bytes} of K and V"
         history = f"A history of {counted(self.num_tokens, 'token')}; {self.profile.machine}."
         return [
-            Text(title, "bold"),
+            Text(shape_text(self.profile.model), "bold"),
             Text(history),
             *self._range_note(),
             *([] if self.why_not_hidden is None else [Text(f"No hidden states: {self.why_not_hidden}.")]),
@@ -155,11 +145,8 @@ class PlanReport:
         return [Text(text, "yellow")]
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("method")
-        for column in ("hidden", "K and V", "recomputed", "bytes a token", "ms", "times the plan"):
-            table.add_column(column, justify="right")
-        table.add_column("")
+        numbers = ["hidden", "K and V", "recomputed", "bytes a token", "ms", "times the plan"]
+        table = new_table(["method", *numbers, ""], set(numbers))
         for kind, plan in self.plans.items():
             split = plan.split
             table.add_row(
@@ -234,7 +221,7 @@ def make_report(
     num_tokens: int,
     kind: PlanKind,
     buffers: int | None,
-    why_not_hidden: str | None = None,
+    why_not_hidden: str | None,
 ) -> PlanReport:
     """Plan all kinds for ``num_tokens`` tokens in ``tier``; show the one of ``kind`` in full.
 
@@ -293,6 +280,16 @@ def text_ms(seconds: float) -> str:
     if seconds < 1e-9:
         return "0"
     return f"{_ms(seconds):,.1f}" if seconds >= 0.01 else f"{_ms(seconds):.3g}"
+
+
+def shape_text(shape: ModelShape) -> str:
+    """A model's name and sizes."""
+    kv_heads = f", {shape.num_kv_heads} KV heads" if shape.num_kv_heads != shape.num_heads else ""
+    of_kv = f", {shape.kv_dtype_bytes} of K and V" if shape.kv_dtype_bytes != shape.hidden_dtype_bytes else ""
+    return (
+        f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_heads} heads{kv_heads}, "
+        f"{shape.hidden_dtype_bytes} bytes a value{of_kv}"
+    )
 
 
 def split_text(split: Split) -> str:

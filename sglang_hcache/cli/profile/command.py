@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.server import tier_flags
 from sglang_hcache.cli.server.arguments import arguments_in_file, values_of
@@ -52,7 +53,6 @@ Seconds = Annotated[
         "the disk while restoring. Up to 60.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 Passed = Annotated[
     list[str] | None,
     typer.Argument(
@@ -116,10 +116,7 @@ def profile(
     report = ProfileReport(
         measured=measured, path=path, has_dirs=bool(config.dirs), is_found_by_servers=out is None
     )
-    if as_json:
-        print(json.dumps(report.data(), indent=2))
-    else:
-        report.print()
+    report.show(as_json=as_json)
 
 
 def server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]:

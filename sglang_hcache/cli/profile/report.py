@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.plan.report import METHOD_NAMES, split_text, text_ms
+from sglang_hcache.cli.plan.report import shape_text, split_text, text_ms
 from sglang_hcache.cli.plan.server import ServerPlan, decision_data, restores
 from sglang_hcache.cli.profile.run import Measured
-from sglang_hcache.cli.report import Report, new_table
+from sglang_hcache.cli.report import METHOD_NAMES, Report, new_table
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import stored_bytes
@@ -71,9 +71,9 @@ class ProfileReport:
             },
         }
 
-    def print(self) -> None:
-        """To standard output."""
-        Report(self.data(), self._parts()).print()
+    def show(self, *, as_json: bool) -> None:
+        """Print it."""
+        Report(self.data(), self._parts()).show(as_json=as_json)
 
     def warnings(self) -> list[str]:
         """What makes the numbers worth less than they look."""
@@ -88,16 +88,11 @@ class ProfileReport:
 
     def _parts(self) -> list[Text | Table]:
         profile = self.profile
-        shape, measured = profile.model, profile.token_range
+        measured = profile.token_range
         lengths = f"{measured[0]:,} to {measured[1]:,} tokens" if measured else "lengths unknown"
         versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
-        kv_heads = f", {shape.num_kv_heads} KV heads" if shape.num_kv_heads != shape.num_heads else ""
         return [
-            Text(
-                f"{shape.name}: {shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_heads} heads"
-                f"{kv_heads}, {shape.hidden_dtype_bytes} bytes a value",
-                "bold",
-            ),
+            Text(shape_text(profile.model), "bold"),
             Text(f"Machine   {profile.machine}"),
             Text(f"Versions  {versions}"),
             Text(f"Measured  {lengths}, times of one layer; {self.measured.seconds:.0f} s in all"),

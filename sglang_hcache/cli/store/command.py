@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
-
-if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
-    from sglang_hcache.cli.report import Report
 
 app = typer.Typer(
     help="""Look after the disk tier's directories.
@@ -38,7 +35,6 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="The file of --hcache-config: its `dirs`, in place of DIR"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
 
 
 @app.command("stat")
@@ -52,7 +48,7 @@ def _stat(dirs: Dirs = None, config: ConfigFile = None, as_json: AsJson = False)
     from sglang_hcache.store.inspect.view import StoreView
 
     with StoreView.open(_directories(dirs, config)) as view:
-        _show(report.stat(view), as_json)
+        report.stat(view).show(as_json=as_json)
 
 
 @app.command("ls")
@@ -85,7 +81,7 @@ def _ls(
             found = lists.list_quarantined(view, limit)
         else:
             found = lists.list_runs(view, limit)
-        _show(found, as_json)
+        found.show(as_json=as_json)
 
 
 @app.command("verify")
@@ -112,7 +108,7 @@ def _verify(
 
     with StoreView.open(_directories(dirs, config)) as view:
         outcome = run_verification(view, quiet=as_json)
-        _show(report.verification(view, outcome), as_json)
+        report.verification(view, outcome).show(as_json=as_json)
     is_known = quarantined and any(run.quarantined for run in view.runs())
     is_all_there = all(volume.health.readable for volume in view.volumes)
     if outcome.damages or is_known or not is_all_there:
@@ -150,7 +146,7 @@ def _gc(
 
     places, to_bytes = _directories(dirs, config), _size(to)
     change = collect(places, to_bytes, _age(older_than))
-    _show(report.collected(change), as_json)
+    report.collected(change).show(as_json=as_json)
     if to_bytes is not None and change.after.physical_bytes > to_bytes:
         raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
 
@@ -179,7 +175,7 @@ def _clear(
             question = report.clear_question(view)
         if not _is_agreed(question):
             raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
-    _show(report.cleared(clear(places)), as_json)
+    report.cleared(clear(places)).show(as_json=as_json)
 
 
 @app.command("fsck")
@@ -212,16 +208,9 @@ def _fsck(
     done = rebuild_store(places) if rebuild else []
     with StoreView.open(places) as view:
         findings = check(view)
-        _show(report.checked(view, findings, done), as_json)
+        report.checked(view, findings, done).show(as_json=as_json)
     if any(finding.is_error for finding in findings):
         raise typer.Exit(1)
-
-
-def _show(report: Report, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.data, indent=2))
-    else:
-        report.print()
 
 
 def _is_agreed(question: str) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.text import Text
 
-from sglang_hcache.cli.report import Report, ago, counted, first_of, index_note, iso_time, new_table
+from sglang_hcache.cli.report import Report, counted, new_table
+from sglang_hcache.cli.store.text import ago, first_of, index_note, iso_time
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.inspect.view import RunInfo, StoreView

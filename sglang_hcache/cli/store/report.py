@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.report import Report, counted, index_note, new_table, num_directories
+from sglang_hcache.cli.report import Report, counted, new_table
+from sglang_hcache.cli.store.text import index_note, num_directories
 from sglang_hcache.cli.store.verify import VerifyOutcome, speed
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.record import FORMAT_VERSION

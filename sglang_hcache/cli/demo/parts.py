@@ -1,0 +1,63 @@
+"""What the demo needs whatever it shows: a model, a folder, and sizes for the tier."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.server.kept_sizes import with_room_in_store
+from sglang_hcache.cli.server.process import settings_arguments
+from sglang_hcache.cli.tiny_model.model import TinyModel
+from sglang_hcache.core.errors import ConfigError
+
+# Wide for its depth: attention of a prompt's last tokens to all before them, which no restore saves, is then cheap
+# beside the rest.
+MODEL = TinyModel(layers=8, hidden=768, heads=12, max_position=8192)
+
+
+def tier_arguments(
+    file: Path, dirs: Sequence[Path], *, disk_size: int, host_size: int, staging_size: int
+) -> list[str]:
+    """Arguments of a server with a small tier, whose settings are written to ``file``; sizes in bytes.
+
+    A store that is in ``dirs`` already becomes no smaller.
+    """
+    settings = {
+        "dirs": [str(directory) for directory in dirs],
+        "disk_size": disk_size,
+        "disk_free_floor": "256MiB",
+        "segment_size": "32MiB",
+        "host_size": host_size,
+        "staging_size": staging_size,
+    }
+    return settings_arguments(file, with_room_in_store(settings, dirs))
+
+
+def servers_scratch() -> tempfile.TemporaryDirectory[str]:
+    """For the temporary files of servers: SGLang, killed, leaves them. A short name: sockets are among them."""
+    return tempfile.TemporaryDirectory(prefix="hcache-")
+
+
+@contextlib.contextmanager
+def demo_folder(keep: Path | None) -> Iterator[Path]:
+    """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.
+
+    Raises:
+        ConfigError: ``keep`` cannot be made or written into.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
+            yield Path(folder)
+        return
+    folder_kept = given_path("--keep", keep)
+    try:
+        folder_kept.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--keep: cannot make {folder_kept}: {error.strerror}") from None
+    if not os.access(folder_kept, os.W_OK):
+        raise ConfigError(f"--keep: cannot write into {folder_kept}")
+    yield folder_kept
