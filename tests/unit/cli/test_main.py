@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import sglang_hcache
@@ -64,3 +67,10 @@ def test_tiny_model_refuses_before_writing(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "tiny-model", str(tmp_path / "m"), "--family", "magic") == 2
     assert capsys.readouterr().err.startswith("hcache: error: --family: 'magic' is not allowed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_starts_without_what_takes_long_to_import():
+    heavy = ("numpy", "matplotlib", "torch", "transformers", "tokenizers", "sglang", "nicegui")
+    code = f"import sys, sglang_hcache.cli.main\nprint([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
