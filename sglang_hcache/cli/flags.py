@@ -67,14 +67,10 @@ def _default_of(name: str) -> str:
 
 def flags(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for the docs.")] = False,
 ) -> None:
     """List the tier's flags, and the settings that only the file of `--hcache-config` can hold."""
     if as_json:
         print(json.dumps([asdict(setting) for setting in describe()], indent=2))
-        return
-    if as_markdown:
-        print(markdown())
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("setting", no_wrap=True)  # to be copied: never cut

@@ -18,7 +18,6 @@ _COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning")
 
 def metrics(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for the docs.")] = False,
 ) -> None:
     """List the metrics that a server with the tier and `--enable-metrics` adds to SGLang's `/metrics`.
 
@@ -27,8 +26,6 @@ def metrics(
     found = list(describe())
     if as_json:
         print(json.dumps([asdict(metric) for metric in found], indent=2))
-    elif as_markdown:
-        print(markdown())
     else:
         console = Console()
         for metric in found:

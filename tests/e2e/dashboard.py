@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from sglang_hcache.cli.server.process import free_port
+from sglang_hcache.cli.server.ports import free_port
 from sglang_hcache.core.units import format_bytes
 from tests.e2e.harness import wait_for
 

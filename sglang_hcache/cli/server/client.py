@@ -180,17 +180,16 @@ class ChatClient:
             transport=transport,
         )
 
-    def ask(self, messages: Sequence[Message], *, max_tokens: int, **extra: Any) -> ChatAnswer:
+    def ask(self, messages: Sequence[Message], *, max_tokens: int) -> ChatAnswer:
         """Send a conversation and read its answer to the end. May be called from several threads.
 
         Args:
             max_tokens: longest answer, tokens.
-            extra: further fields of the request's body, such as ``cache_salt``.
 
         Raises:
             ChatError: the server refused, failed or fell silent.
         """
-        body = request_body(messages, temperature=0, logprobs=True, max_completion_tokens=max_tokens, **extra)
+        body = request_body(messages, temperature=0, logprobs=True, max_completion_tokens=max_tokens)
         reader = StreamReader()
         try:
             with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +20,16 @@ import yaml
 
 from sglang_hcache.cli.server.arguments import values_of
 from sglang_hcache.cli.server.launch import prepare_launch
+from sglang_hcache.cli.server.ports import LOCAL_HOST, free_port
 from sglang_hcache.core.errors import HCacheError
 
-HOST = "127.0.0.1"
 _POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 25.0  # SGLang gives up on its own health check after 20 s
+_STOP_TIMEOUT_S = 45.0
 _KILL_TIMEOUT_S = 30.0
 _LOG_LINES = 25
 _ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
 """One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
-# Below Linux's range of ephemeral ports, so that no outgoing connection takes the port before the server does.
-_PORTS = range(20_000, 32_000)
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 Progress = Callable[[float], None]
@@ -86,7 +83,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Base address, without a slash at the end; changes with every start, unless a port was given."""
-        return f"http://{HOST}:{self._port}"
+        return f"http://{LOCAL_HOST}:{self._port}"
 
     @property
     def log(self) -> Path:
@@ -142,10 +139,12 @@ class ServerProcess:
 
     def _addresses(self) -> list[str]:
         # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
-        chosen = [] if values_of(self._args, "--nccl-port") else ["--nccl-port", str(free_port([self._port]))]
-        return ["--host", HOST, "--port", str(self._port), *chosen]
+        chosen = (
+            [] if values_of(self._args, "--nccl-port") else ["--nccl-port", str(free_port(but=self._port))]
+        )
+        return ["--host", LOCAL_HOST, "--port", str(self._port), *chosen]
 
-    def wait_ready(self, progress: Progress | None = None) -> None:
+    def wait_ready(self, progress: Progress | None) -> None:
         """Return when the server answers requests.
 
         Raises:
@@ -187,15 +186,15 @@ class ServerProcess:
 
     # -- end -------------------------------------------------------------------------------------
 
-    def stop(self, timeout_s: float = 45.0) -> None:
-        """End gracefully: SIGTERM, ``timeout_s`` seconds to drain and save, then :meth:`kill`. Idempotent."""
+    def stop(self) -> None:
+        """End gracefully: SIGTERM, 45 seconds to drain and save, then :meth:`kill`. Idempotent."""
         if self._process is None:
             return
         try:
             if self.is_running:
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout_s)
+                    self._process.wait(_STOP_TIMEOUT_S)
         finally:  # also when a Ctrl-C ends the wait
             self.kill()
 
@@ -226,24 +225,6 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def free_port(but: Sequence[int] = ()) -> int:
-    """A port of this machine that nobody listens on, and none of ``but``.
-
-    Raises:
-        ServerProcessError: all are taken.
-    """
-    for port in random.sample(_PORTS, 200):
-        if port in but:
-            continue
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise ServerProcessError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
 
 
 def _is_healthy(client: httpx.Client, url: str) -> bool:

@@ -46,12 +46,12 @@ class PageSettings:
     """The SGLang server."""
     host: str
     port: int
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     """Under which browsers may ask for the page; none: any."""
-    options: AnswerOptions = field(default_factory=AnswerOptions)
-    texts: PageTexts = field(default_factory=PageTexts)
-    opens_browser: bool = False
-    api_key: str | None = field(default=None, repr=False)
+    options: AnswerOptions
+    texts: PageTexts
+    opens_browser: bool
+    api_key: str | None = field(repr=False)
 
     @property
     def address(self) -> str:

@@ -43,8 +43,8 @@ _REACH = {
 class PageTexts:
     """What a page says besides its own words."""
 
-    starters: Sequence[Starter] = ()
-    note: str = ""
+    starters: Sequence[Starter]
+    note: str
     """About the model, say; shown in new conversations and below the field."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,19 @@ def test_without_nicegui_the_extra_is_named() -> None:
     assert result.returncode == 2
     assert 'pip install "/path/to/sglang-hcache[chat]"' in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_only_the_page_needs_the_extra() -> None:
+    folder = Path(command.__file__).parent
+    modules = [
+        f"sglang_hcache.cli.chat.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"
+    ]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['nicegui'] = sys.modules['markdown_it'] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_starters_are_worth_keeping() -> None:

@@ -94,7 +94,7 @@ def test_puts_a_stream_together() -> None:
         body = json.loads(request.content)
         assert request.url.path == "/v1/chat/completions"
         assert body["messages"] == MESSAGES
-        assert (body["temperature"], body["max_completion_tokens"], body["cache_salt"]) == (0, 3, "a")
+        assert (body["temperature"], body["max_completion_tokens"]) == (0, 3)
         details = {"device": 6, "host": 16, "storage": 32, "storage_backend": "hcache"}
         return _stream(
             _piece(""),  # SGLang's first chunk: a role, no token yet
@@ -106,7 +106,7 @@ def test_puts_a_stream_together() -> None:
         )
 
     with _client(answer) as client:
-        result = client.ask(MESSAGES, max_tokens=3, cache_salt="a")
+        result = client.ask(MESSAGES, max_tokens=3)
     assert result.text == " one two three"
     assert result.tokens == (
         AnswerToken(" one", -0.5),
