@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-
-from sglang_hcache.cli.server.client import Message
 
 _DAYS = 14
 _SHIPS = ("Heron", "Petrel", "Gannet", "Curlew", "Dunlin", "Plover", "Turnstone", "Kittiwake")
@@ -33,19 +30,13 @@ _QUESTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """The user's side of one conversation."""
-
-    messages: tuple[Message, ...]
-
-    def __len__(self) -> int:
-        return len(self.messages)
+Script = list[str]
+"""What the user says in one conversation, message by message."""
 
 
-def write_scripts(conversations: int, turns: int, *, seed: int) -> list[Script]:
-    """One script of ``turns`` messages for each conversation; equal arguments give equal scripts."""
-    return [_script(number, turns, random.Random(f"{seed}/{number}")) for number in range(conversations)]
+def write_scripts(conversations: int, turns: int) -> list[Script]:
+    """One script of ``turns`` messages for each conversation; the same ones every time."""
+    return [_script(number, turns, random.Random(f"0/{number}")) for number in range(conversations)]
 
 
 def _script(number: int, turns: int, dice: random.Random) -> Script:
@@ -55,7 +46,7 @@ def _script(number: int, turns: int, dice: random.Random) -> Script:
         day = _DAYS + turn
         question = _QUESTIONS[turn % len(_QUESTIONS)]
         texts.append(f"Thank you. Here is one day more. {_entry(day, dice)} {question}")
-    return Script(tuple(Message(role="user", content=text) for text in texts))
+    return texts
 
 
 def _logbook(number: int, dice: random.Random) -> str:

@@ -19,7 +19,7 @@ class Starter:
 
 def starters() -> tuple[Starter, ...]:
     """The first messages of some of the demo's conversations; the same ones every time."""
-    texts = [script.messages[0]["content"] for script in write_scripts(_LOGBOOKS, 1, seed=0)]
+    texts = [text for (text,) in write_scripts(_LOGBOOKS, 1)]
     return tuple(
         Starter(f"{text.split(',')[0]} ({len(text.split()):,} words)", text)  # Log of the Heron
         for text in texts

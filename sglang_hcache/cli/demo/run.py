@@ -47,7 +47,6 @@ class DemoSettings:
     """Directories of the disk tier; none: a folder beside the model."""
     keep: Path | None = None
     """Folder for model, disk tier and logs; None: a temporary one, removed at the end."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.conversations < FEWEST_CONVERSATIONS:
@@ -109,7 +108,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         if not (model / "config.json").exists():
             view.status("Writing a random model")
             write_tiny_model(model, MODEL)
-        scripts = write_scripts(settings.conversations, settings.turns, seed=settings.seed)
+        scripts = write_scripts(settings.conversations, settings.turns)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))
         dirs = settings.dirs or (folder / "tier",)
         tier, reference = _servers(folder, model, sizes, dirs, scratch)
@@ -149,7 +148,7 @@ def _talk(scripts: Sequence[Script], pair: ServerPair, view: DemoView) -> list[T
     results = []
     for turn in range(len(scripts[0])):
         for number, (script, history) in enumerate(zip(scripts, histories, strict=True)):
-            history.append(script.messages[turn])
+            history.append(Message(role="user", content=script[turn]))
             answer = pair.ask(history, max_tokens=ANSWER_TOKENS)
             history.append(Message(role="assistant", content=answer.reference.text))
             results.append(TurnResult(number + 1, turn + 1, answer))
@@ -193,10 +192,7 @@ def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
     """Tokens of each conversation's last prompt, answers included."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return [
-        sum(
-            len(tokenizer.encode(message["content"]).ids) + ANSWER_TOKENS + 2 * _MESSAGE_TOKENS
-            for message in script.messages
-        )
+        sum(len(tokenizer.encode(message).ids) + ANSWER_TOKENS + 2 * _MESSAGE_TOKENS for message in script)
         for script in scripts
     ]
 
