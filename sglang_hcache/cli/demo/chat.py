@@ -17,7 +17,7 @@ from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
-NOTE = (
+_NOTE = (
     "This demo's model has random weights: its answers are words without meaning. What the tier does is real."
 )
 _POOL_TOKENS = 6144
@@ -78,7 +78,7 @@ def run_chat_demo(
                 # Greedy: only whole words win then, so that an answer that is sent back has the tokens it had.
                 options=AnswerOptions(max_tokens=_ANSWER_TOKENS, temperature=0.0),
                 opens_browser=opens_browser,
-                note=NOTE,
+                note=_NOTE,
             )
             if keep is not None or dirs:
                 server.stop()  # gracefully: what is still in host memory goes to disk

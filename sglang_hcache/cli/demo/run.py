@@ -23,7 +23,7 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 _TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4  # of hidden states; K and V take twice as much
-FEWEST_CONVERSATIONS = 3
+_FEWEST_CONVERSATIONS = 3
 """With fewer, a returning conversation would still find a part of itself in the KV pool."""
 ANSWER_TOKENS = 12
 _MESSAGE_TOKENS = 2  # the chat template's own, with room
@@ -49,9 +49,9 @@ class DemoSettings:
     """Folder for model, disk tier and logs; None: a temporary one, removed at the end."""
 
     def __post_init__(self) -> None:
-        if self.conversations < FEWEST_CONVERSATIONS:
+        if self.conversations < _FEWEST_CONVERSATIONS:
             raise ConfigError(
-                f"--conversations: {self.conversations} is not allowed; at least {FEWEST_CONVERSATIONS}, "
+                f"--conversations: {self.conversations} is not allowed; at least {_FEWEST_CONVERSATIONS}, "
                 "for fewer would stay in the KV pool"
             )
         if self.turns < 2:

@@ -94,7 +94,7 @@ class LiveView:
         self._status = ""
         self._live.stop()  # what is printed while it is live appears above the table
         self._console.print()
-        for line in summary_lines(report):
+        for line in _summary_lines(report):
             self._console.print(Text(line))
 
     def __enter__(self) -> LiveView:
@@ -131,7 +131,7 @@ class PlainView:
 
     def finish(self, report: DemoReport) -> None:
         print()
-        print("\n".join(summary_lines(report)), flush=True)
+        print("\n".join(_summary_lines(report)), flush=True)
 
     def _print(self, cells: tuple[str, ...]) -> None:
         print(
@@ -161,7 +161,7 @@ class JsonView(PlainView):
         print(json.dumps(report.as_json(), indent=2), flush=True)
 
 
-def summary_lines(report: DemoReport) -> list[str]:
+def _summary_lines(report: DemoReport) -> list[str]:
     """The end of a run, for people."""
     lines = []
     if report.first is not None:

@@ -103,7 +103,7 @@ def profile(
     tier_flags.check(arguments or [])
     # A profile there is not used, as none in the file of --hcache-config is.
     in_file = [one for one in arguments_in_file(arguments or []) if not one.startswith("--hcache-profile=")]
-    settings = server_settings([*in_file, *(arguments or [])], seconds)
+    settings = _server_settings([*in_file, *(arguments or [])], seconds)
     config = HCacheConfig.from_settings(settings)
     settings = with_sizes_of_store(settings, config.dirs)
     HCacheConfig.from_settings(settings)  # a segment_size that is given may not fit
@@ -119,7 +119,7 @@ def profile(
     report.show(as_json=as_json)
 
 
-def server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
+def _server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
     """Settings of the server that measures.
 
     The file of ``--hcache-config`` is read, flags win over it. ``method`` becomes auto, which a line on standard error

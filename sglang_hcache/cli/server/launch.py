@@ -21,7 +21,7 @@ _CPU_SETTINGS = (
 )
 
 
-def wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
+def _wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
     """Whether the server will run on the CPU: no GPU here, and no other device asked for; the last one counts."""
     return not has_gpu and all(device == "cpu" for device in values_of(arguments, "--device")[-1:])
 
@@ -44,7 +44,7 @@ def build_launch(
     elif tier[-1:] == ["off"] and not is_in_file:
         # Dropped, not passed on: `off` then works even where the plugin does not load.
         given = without(given, TIER_FLAG)
-    if wants_cpu([*in_file, *given], has_gpu=has_gpu):
+    if _wants_cpu([*in_file, *given], has_gpu=has_gpu):
         for flag, value in _CPU_SETTINGS:
             if not values_of([*in_file, *given], flag):
                 added += [flag] if value is None else [flag, value]
@@ -59,7 +59,7 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
         ConfigError: this machine has no GPU and the stub cannot be built.
     """
     gpu = has_gpu()
-    on_cpu = wants_cpu([*arguments_in_file(arguments), *arguments], has_gpu=gpu)
+    on_cpu = _wants_cpu([*arguments_in_file(arguments), *arguments], has_gpu=gpu)
     folder = ensure_stub() if on_cpu else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
     # Restores must not wait for cores on which OpenMP's threads spin.
