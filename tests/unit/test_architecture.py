@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,10 @@ class Source:
     @property
     def folder(self) -> str:
         return self.name.split("/")[0] if "/" in self.name else ""
+
+    @property
+    def module(self) -> str:
+        return "sglang_hcache." + self.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @classmethod
     def parse(cls, name: str, text: str) -> Source:
@@ -259,6 +264,19 @@ def test_every_folder_has_a_row_in_the_table():
     assert {source.folder for source in SOURCES} <= {"", *OURS}
 
 
+def test_no_module_imports_itself_through_others():
+    """Counting imports inside functions and for types only."""
+    modules = {source.module for source in SOURCES}
+    imports = {
+        source.module: {
+            found if found in modules else found.rpartition(".")[0] for _, found in imported_modules(source)
+        }
+        & modules
+        for source in SOURCES
+    }
+    list(TopologicalSorter(imports).static_order())  # CycleError names them
+
+
 def test_every_foreign_import_is_a_declared_dependency():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     requirements = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
@@ -305,11 +323,7 @@ def test_rule_catches(rule, name, text):
 
 
 def test_pure_layers_import_without_torch_and_sglang():
-    modules = [
-        "sglang_hcache." + source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for source in SOURCES
-        if source.folder in PURE
-    ]
+    modules = [source.module for source in SOURCES if source.folder in PURE]
     code = (
         "import importlib, sys\n"
         "sys.modules['torch'] = sys.modules['sglang'] = None\n"
