@@ -19,23 +19,25 @@ def started_threads(count: int, name: str, begin: Callable[[], object] = lambda:
         begin: called once on each of them.
 
     Raises:
-        RuntimeError: one cannot be started; none is left then.
+        RuntimeError: one cannot be started; none is left then, nor after an error of ``begin``, which is raised.
     """
-    threads = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=let_others_go_first)
-    all_there = threading.Barrier(count + 1)
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    all_there = threading.Barrier(count)
 
     def begin_and_wait() -> None:
-        begin()
-        all_there.wait()
+        try:
+            let_others_go_first()
+            begin()
+        finally:
+            all_there.wait()  # a thread that had nothing to do would take the next one's place
 
     try:
-        for _ in range(count):
-            threads.submit(begin_and_wait)
+        for begun in [threads.submit(begin_and_wait) for _ in range(count)]:
+            begun.result()
     except BaseException:
         all_there.abort()
         threads.shutdown()
         raise
-    all_there.wait()
     return threads
 
 
