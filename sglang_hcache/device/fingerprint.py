@@ -38,6 +38,8 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 def _sums(tensor: torch.Tensor) -> tuple[int, int]:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 4:  # words must begin at one
+        flat = flat.clone()
     words = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.numel() else flat.to(torch.int32)
     plain = weighted = 0
     for first in range(0, words.numel(), _BLOCK):

@@ -1,0 +1,61 @@
+"""A name for weights: what changes it, what does not, and that it stays what it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hcache.device import fingerprint
+from sglang_hcache.device.fingerprint import weights_fingerprint
+
+WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6) / 7
+
+
+def name_of(weight: torch.Tensor, name: str = "weight") -> bytes:
+    return weights_fingerprint([(name, weight)])
+
+
+def test_it_is_what_it_was() -> None:
+    """All that is on disk was stored under it."""
+    odd = torch.arange(7, dtype=torch.uint8)
+    expected = "b4e103d7c07ace3a84276ce973b2f27c19723714942e180c919a15640ef076af"
+    assert weights_fingerprint([("weight", WEIGHT), ("odd", odd)]).hex() == expected
+    assert weights_fingerprint([("odd", odd), ("weight", WEIGHT)]).hex() == expected, "in any order"
+
+
+def test_every_bit_and_all_that_says_what_it_is_count() -> None:
+    names = {
+        name_of(WEIGHT),
+        name_of(WEIGHT, "other"),
+        name_of(WEIGHT.view(6, 4)),
+        name_of(WEIGHT.view(torch.int32)),
+    }
+    bits = WEIGHT.view(torch.int32)
+    for place in range(WEIGHT.numel()):
+        for bit in (0, 15, 31):
+            changed = bits.clone()
+            changed.view(-1)[place] ^= -(2**31) if bit == 31 else 2**bit
+            names.add(name_of(changed.view(torch.float32)))
+    swapped = WEIGHT.clone()
+    swapped[0, 0], swapped[0, 1] = WEIGHT[0, 1], WEIGHT[0, 0]
+    names.add(name_of(swapped))
+    assert len(names) == 4 + 3 * WEIGHT.numel() + 1
+
+
+def test_large_ones_are_summed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = name_of(WEIGHT)
+    monkeypatch.setattr(fingerprint, "_BLOCK", 5)
+    assert name_of(WEIGHT) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_where_the_values_lie_does_not_count(dtype: torch.dtype) -> None:
+    """A weight may be a part of a larger one, from any value on, or lie across."""
+    values = torch.arange(24).to(dtype)
+    for begin in range(5):
+        whole = torch.zeros(40, dtype=dtype)
+        part = whole[begin : begin + 24]
+        part[:] = values
+        assert name_of(part) == name_of(values)
+    across = values.view(4, 6).t().contiguous().t()
+    assert name_of(across) == name_of(values.view(4, 6))
