@@ -95,7 +95,10 @@ def _build(library: Path, source: str, options: Sequence[str]) -> None:
 def _find_compiler() -> list[str]:
     chosen = chosen_c_compiler()
     for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
-        words = shlex.split(candidate)
+        try:
+            words = shlex.split(candidate)
+        except ValueError as error:
+            raise ConfigError(f"CC={candidate}: {error}") from None
         if shutil.which(words[0]):
             return words
     looked_for = f"CC={chosen}" if chosen else "cc, gcc, clang"
@@ -108,6 +111,6 @@ def _processor() -> str:
     """What the compiler may make use of: a cache folder can be shared by different machines."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line for line in file if line.startswith("flags")), "")
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")  # x86, ARM
     except OSError:
         return ""

@@ -152,3 +152,13 @@ def test_without_a_compiler_there_is_a_line_in_the_log(
         assert KVRows.load() is None
     assert isinstance(load_gather(Pool(torch.float32, HEAD_DIM), LAYERS, is_cpu=True), TorchGather)
     assert "saving and restoring are slower than they could be: no C compiler" in caplog.text
+
+
+def test_a_compiler_that_no_shell_would_find_is_no_error_of_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "gcc '-O2")
+    with caplog.at_level(logging.WARNING):
+        assert KVRows.load() is None
+    assert "CC=gcc '-O2: No closing quotation" in caplog.text
