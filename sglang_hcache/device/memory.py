@@ -22,7 +22,7 @@ from sglang_hcache.core.units import format_bytes
 HostMemory: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Makes host buffers of so many bytes: page-aligned, zeroed, uint8, 1-D."""
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _WORTH_HUGE_PAGES = 4 * 2**20
 _MOST_COMMITTING = 8
@@ -107,21 +107,33 @@ def unregister_with_cuda(address: int) -> None:
 
 
 def available_host_bytes() -> int:
-    """Host memory that this process may still take: the system's available memory, cut to the cgroup's limit.
+    """Host memory that this process may still take: the system's available memory, cut to the limits of its cgroups.
 
     The page cache counts as available: the kernel gives it up when memory is asked for.
     """
     available = _meminfo("MemAvailable")
-    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used + _clean_file_bytes()))
+    for group in _own_cgroups():
+        limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used + _clean_file_bytes(group)))
     return available
 
 
-def _clean_file_bytes() -> int:
-    """Of the cgroup: pages of files that are on disk as well."""
+def _own_cgroups() -> list[Path]:
+    """Of cgroup v2, from this process's own to the outermost one that can be seen: a container's only, as a rule."""
     try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = _CGROUP / own
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(_CGROUP))]
+
+
+def _clean_file_bytes(group: Path) -> int:
+    """Of a cgroup: pages of files that are on disk as well."""
+    try:
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
     sizes = {name: int(size) for name, _, size in (line.partition(" ") for line in lines)}

@@ -84,3 +84,32 @@ def test_files_that_could_be_read_again_do_not_count_as_used(
         "inactive_file 300000000\nactive_file 206000000\n"
     )
     assert available_host_bytes() == 600_000_000
+
+
+def test_every_group_that_this_process_is_in_has_a_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service of systemd, and a job of Slurm, sees all groups: its own one is not the first."""
+
+    def limit(group: str, most: int, used: int) -> None:
+        folder = tmp_path / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+
+    own = tmp_path / "own"
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", own)
+    limit("system.slice/hcache.service", 5_000_000, 1_000_000)
+    limit("system.slice/another.service", 10, 10)
+    own.write_text("1:name=systemd:/elsewhere\n0::/system.slice/hcache.service\n")
+    assert available_host_bytes() == 4_000_000
+    limit("system.slice", 9_000_000, 6_000_000)
+    assert available_host_bytes() == 3_000_000, "what the others in it leave"
+    limit("", 7_000_000, 6_500_000)
+    assert available_host_bytes() == 500_000
+    for inside in ("0::/\n", "0::/../of-the-host\n", "0::/docker/not-to-be-seen-here\n", "4:memory:/v1\n"):
+        own.write_text(inside)
+        assert available_host_bytes() == 500_000, "a container's"
+    own.unlink()
+    assert available_host_bytes() == 500_000
