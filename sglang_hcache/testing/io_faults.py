@@ -116,17 +116,17 @@ class HangingEngine:
 
     def submit(self, batch: Batch, indices: Iterable[int]) -> None:
         for index in indices:
-            if self.hangs(batch.ops[index]):
-                if batch.begin(index):
-                    with self._lock:
-                        self._held.append((batch, index))
-            else:
+            with self._lock:  # else what hangs might be let go before it is held
+                hangs = self.hangs(batch.ops[index])
+                if hangs and batch.begin(index):
+                    self._held.append((batch, index))
+            if not hangs:
                 self._inner.submit(batch, [index])
 
     def let_go(self) -> None:
         """End what hangs, and hang no more."""
-        self.hangs = lambda op: False
         with self._lock:
+            self.hangs = lambda op: False
             held, self._held = self._held, []
         for batch, index in held:
             batch.end(index, run_op(batch.ops[index]))

@@ -252,9 +252,9 @@ class HostTier:
         """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
         np.take(self._layers[layer], slots, axis=0, out=out, mode="clip")
 
-    def layer_of(self, first: int, layer: int, count: int = 1) -> npt.NDArray[np.uint8]:
-        """One layer of ``count`` slots from ``first`` on, a view: uint8, 1-D."""
-        rows: npt.NDArray[np.uint8] = self._layers[layer][first : first + count].reshape(-1)
+    def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
+        """One layer of a slot, a view: uint8, 1-D."""
+        rows: npt.NDArray[np.uint8] = self._layers[layer][slot]
         return rows
 
     def layers(self, first: int, count: int) -> npt.NDArray[np.uint8]:

@@ -126,7 +126,9 @@ def test_slots_that_follow_each_other_are_one_piece_of_each_layer() -> None:
     for name in (1, 2, 3, 4):
         put(tier, name)
     for layer, size in enumerate(LAYOUT.chunk_layer_bytes):
-        assert tier.layer_of(1, layer, 3).tolist() == [2] * size + [3] * size + [4] * size
+        rows = tier.layers(layer, 1)[0]
+        assert rows[1:].reshape(-1).tolist() == [2] * size + [3] * size + [4] * size
+        assert np.shares_memory(rows[1:].reshape(-1), tier.memory), "no copy"
 
 
 def full(slots: int, group_slots: int) -> HostTier:
