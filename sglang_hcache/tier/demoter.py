@@ -221,25 +221,10 @@ class Demoter:
         is_settled = True
         pinned = [(info, slot) for info in run if (slot := self._host.pin(info.key)) is not None]
         try:
-            fresh = [(info, slot) for info, slot in pinned if not self._disk.contains(info.key)]
-            for piece in _consecutive(fresh):
+            for piece in _consecutive(self._not_on_disk(pinned)):
                 self._write_within_budget(piece)
-        except StoreFullError as error:
-            if self._may_warn():
-                logger.warning(
-                    "hcache: no room on disk for %d chunks, now and perhaps for more: %s", len(pinned), error
-                )
-            self._observer.count("demote.chunks_dropped_full", len(pinned))
         except StoreError as error:
-            if self._may_warn():
-                logger.warning(
-                    "hcache: %d chunks could not be demoted, now and perhaps more: %s", len(pinned), error
-                )
-            self._observer.count("demote.runs_failed")
-            self._resting_until = time.monotonic() + _REST_S
-            is_settled = self._is_short_of_slots()
-            if is_settled:
-                self._observer.count("demote.chunks_dropped_error", len(pinned))
+            is_settled = self._is_given_up(error, len(self._not_on_disk(pinned)))
         finally:
             for info, slot in reversed(pinned):  # the tail is evicted before the head
                 if is_settled:
@@ -248,6 +233,25 @@ class Demoter:
             with self._freed:
                 self._keeps_up = True
                 self._freed.notify_all()
+
+    def _not_on_disk(self, chunks: Sequence[tuple[ChunkInfo, int]]) -> list[tuple[ChunkInfo, int]]:
+        return [item for item in chunks if not self._disk.contains(item[0].key)]
+
+    def _is_given_up(self, error: StoreError, count: int) -> bool:
+        """Tell of ``count`` chunks that could not be written for ``error``; False if they may be tried again."""
+        is_full = isinstance(error, StoreFullError)
+        if self._may_warn():
+            problem = "no room on disk for %d chunks" if is_full else "%d chunks could not be demoted"
+            logger.warning("hcache: " + problem + ", now and perhaps more: %s", count, error)
+        if is_full:
+            self._observer.count("demote.chunks_dropped_full", count)
+            return True
+        self._observer.count("demote.runs_failed")
+        self._resting_until = time.monotonic() + _REST_S
+        is_given_up = self._is_short_of_slots()
+        if is_given_up:
+            self._observer.count("demote.chunks_dropped_error", count)
+        return is_given_up
 
     def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]]) -> None:
         """Write consecutive chunks; when the write budget runs short, only those that were used again."""

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import StoreIOError, TierMissError
+from sglang_hcache.core.errors import StoreFullError, StoreIOError, TierMissError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, Run, StoreConfig
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -327,6 +327,30 @@ def test_a_disk_without_room_for_a_segment_is_told(
     assert "no room on disk for 2 chunks" in caplog.text
     assert "a new segment of 4.2 MB would leave" in caplog.text
     assert "(--hcache-disk-free-floor)" in caplog.text
+
+
+def test_what_is_on_disk_all_the_same_is_not_counted_as_dropped(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk in the middle is on disk, so the others are written one by one, and the last one finds no room."""
+    put(tiers, 2)
+    assert tiers.flush(10.0)
+    tiers.host.forget_all()
+    monkeypatch.setattr(TieredStore, "_is_on_disk", lambda *_: False)  # it comes while nobody knows that
+    write_run, runs = tiers.disk.write_run, []  # type: ignore[union-attr]
+
+    def fill_up(run: Run, payload: Any) -> None:
+        runs.append(run.keys)
+        if len(runs) > 1:
+            raise StoreFullError("full")
+        write_run(run, payload)
+
+    monkeypatch.setattr(tiers.disk, "write_run", fill_up)
+    for name in (1, 2, 3):
+        put(tiers, name)
+    assert tiers.flush(10.0)
+    assert runs == [(key(1),), (key(3),)]
+    assert tiers._observer["demote.chunks_dropped_full"] == 1  # type: ignore[index]
 
 
 def test_but_it_is_given_up_where_slots_run_short(
