@@ -27,7 +27,7 @@ from ablation import report
 from ablation.settings import FULL, QUICK, Section, Sizes, Way
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.options import AsJson, Dtype, Folder, Out, parse_whole_numbers, prepare_out
+from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_numbers, prepare_out
 from restoring.report import header_of
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import parse_tiers
@@ -87,7 +87,7 @@ def main(
     ] = None,
     folder: Folder = None,
     out: Out = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller, under two minutes on two cores.")] = False,
+    quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
     base = QUICK if quick else FULL

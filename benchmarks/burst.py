@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -40,10 +40,9 @@ from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from serving import burst_report
 from serving.bursts import Burst, rows_of_bursts
-from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity
-from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity, settings_as_json
+from serving.servers import ServerSizes, parse_methods, reasons_unavailable, running_servers, sizes_for
 from serving.token_client import TokenClient, ask_servers
-from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -85,15 +84,6 @@ class Settings:
             max_position=self.tokens + 64,
             initializer_range=tame(hidden),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "prompts": list(self.prompts),
-            "methods": list(self.methods),
-            "model_path": None if self.model_path is None else self.model_path.name,
-            "host_size": str(self.host_size),
-            "disk_size": str(self.disk_size),
-        }
 
 
 class Bursts:
@@ -188,7 +178,7 @@ def size_servers(settings: Settings, model: BenchModel) -> ServerSizes:
         host_bytes=settings.host_size.bytes_for(context * model.kv_token_bytes),
         disk_bytes=settings.disk_size.bytes_for(context * model.kv_token_bytes),
         kv_token_bytes=model.kv_token_bytes,
-        measure_s=0.2 if settings.quick else 1.0,
+        quick=settings.quick,
     )
 
 
@@ -199,7 +189,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
     methods = settings.methods
-    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+    notes = reasons_unavailable(methods)
     with new_progress() as progress:
         with while_doing(progress, "writing a model"):
             model = prepare_model(folder, settings.model_path, settings.tiny)
@@ -207,7 +197,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         found.header = {
             **make_header("burst"),
             "model": model.header,
-            "settings": settings.as_json(),
+            "settings": settings_as_json(settings),
             "sizes": sizes.as_json(),
         }
         found.expect(map(_name, settings.prompts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,11 +44,11 @@ from serving.options import (
     HostSize,
     Methods,
     parse_capacity,
+    settings_as_json,
     time_limit_s,
 )
-from serving.servers import ServerSizes, parse_methods, running_servers, sizes_for, why_unavailable
+from serving.servers import ServerSizes, parse_methods, reasons_unavailable, running_servers, sizes_for
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
-from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
 from workloads.conversations import (
@@ -95,16 +95,6 @@ class Settings:
         return TinyModel(
             layers=layers, hidden=hidden, heads=hidden // 64, vocab=vocab, max_position=self.max_tokens + 64
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "rates": list(self.rates),
-            "methods": list(self.methods),
-            "dataset": None if self.dataset is None else self.dataset.name,
-            "model_path": None if self.model_path is None else self.model_path.name,
-            "host_size": str(self.host_size),
-            "disk_size": str(self.disk_size),
-        }
 
 
 def load(settings: Settings, folder: Path) -> tuple[BenchModel, Workload]:
@@ -217,7 +207,7 @@ def size_servers(settings: Settings, workload: Workload, model: BenchModel) -> S
         host_bytes=settings.host_size.bytes_for(mean * model.kv_token_bytes),
         disk_bytes=settings.disk_size.bytes_for(mean * model.kv_token_bytes),
         kv_token_bytes=model.kv_token_bytes,
-        measure_s=0.2 if settings.quick else 1.0,
+        quick=settings.quick,
     )
 
 
@@ -245,7 +235,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """
     began = time.monotonic()
     methods = settings.methods
-    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+    notes = reasons_unavailable(methods)
     with new_progress() as progress:
         with while_doing(progress, "writing a model, reading conversations"):
             model, workload = load(settings, folder)
@@ -253,7 +243,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         found.header = {
             **make_header("multiturn"),
             "model": model.header,
-            "settings": settings.as_json(),
+            "settings": settings_as_json(settings),
             "workload": describe(workload),
             "sizes": sizes.as_json(),
             "rates_left_out": [],

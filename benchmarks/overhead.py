@@ -38,6 +38,7 @@ from serving.lookup import measure_lookup
 from serving.options import Disk
 from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
 from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
+from serving.servers import measures_at_start
 from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
@@ -110,7 +111,7 @@ def run(
 
 def _start_together(method: str) -> bool:
     """Where both may: on a CPU they would wait for each other's threads, and what measures must be alone."""
-    return has_gpu() and PlanKind(method) not in (PlanKind.AUTO, PlanKind.HYBRID)
+    return has_gpu() and not measures_at_start(method)
 
 
 def _starts(starts: list[dict[str, float]]) -> list[dict[str, Any]]:

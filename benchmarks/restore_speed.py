@@ -24,7 +24,7 @@ import typer
 
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.options import AsJson, Dtype, Folder, Out, parse_whole_numbers, prepare_out
+from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_numbers, prepare_out
 from restoring import report
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import Settings, Sweep, parse_tiers
@@ -73,7 +73,7 @@ def main(
     ] = None,
     folder: Folder = None,
     out: Out = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter, under two minutes on two cores.")] = False,
+    quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
     by_default = tiers == "host,disk" and not lengths

@@ -6,8 +6,6 @@ from the same pages of memory. Floors, set before anything was measured: 90 % of
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -17,11 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-import sglang_hcache
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.header import commit, utc_now
-from common.options import Out, parse_bytes, prepare_out
+from common.header import make_header
+from common.options import Out, Quick, parse_bytes, prepare_out
 from common.terminal import new_progress
 from sglang_hcache.store.io.nixl import nixl_problem
 from storage import report
@@ -54,20 +51,13 @@ def make_plan(
     )
 
 
-def make_header(folder: Path, plan: Plan) -> dict[str, Any]:
-    """What one must know to believe the numbers. No names of machines or users."""
+def header_of(folder: Path, plan: Plan) -> dict[str, Any]:
+    """What one must know to believe the numbers."""
     found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     mounts = sorted((line[1], line[2]) for line in found if folder.is_relative_to(line[1]))
-    problem = nixl_problem()
     return {
-        "benchmark": "store_io",
-        "date": utc_now(),
-        "commit": commit(),
-        "hcache": sglang_hcache.__version__,
-        "nixl": problem or metadata.version("nixl"),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpus": os.cpu_count(),
+        **make_header("store_io"),
+        "nixl": nixl_problem() or metadata.version("nixl"),
         "file_system": mounts[-1][1] if mounts else None,
         "plan": asdict(plan),
         "disturbed_rounds": 0,
@@ -81,7 +71,7 @@ def run(plan: Plan, folder: Path, found: Gathered) -> None:
     Raises:
         HCacheError, OSError: it cannot be measured here.
     """
-    found.header = make_header(folder.resolve(), plan)
+    found.header = header_of(folder.resolve(), plan)
     with new_progress() as progress:
         Bench(folder, plan, found).run(progress)
 
@@ -118,9 +108,7 @@ def main(
             help="Size of the file that is read and written, such as 4GB. Default: 1GiB, quick 256MiB."
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes, depths and rounds: under two minutes.")
-    ] = False,
+    quick: Quick = False,
     block: Annotated[
         list[str] | None,
         typer.Option(help="Block size, such as 512KiB; may be repeated. Default: 64KiB to 2MiB."),

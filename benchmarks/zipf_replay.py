@@ -12,10 +12,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -50,9 +50,10 @@ from serving.options import (
     HostSize,
     Methods,
     parse_capacity,
+    settings_as_json,
     time_limit_s,
 )
-from serving.servers import parse_methods, running_servers, sizes_for, why_unavailable
+from serving.servers import parse_methods, reasons_unavailable, running_servers, sizes_for
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
@@ -107,17 +108,6 @@ class Settings:
     def source(self) -> str:
         """Of the documents."""
         return "L-Eval format" if self.dataset else f"lengths of Table 1 x {self.scale:g}"
-
-    def as_json(self) -> dict[str, Any]:
-        others = ("methods", "dataset", "model_path", "layers", "hidden", "host_size", "disk_size", "alphas")
-        return {
-            **{name: value for name, value in asdict(self).items() if name not in others},
-            "alphas": list(self.alphas),
-            "methods": list(self.methods),
-            "dataset": None if self.dataset is None else self.dataset.name,
-            "host_size": str(self.host_size),
-            "disk_size": str(self.disk_size) if self.disk_size else None,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +256,7 @@ def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) ->
     """
     began = time.monotonic()
     methods = settings.methods
-    notes = {method: why for method in methods if (why := why_unavailable(method, gpu=has_gpu()))}
+    notes = reasons_unavailable(methods)
     with new_progress() as progress:
         with while_doing(progress, "writing a model, reading documents"):
             model, documents = load(settings, folder)
@@ -281,12 +271,12 @@ def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) ->
             host_bytes=settings.host_size.bytes_for(context_bytes),
             disk_bytes=settings.disk_size.bytes_for(context_bytes) if settings.disk_size else 0,
             kv_token_bytes=model.kv_token_bytes,
-            measure_s=0.2 if settings.quick else 1.0,
+            quick=settings.quick,
         )
         found.header = {
             **make_header("zipf_replay"),
             "model": model.header,
-            "settings": settings.as_json(),
+            "settings": settings_as_json(settings),
             "workload": describe(documents, settings.source),
             "sizes": sizes.as_json() | {"context_bytes_as_kv": int(context_bytes)},
         }

@@ -32,6 +32,7 @@ from ablation.splits import (
 from common.turns import in_turn
 from restoring.counted_disk import CountingEngine, open_disk
 from restoring.rig import NAMESPACE, Rig, Variant, filled_tiers, gate_of, salted
+from restoring.settings import split_tier
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -211,14 +212,14 @@ def measure_partition(
         on_rows: gets the rows of each tier and length as soon as it is over.
     """
     for number, tier in enumerate(settings.tiers):
-        name, _, limit = tier.partition(":")
+        name, limit = split_tier(tier)
         disk, counting = (None, None)
         with ExitStack() as stack:
             if name == "disk":
                 disk, counting = open_disk(settings.folder / f"partition-{number}", IOKind.READ, limit)
                 stack.callback(disk.close)
             profile = profile_of(disk)
-            costs = partial_costs(profile, name)
+            costs = costs_by_length(profile, name)
             split = _split(settings, rig, costs)
             methods = split.methods()
             gate = gate_of(profile, methods, PlanKind.HIDDEN)
@@ -229,7 +230,7 @@ def measure_partition(
                 on_rows(tier, length, case.measure(settings.rounds, step))
 
 
-def partial_costs(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
+def costs_by_length(profile: Profile, tier: str) -> Callable[[int], LayerCosts]:
     """Costs of one layer by number of tokens, all of them in ``tier``."""
     return lambda num_tokens: profile.costs({tier: num_tokens})
 

@@ -16,19 +16,14 @@ from sglang_hcache.cli.server.cpu_runtime import has_gpu
 
 
 def make_header(benchmark: str) -> dict[str, Any]:
-    """Name, date, commit, machine and versions."""
+    """Name, date (ISO 8601, to the second), commit, machine and versions."""
     return {
         "benchmark": benchmark,
-        "date": utc_now(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
     }
-
-
-def utc_now() -> str:
-    """ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def commit() -> str | None:

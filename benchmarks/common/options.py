@@ -17,7 +17,8 @@ Out = Annotated[
 Quick = Annotated[
     bool,
     typer.Option(
-        "--quick", help="Less of everything but methods, and a smaller model: under two minutes on two cores."
+        "--quick",
+        help="Less of everything but what is compared: under two minutes on two cores that do nothing else.",
     ),
 ]
 ModelPath = Annotated[

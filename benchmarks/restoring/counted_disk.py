@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import parse_size
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind
 from sglang_hcache.store.io.limit import LimitedEngine
 from sglang_hcache.store.io.posix import PosixEngine
-
-IO_THREADS = 8
-"""What the store's configuration has by default."""
 
 
 class CountingEngine:
@@ -46,17 +43,26 @@ class CountingEngine:
             return found
 
 
-def open_disk(folder: Path, kind: IOKind, limit: str = "") -> tuple[DiskStore, CountingEngine]:
-    """A new store in ``folder`` whose operations of ``kind`` are counted.
+def disk_config(folder: Path, limit: int | None) -> StoreConfig:
+    """Of a new store in ``folder``.
 
     Args:
-        limit: it is read no faster than this, such as ``500MB``, a second; empty: as fast as it goes.
+        limit: bytes a second that are read from it at most; None: as fast as it goes.
     """
-    config = StoreConfig(
-        dirs=(folder,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28, io_timeout_s=60.0
+    return StoreConfig(
+        dirs=(folder,),
+        size_bytes=16 * 2**30,
+        free_floor_bytes=0,
+        segment_bytes=2**28,
+        read_limit_bytes_per_s=limit,
     )
-    engine: IOEngine = PosixEngine(1, IO_THREADS)
-    if limit:
-        engine = LimitedEngine(engine, parse_size(limit))
+
+
+def open_disk(folder: Path, kind: IOKind, limit: int | None = None) -> tuple[DiskStore, CountingEngine]:
+    """A new store in ``folder`` whose operations of ``kind`` are counted; ``limit`` as in :func:`disk_config`."""
+    config = replace(disk_config(folder, limit), io_timeout_s=60.0)
+    engine: IOEngine = PosixEngine(1, config.io_threads)
+    if limit is not None:
+        engine = LimitedEngine(engine, limit)
     counting = CountingEngine(engine, kind)
     return DiskStore.open(config, Counters(), counting), counting

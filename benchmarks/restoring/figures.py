@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hcache.core.units import parse_size
+from restoring.settings import split_tier
 
 Row = Mapping[str, Any]
 """Of the results."""
@@ -20,17 +20,11 @@ COLOURS = {
 }
 
 
-def limit_of(tier: str) -> int | None:
-    """Bytes a second that a tier is limited to, such as those of ``disk:500MB``; None: it is not."""
-    _, _, limit = tier.partition(":")
-    return parse_size(limit) if limit else None
-
-
 def bandwidth_length(rows: Sequence[Row]) -> int | None:
     """The longest history that was read at two bandwidths at least; None if there is none."""
     limits: dict[int, set[int]] = {}
     for row in rows:
-        if (limit := limit_of(row["tier"])) is not None:
+        if (limit := split_tier(row["tier"])[1]) is not None:
             limits.setdefault(row["length"], set()).add(limit)
     return max((length for length, found in limits.items() if len(found) > 1), default=None)
 
@@ -46,7 +40,7 @@ def draw(path: Path, rows: Sequence[Row], model: str) -> None:
     panels: list[Callable[[Any], None]] = []
     for tier in dict.fromkeys(row["tier"] for row in rows):
         of_tier = [row for row in rows if row["tier"] == tier]
-        if len({row["length"] for row in of_tier}) > 1 or limit_of(tier) is None:
+        if len({row["length"] for row in of_tier}) > 1 or split_tier(tier)[1] is None:
             panels.append(lambda axis, of_tier=of_tier: _over_length(axis, of_tier))  # type: ignore[misc]
     length = bandwidth_length(rows)
     if length is not None:
@@ -75,13 +69,12 @@ def _over_length(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _over_bandwidth(axis: Any, rows: Sequence[Row]) -> None:
-    limited = sorted(
-        (row for row in rows if limit_of(row["tier"])), key=lambda row: limit_of(row["tier"]) or 0
-    )
-    _lines(axis, limited, lambda row: (limit_of(row["tier"]) or 0) / 1e6)
-    limits = sorted({(limit_of(row["tier"]) or 0) / 1e6 for row in limited})
+    limits = {row["tier"]: limit / 1e6 for row in rows if (limit := split_tier(row["tier"])[1]) is not None}
+    limited = sorted((row for row in rows if row["tier"] in limits), key=lambda row: limits[row["tier"]])
+    _lines(axis, limited, lambda row: limits[row["tier"]])
     axis.set(title=f"{limited[0]['length']:,} tokens, disk throttled", xlabel="MB/s")
-    _ticks(axis, limits, [f"{limit:g}" for limit in limits])
+    places = sorted(set(limits.values()))
+    _ticks(axis, places, [f"{place:g}" for place in places])
 
 
 def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> None:

@@ -17,6 +17,16 @@ PIECE = 2048
 """Tokens of a prefill pass."""
 
 
+def split_tier(tier: str) -> tuple[str, int | None]:
+    """The name of a tier such as ``disk:500MB``, and how many bytes a second are read from it at most.
+
+    Raises:
+        ValueError: that is no size.
+    """
+    name, colon, limit = tier.partition(":")
+    return name, parse_size(limit) if colon else None
+
+
 def parse_tiers(flag: str, text: str) -> tuple[str, ...]:
     """``host,disk:500MB`` as tiers, each once.
 
@@ -25,9 +35,9 @@ def parse_tiers(flag: str, text: str) -> tuple[str, ...]:
     """
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for tier in found:
-        name, colon, limit = tier.partition(":")
         try:
-            if name not in ("host", "disk") or (colon and (name != "disk" or parse_size(limit) <= 0)):
+            name, limit = split_tier(tier)
+            if name not in ("host", "disk") or (limit is not None and (name != "disk" or limit <= 0)):
                 raise ValueError("it must be host, disk or disk:<bytes a second>")
         except ValueError as error:
             raise ConfigError(f"{flag}: {tier!r} is no tier: {error}") from None

@@ -14,17 +14,17 @@ from typing import Any
 from common.gathered import Gathered
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
+from restoring.counted_disk import disk_config
 from restoring.rig import Rig, Variant, gate_of
-from restoring.settings import PIECE, Settings
+from restoring.settings import PIECE, Settings, split_tier
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import parse_size
 from sglang_hcache.plan.planner import plan_stored
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import planned_costs
 from sglang_hcache.sglang_plugin.planning import describe
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore
 
 
 @dataclass
@@ -87,15 +87,11 @@ def _measure_tier(
     settings: Settings, rig: Rig, tier: str, store: Path, step: Callable[[], None], found: Gathered
 ) -> None:
     disk = None
-    name, _, limit = tier.partition(":")
+    name, limit = split_tier(tier)
     with ExitStack() as closing:
         if name == "disk":
-            config = StoreConfig(
-                dirs=(store,), size_bytes=16 * 2**30, free_floor_bytes=0, segment_bytes=2**28,
-                read_limit_bytes_per_s=parse_size(limit) if limit else None,
-            )  # fmt: skip
             closing.callback(shutil.rmtree, store, ignore_errors=True)
-            disk = DiskStore.open(config, Counters())
+            disk = DiskStore.open(disk_config(store, limit), Counters())
             closing.callback(disk.close)
         profile = rig.profile(disk, settings.measure_s)
         found.header["profiles"][tier] = asdict(profile)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -50,6 +51,19 @@ class Capacity:
 
     def __str__(self) -> str:
         return f"{self.contexts:g} contexts" if self.size_bytes is None else format_bytes(self.size_bytes)
+
+
+def settings_as_json(settings: Any) -> dict[str, Any]:
+    """What the user chose, a dataclass, as results have it: names of files and folders, capacities as text."""
+    return {field.name: _told(getattr(settings, field.name)) for field in fields(settings)}
+
+
+def _told(value: object) -> object:
+    if isinstance(value, Capacity):
+        return str(value)
+    if isinstance(value, Path):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value
 
 
 def time_limit_s(minutes: float | None, *, quick: bool) -> float | None:

@@ -27,8 +27,6 @@ OTHER_METHODS = {
     "lmcache": "LMCache",
 }
 METHODS = (*OWN_METHODS, *OTHER_METHODS)
-_MEASURING = ("hybrid", "auto")
-"""Methods whose servers time this machine when they start: nothing else may start meanwhile."""
 _FEWEST_CHUNKS = 17 * 2
 """That a host tier must have room for, with its buffers."""
 _PREFILL_TOKENS = 4096
@@ -61,6 +59,17 @@ def why_unavailable(method: str, *, gpu: bool) -> str | None:
         if method == "lmcache":
             return "not available here: LMCache needs its own `lmcache server`, which this version does not start"
     return None
+
+
+def reasons_unavailable(methods: Sequence[str]) -> dict[str, str]:
+    """Those of ``methods`` that cannot be measured on this machine -> why."""
+    gpu = has_gpu()
+    return {method: why for method in methods if (why := why_unavailable(method, gpu=gpu)) is not None}
+
+
+def measures_at_start(method: str) -> bool:
+    """Whether a server with ``method`` times this machine when it starts: nothing else may start meanwhile."""
+    return method in ("hybrid", "auto")
 
 
 def device_arguments() -> list[str]:
@@ -113,7 +122,7 @@ def sizes_for(
     host_bytes: int,
     disk_bytes: int,
     kv_token_bytes: int,
-    measure_s: float,
+    quick: bool,
 ) -> ServerSizes:
     """Sizes of the servers' caches.
 
@@ -133,7 +142,7 @@ def sizes_for(
         staging_bytes=staging,
         host_bytes=host_size_for(staging, chunks),
         disk_bytes=max(disk_bytes, 2**28) if disk_bytes else 0,
-        measure_s=measure_s,
+        measure_s=0.2 if quick else 1.0,
     )
 
 
@@ -194,11 +203,11 @@ def running_servers(
         ConfigError: this machine cannot run a server, or not with these sizes.
         ServerProcessError: one did not start.
     """
-    gpu = has_gpu()
-    chosen = [method for method in methods if why_unavailable(method, gpu=gpu) is None]
+    unavailable = reasons_unavailable(methods)
+    chosen = [method for method in methods if method not in unavailable]
     servers = {method: _server(method, folder, model, sizes, logs or folder) for method in chosen}
-    together = [method for method in chosen if method not in _MEASURING]
-    batches = [together, *([method] for method in chosen if method in _MEASURING)]
+    together = [method for method in chosen if not measures_at_start(method)]
+    batches = [together, *([method] for method in chosen if measures_at_start(method))]
     try:
         for batch in filter(None, batches):
             with while_doing(progress, f"starting servers: {', '.join(batch)}"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from common.gathered import Gathered
+from common.turns import in_turn
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
@@ -131,10 +132,9 @@ class Bench:
 
     def _take_turns(self, variants: Sequence[Variant]) -> None:
         for number in range(self._plan.rounds):
-            first = number % len(variants)
-            in_turn = [*variants[first:], *variants[:first]]
-            samples = self._undisturbed(in_turn)
-            for variant, sample in zip(in_turn, samples, strict=True):
+            turns = in_turn(variants, number)
+            samples = self._undisturbed(turns)
+            for variant, sample in zip(turns, samples, strict=True):
                 for row in variant.rows:
                     row.samples.append(sample)
 

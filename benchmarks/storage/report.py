@@ -107,9 +107,9 @@ def write(files: Files, data: dict[str, Any]) -> None:
 
 def show(data: dict[str, Any], console: Console) -> None:
     """The tables, and in one line whether the floors are reached."""
-    rows = data["rows"]
+    rows, machine = data["rows"], data["machine"]
     console.print(
-        f"{data['cpus']} CPUs, Linux {data['kernel']}, {data['file_system']}; fio: {data['fio'] or NO_FIO}; "
+        f"{machine['cores']} CPUs, Linux {machine['kernel']}, {data['file_system']}; fio: {data['fio'] or NO_FIO}; "
         f"NIXL: {data['nixl']}; {data['plan']['rounds']} rounds, file of "
         f"{format_bytes(data['plan']['file_bytes'])}; red: below the floor",
         highlight=False,

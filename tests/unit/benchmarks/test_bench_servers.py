@@ -36,7 +36,7 @@ def test_a_server_of_a_method_has_a_disk_or_none(bench: Import, tmp_path: Path, 
         host_bytes=2**26,
         disk_bytes=2**30 if has_disk else 0,
         kv_token_bytes=1024,
-        measure_s=0.1,
+        quick=True,
     )
     logs = tmp_path / "logs"
     server = servers._server("hidden", tmp_path, tmp_path, sizes, logs)
