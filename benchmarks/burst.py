@@ -27,6 +27,7 @@ from common.model import BenchModel, prepare_model
 from common.options import (
     AsJson,
     Folder,
+    Logs,
     ModelPath,
     Out,
     Quick,
@@ -182,7 +183,7 @@ def size_servers(settings: Settings, model: BenchModel) -> ServerSizes:
     )
 
 
-def run(settings: Settings, folder: Path, found: Gathered) -> None:
+def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) -> None:
     """Measure everything.
 
     Raises:
@@ -202,7 +203,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
         }
         found.expect(map(_name, settings.prompts))
         bursts = Bursts(settings, model, notes, found, progress)
-        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+        with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
             ask_servers(servers, bursts.run)
 
 
@@ -245,6 +246,7 @@ def main(
         str | None, typer.Option(help="Disk tier, in the same way. Default: twice what is sent at once.")
     ] = None,
     folder: Folder = None,
+    logs: Logs = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -267,7 +269,7 @@ def main(
     prepare_out(out)
     carry_out(
         "burst",
-        partial(run, settings),
+        partial(run, settings, logs and logs.absolute()),
         burst_report,
         folder=folder,
         out=out,

@@ -25,6 +25,7 @@ from common.model import BenchModel, prepare_model
 from common.options import (
     AsJson,
     Folder,
+    Logs,
     ModelPath,
     Out,
     Quick,
@@ -227,7 +228,7 @@ def describe(workload: Workload) -> dict[str, Any]:
     }
 
 
-def run(settings: Settings, folder: Path, found: Gathered) -> None:
+def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) -> None:
     """Measure everything.
 
     Raises:
@@ -256,7 +257,7 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
             "they arrive and people think",
             soft_wrap=True,
         )
-        with running_servers(methods, folder, model.path, sizes, progress) as servers:
+        with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
             ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
             ask_servers(
                 servers, lambda clients: measure(settings, workload, clients, comparison, progress, ends_at)
@@ -315,6 +316,7 @@ def main(
     host_size: HostSize = "4",
     disk_size: DiskSize = None,
     folder: Folder = None,
+    logs: Logs = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -342,7 +344,7 @@ def main(
     prepare_out(out)
     carry_out(
         "multiturn",
-        partial(run, settings),
+        partial(run, settings, logs and logs.absolute()),
         multiturn_report,
         folder=folder,
         out=out,

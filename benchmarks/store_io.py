@@ -18,13 +18,13 @@ import typer
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
 from common.header import make_header
-from common.options import Out, Quick, parse_bytes, prepare_out
+from common.options import AsJson, Out, Quick, parse_bytes, prepare_out
 from common.terminal import new_progress
 from sglang_hcache.store.io.nixl import nixl_problem
 from storage import report
 from storage.bench import KIB, Bench, Plan
 from storage.disk_store import StoreLoad
-from storage.report import FLOORS, Files
+from storage.report import FLOORS
 
 
 def make_plan(
@@ -127,11 +127,7 @@ def main(
     ] = 30.0,
     store: Annotated[bool, typer.Option(help="Measure the disk store as well.")] = True,
     out: Out = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write the medians as CSV.")] = None,
-    png_path: Annotated[
-        Path | None, typer.Option("--png", help="Draw the engines' share of fio's rate.")
-    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     plan = make_plan(
         quick=quick,
@@ -148,8 +144,8 @@ def main(
         partial(run, plan),
         report,
         folder=directory,
-        out=Files.of(out, json_path, csv_path, png_path),
-        as_json=False,
+        out=out,
+        as_json=as_json,
     )
 
 

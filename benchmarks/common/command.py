@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import typer
 from rich.console import Console
@@ -19,17 +19,15 @@ from common.terminal import new_console
 from sglang_hcache.core.errors import HCacheError
 
 Results = dict[str, Any]
-Where = TypeVar("Where", contravariant=True)
-"""The folder or the files that results are written to; as text it is told to people."""
 
 
-class Report(Protocol[Where]):
+class Report(Protocol):
     """How results are told; a module with these two functions is one."""
 
     def show(self, data: Results, console: Console, /) -> None:
         """To people."""
 
-    def write(self, where: Where, data: Results, /) -> None:
+    def write(self, folder: Path, data: Results, /) -> None:
         """Files."""
 
 
@@ -66,10 +64,10 @@ def errors_told(name: str) -> Iterator[None]:
 def carry_out(
     name: str,
     measure: Callable[[Path, Gathered], None],
-    report: Report[Where],
+    report: Report,
     *,
     folder: Path | None,
-    out: Where | None,
+    out: Path | None,
     as_json: bool,
 ) -> None:
     """Measure in a scratch folder, which is removed however that ends; write the results and print them.
@@ -106,7 +104,7 @@ def carry_out(
         raise typer.Exit(1)
 
 
-def ended_early(name: str, stopping: Stopping, found: Gathered, out: object | None) -> str:
+def ended_early(name: str, stopping: Stopping, found: Gathered, out: Path | None) -> str:
     """What ended the command, what there is of its results, where, and what is missing."""
     if not found.measured:
         return f"{name}: ended by {stopping.cause} before anything was measured: there are no results"

@@ -192,7 +192,7 @@ def running_servers(
     model: Path,
     sizes: ServerSizes,
     progress: Progress,
-    logs: Path | None = None,
+    logs: Path | None,
 ) -> Iterator[dict[str, ServerProcess]]:
     """A server for each method that is available, all of them up; none is left at the end.
 

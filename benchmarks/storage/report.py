@@ -72,37 +72,13 @@ def finished(rows: Sequence[Row]) -> list[Record]:
     return [row.as_json(fio.get((row.block_bytes, row.depth))) for row in rows]
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where results are written to."""
-
-    json: tuple[Path, ...]
-    csv: tuple[Path, ...]
-    png: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, folder: Path | None, json: Path | None, csv: Path | None, png: Path | None) -> Files | None:
-        """All of them in ``folder``, and those that have a path; None if there are none."""
-        files = cls(
-            *(
-                tuple(path for path in (own, folder and folder / f"store_io.{kind}") if path is not None)
-                for kind, own in (("json", json), ("csv", csv), ("png", png))
-            )
-        )
-        return files if any((files.json, files.csv, files.png)) else None
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, (*self.json, *self.csv, *self.png)))
-
-
-def write(files: Files, data: dict[str, Any]) -> None:
+def write(folder: Path, data: dict[str, Any]) -> None:
     """JSON with the sample of each round, CSV with medians, and a picture."""
-    for path in files.json:
-        write_json(path, data)
-    for path in files.csv:
-        write_csv(path, [{k: v for k, v in row.items() if k != "samples"} for row in data["rows"]])
-    for path in files.png:
-        _draw(data["rows"], path)
+    write_json(folder / "store_io.json", data)
+    write_csv(
+        folder / "store_io.csv", [{k: v for k, v in row.items() if k != "samples"} for row in data["rows"]]
+    )
+    _draw(data["rows"], folder / "store_io.png")
 
 
 def show(data: dict[str, Any], console: Console) -> None:
