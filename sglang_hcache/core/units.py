@@ -82,7 +82,7 @@ def format_bytes(count: float) -> str:
     """``count`` bytes for a human reader, in powers of 1000: ``format_bytes(1.5e9) == "1.5 GB"``."""
     value = float(count)
     for unit in ("B", "KB", "MB", "GB"):
-        if abs(value) < 1000:
+        if round(abs(value), 1) < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"

@@ -37,10 +37,11 @@ def test_no_size_is_larger_than_files_can_be(text: str | int) -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert [format_bytes(size) for size in (0, 999, 1500, 2.5e9, 3e15)] == [
+    assert [format_bytes(size) for size in (0, 999, 1500, 999_960, 2.5e9, 3e15)] == [
         "0 B",
         "999 B",
         "1.5 KB",
+        "1.0 MB",
         "2.5 GB",
         "3000.0 TB",
     ]
