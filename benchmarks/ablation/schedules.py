@@ -73,7 +73,7 @@ def paper_rows() -> list[ScheduleRow]:
         shape = NAMED_SHAPES[printed.model]
         flops = 2 * shape.hidden_size * printed.balanced_gb_s * 1e9
         hardware = Hardware(flops=flops, io_bytes_per_s=STORAGE_GB_S * 1e9)
-        costs = analytic_profile(shape, hardware).costs(TOKENS)
+        costs = analytic_profile(shape, hardware).costs({"disk": TOKENS})
         stored = printed.split
         rows.append(
             ScheduleRow(

@@ -109,16 +109,15 @@ class Profile:
         """Whether it is of a model with all the sizes of ``model``; names may differ."""
         return replace(self.model, name=model.name) == model
 
-    def costs(self, tokens: Mapping[str, int] | int, start: int = 0) -> LayerCosts:
+    def costs(self, tokens: Mapping[str, int], start: int = 0) -> LayerCosts:
         """What one layer costs when ``tokens`` come back.
 
         Args:
-            tokens: tier -> how many of the tokens are there; a number alone: all of them in the only tier.
+            tokens: tier -> how many of the tokens are there.
             start: position of the first token; those before it are on the device already.
 
         Raises:
-            ValueError: no tokens at all, a negative number, a tier that the profile does not know, or a number alone
-                where the profile has several tiers.
+            ValueError: no tokens at all, a negative number, or a tier that the profile does not know.
         """
         parts = self._parts(tokens)
         total = sum(parts.values())
@@ -134,11 +133,7 @@ class Profile:
             contention=min(1.0, contended_s / sum(io_kv_s.values())) if contended_s else 0.0,
         )
 
-    def _parts(self, tokens: Mapping[str, int] | int) -> dict[str, int]:
-        if isinstance(tokens, int):
-            if len(self.tiers) > 1:
-                raise ValueError(f"say in which tier the tokens are: {', '.join(self.tiers)}")
-            tokens = dict.fromkeys(self.tiers, tokens)
+    def _parts(self, tokens: Mapping[str, int]) -> dict[str, int]:
         for tier, count in tokens.items():
             if tier not in self.tiers:
                 raise ValueError(f"tier {tier!r} is not in the profile; it has {', '.join(self.tiers)}")

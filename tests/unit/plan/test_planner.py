@@ -307,10 +307,11 @@ def test_long_contexts_fall_back_to_hidden_states_only():
     """Recomputing grows with the square of the length, reading and projecting do not [HCache §6.2.3]."""
     shape = NAMED_SHAPES["opt-30b"]
     profile = analytic_profile(shape, Hardware(flops=5.3e14, io_bytes_per_s=16.5e9))
-    stored = plan_stored(profile.costs(2048), 48)
+    stored = plan_stored(profile.costs({"disk": 2048}), 48)
     assert stored == (H,) * 48
     recomputed = [
-        fastest_restore(stored, profile.costs(n)).num_recompute for n in (2048, 16384, 131072, 2**20, 2**23)
+        fastest_restore(stored, profile.costs({"disk": n})).num_recompute
+        for n in (2048, 16384, 131072, 2**20, 2**23)
     ]
     assert recomputed == sorted(recomputed, reverse=True)
     assert (recomputed[0], recomputed[-1]) == (8, 0)
@@ -326,6 +327,11 @@ def test_k_and_v_are_given_up_before_hidden_states():
 # --- from which length on a restore pays ---
 
 
+def costs_of(profile):
+    """By length, from the one tier."""
+    return lambda num_tokens: profile.costs({"disk": num_tokens})
+
+
 @given(fixed_s=st.floats(1e-5, 0.02), buffers=st.none() | st.integers(1, 3))
 def test_pays_from_the_first_chunk_after_which_it_always_does(fixed_s, buffers):
     shape = replace(NAMED_SHAPES["llama2-7b"], num_layers=4)
@@ -333,10 +339,10 @@ def test_pays_from_the_first_chunk_after_which_it_always_does(fixed_s, buffers):
     stored = (H,) * 4
 
     def pays(n: int) -> bool:
-        costs = late.costs(n)
+        costs = costs_of(late)(n)
         return make_plan(stored, costs, buffers).total_s < 4 * costs.compute_recompute_s
 
-    first = pays_from(stored, late.costs, max_recompute=0, buffers=buffers)
+    first = pays_from(stored, costs_of(late), max_recompute=0, buffers=buffers)
     assert first % CHUNK_TOKENS == 0
     assert pays(first)
     assert first == CHUNK_TOKENS or not pays(first - CHUNK_TOKENS)
@@ -346,19 +352,19 @@ def test_pays_from_the_first_chunk_after_which_it_always_does(fixed_s, buffers):
 def test_pays_at_once_or_never():
     shape = NAMED_SHAPES["llama2-7b"]
     fast = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=26e9))
-    assert pays_from((H,) * 32, fast.costs) == 64
-    assert pays_from((RE,) * 32, fast.costs) is None
+    assert pays_from((H,) * 32, costs_of(fast)) == 64
+    assert pays_from((RE,) * 32, costs_of(fast)) is None
     slow = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=1e8))
-    assert pays_from((H,) * 32, slow.costs, max_tokens=4096, max_recompute=0) is None
+    assert pays_from((H,) * 32, costs_of(slow), max_tokens=4096, max_recompute=0) is None
 
 
 def test_only_long_contexts_pay_on_a_slow_disk():
     """Attention grows with the square of the length: at some length reading is faster than anything."""
     slow = analytic_profile(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=2e9))
-    first = pays_from((H,) * 32, slow.costs, max_recompute=0)
+    first = pays_from((H,) * 32, costs_of(slow), max_recompute=0)
     assert 64 < first < 2**20
     # Reading some layers while the others are recomputed is faster at once.
-    assert pays_from((H,) * 32, slow.costs) == 64
+    assert pays_from((H,) * 32, costs_of(slow)) == 64
 
 
 # --- bytes ---
