@@ -15,11 +15,11 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo, form_runs
-from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.host import HostTier, SlotCounts
 
 logger = logging.getLogger(__name__)
 
-_SPARE_SHARE = 1 / 8  # of the host slots: they are kept free or clean
+_SPARE_SHARE = 1 / 8  # of the host slots: so many are kept free, or clean and not pinned
 _TICK_S = 0.5
 _REST_S = 5.0  # after an error, before what should be on disk at once is tried again
 _WAIT_FOR_SLOT_S = 0.5
@@ -68,7 +68,7 @@ class Demoter:
     def is_busy(self) -> bool:
         """Whether there is work."""
         with self._wake:
-            return self._busy or self._clearing or bool(self._requests) or self._is_behind()
+            return self._busy or self._clearing or self._has_work()
 
     @property
     def is_clearing(self) -> bool:
@@ -92,7 +92,7 @@ class Demoter:
             self._wake.notify()
 
     def look(self) -> None:
-        """A chunk was sealed: begin now if it has to be written, or if few slots are free or clean."""
+        """A chunk was sealed: begin now if it has to be written, or if slots are short."""
         if self._is_behind() or self._is_short_of_slots():
             with self._wake:
                 self._wake.notify()
@@ -171,8 +171,12 @@ class Demoter:
         return bool(self._host.counts().dirty)
 
     def _is_short_of_slots(self) -> bool:
-        counts = self._host.counts()
-        return bool(counts.dirty) and counts.free + counts.clean < self._spare_slots
+        """Whether few slots can be used again, and more could if they were written. What is pinned cannot."""
+        counts = self._host.counts(pinned=False)
+        return bool(counts.dirty) and self._are_few(counts)
+
+    def _are_few(self, counts: SlotCounts) -> bool:
+        return counts.free + counts.clean < self._spare_slots
 
     def _clear(self) -> None:
         self._disk.clear()
@@ -200,12 +204,12 @@ class Demoter:
 
     def _demote(self, chunks: dict[ChunkKey, ChunkInfo]) -> None:
         """Write ``chunks``, and all others that have to be written now."""
-        more = 0
+        more: list[ChunkInfo] = []
         if self._is_behind():
-            more = self._host.num_slots
+            more = self._host.oldest_dirty(self._host.num_slots)
         elif self._is_short_of_slots():
-            more = max(self._spare_slots, self._run_chunks)
-        chunks.update((info.key, info) for info in self._host.oldest_dirty(more))
+            more = self._host.oldest_dirty(max(self._spare_slots, self._run_chunks), pinned=False)
+        chunks.update((info.key, info) for info in more)
         runs = form_runs(chunks.values(), self._run_chunks)
         # What was used again first: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
@@ -248,7 +252,7 @@ class Demoter:
             return True
         self._observer.count("demote.runs_failed")
         self._resting_until = time.monotonic() + _REST_S
-        is_given_up = self._is_short_of_slots()
+        is_given_up = self._are_few(self._host.counts(pinned=False))
         if is_given_up:
             self._observer.count("demote.chunks_dropped_error", count)
         return is_given_up

@@ -100,6 +100,7 @@ class HostTier:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._keys: list[ChunkKey | None] = [None] * self.num_slots
         """By slot, of those in ``_entries``."""
+        self._pinned = set[ChunkKey]()  # of those in _entries
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean: OrderedDict[ChunkKey, int] = OrderedDict()  # -> when it came to the end, counted in uses
         self._uses = 0
@@ -236,6 +237,7 @@ class HostTier:
             if entry is None:
                 return None
             entry.pins += 1
+            self._pinned.add(key)
             return entry.slot
 
     def unpin(self, key: ChunkKey, slot: int) -> None:
@@ -245,7 +247,11 @@ class HostTier:
             if entry is None or entry.slot != slot:
                 entry = self._orphans[slot]
             entry.pins -= 1
-            if not entry.pins and self._orphans.pop(slot, None) is not None:
+            if entry.pins:
+                return
+            if self._orphans.pop(slot, None) is None:
+                self._pinned.discard(key)
+            else:
                 self._set_free(slot)
 
     def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
@@ -270,10 +276,11 @@ class HostTier:
         with self._lock:
             return self._dirty.get(key)
 
-    def oldest_dirty(self, count: int) -> list[ChunkInfo]:
-        """Up to ``count`` chunks that still have to be written, least recently used first."""
+    def oldest_dirty(self, count: int, *, pinned: bool = True) -> list[ChunkInfo]:
+        """Up to ``count`` chunks that still have to be written, least recently used first; ``pinned`` ones, too."""
         with self._lock:
-            return list(itertools.islice(self._dirty.values(), count))
+            found = (info for key, info in self._dirty.items() if pinned or key not in self._pinned)
+            return list(itertools.islice(found, count))
 
     def mark_clean(self, key: ChunkKey, slot: int) -> None:
         """The chunk in ``slot``, still pinned, is on disk now, or never will be: it may be evicted.
@@ -295,6 +302,7 @@ class HostTier:
                 else:
                     self._set_free(entry.slot)
             self._entries.clear()
+            self._pinned.clear()
             self._clean.clear()
             self._dirty.clear()
             self.generation += 1
@@ -313,7 +321,14 @@ class HostTier:
 
     # -- numbers ---------------------------------------------------------------------------------
 
-    def counts(self) -> SlotCounts:
-        """How many slots are used for what."""
+    def counts(self, *, pinned: bool = True) -> SlotCounts:
+        """How many slots are used for what.
+
+        Args:
+            pinned: also those that stay as they are, whoever wants a slot.
+        """
         with self._lock:
-            return SlotCounts(len(self._free), len(self._clean), len(self._dirty))
+            left_out = () if pinned else self._pinned
+            clean = sum(key in self._clean for key in left_out)
+            dirty = len(left_out) - clean
+            return SlotCounts(len(self._free), len(self._clean) - clean, len(self._dirty) - dirty)

@@ -86,7 +86,7 @@ class HostModel(RuleBasedStateMachine):
 
     def evict(self) -> None:
         """The oldest chunks with those of their neighbours that are nearly as old, until a group is free."""
-        pinned = {name for name, slot in self.pins if self.slots.get(name) == slot}
+        pinned = self.pinned()
         for oldest in [name for name in self.clean if name not in pinned][:4]:
             group = self.group_of(self.slots[oldest]) if oldest in self.slots else ()
             last = self.last_use[oldest]
@@ -204,9 +204,18 @@ class HostModel(RuleBasedStateMachine):
         used = {*self.slots.values(), *(slot for slot, _ in self.opened), *(slot for _, slot in self.pins)}
         return sorted(set(range(self.num_slots)) - used)
 
+    def pinned(self) -> set[int]:
+        return {name for name, slot in self.pins if self.slots.get(name) == slot}
+
     @invariant()
     def counts(self) -> None:
-        assert self.tier.counts() == (len(self.free()), len(self.clean), len(self.dirty))
+        free, pinned = len(self.free()), self.pinned()
+        assert self.tier.counts() == (free, len(self.clean), len(self.dirty))
+        clean, dirty = ([name for name in names if name not in pinned] for names in (self.clean, self.dirty))
+        assert self.tier.counts(pinned=False) == (free, len(clean), len(dirty))
+        assert [info.key for info in self.tier.oldest_dirty(10, pinned=False)] == [
+            key(name) for name in dirty
+        ]
 
     @invariant()
     def orders(self) -> None:

@@ -166,12 +166,37 @@ def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(tmp_path: Path) -> None:
+def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
     tiers = open_tiers(tmp_path / "store", slots=4)
     for name in range(1, 41):
         put(tiers, name, wait=True)
     assert tiers.flush(10)
     read(tiers, list(range(1, 41)))
+    tiers.close()
+
+
+def test_slots_that_restores_hold_are_no_spare_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else chunks were dropped as long as a restore runs, although others could be written to make room."""
+    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
+    tiers = open_tiers(tmp_path / "store", slots=16)
+    for name in range(1, 17):
+        put(tiers, name)
+    wait_until_saved(tiers)
+    assert tiers.host.counts() == (0, 4, 12), "a run more than needed"
+    clean = [key(name) for name in range(1, 17) if tiers.host.dirty_info(key(name)) is None]
+    with tiers.lease(clean):
+        wait_until_saved(tiers)
+        assert tiers.host.counts(pinned=False) == (0, 4, 8)
+        for name in range(17, 25):
+            put(tiers, name, wait=True)
+        assert all(key in tiers.host for key in clean)
+    with tiers.lease([key(name) for name in range(1, 25)]):
+        wait_until_saved(tiers)  # whatever is written, no slot can be used again
+        assert tiers.host.reserve() is None
+        assert tiers.host.counts().dirty, "what is only written because it can be"
     tiers.close()
 
 
