@@ -36,7 +36,7 @@ class Tap:
         self._tokens = torch.empty(0, dtype=torch.int64)
         self._span: RowSpan | None = None
         self._rows: list[torch.Tensor] = []
-        """Of each layer in the ring, where the pass writes into it."""
+        """Of each layer in the ring, once a layer of the pass is written into it."""
         self._layers_seen = 0
 
     def begin_pass(self, tokens: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class Tap:
         self._span = self._ring.reserve(num_rows)
         if self._span is None and num_rows > self._ring.num_rows:
             self._span = self._ring.reserve(self._ring.num_rows)
-        self._rows = [] if self._span is None or self._device is not None else self._ring.rows(self._span)
+        self._rows = []
         dropped = num_rows - (self._span.count if self._span else 0)
         if dropped:
             self._observer.count("capture.rows_dropped_staging_full", dropped)
@@ -69,7 +69,8 @@ class Tap:
         if len(hidden) < self._span.count:
             # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
-        elif self._rows:
+        elif self._device is None:
+            self._rows = self._rows or self._ring.rows(self._span)
             whole = len(hidden) == self._span.count  # to cut costs more than to copy a few rows
             self._rows[index].copy_(hidden if whole else hidden[: self._span.count])
             self._layers_seen += 1

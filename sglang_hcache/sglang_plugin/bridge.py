@@ -70,10 +70,14 @@ class Bridge:
         self._on_device: Namespace | None = None  # whose KV came to the device last; None: there is none
         self._device_is_stale = False  # what is there was not all computed with the present weights
         self._captures = config.method is not PlanKind.RECOMPUTE
-        self._capturing: set[str] = set()
+        self.captured: dict[str, int] = {}
+        """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
+        self.saves_decoded_later = device.is_cpu and set(tiers.layout.methods) == {Method.KV}
+        """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
+        they would be read there before the pass that writes them is over."""
         self.ids = RequestIds()
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        ring = StagingRing(memory, tiers.layout, model.row_dtype)
+        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, counters, copiers)
@@ -96,7 +100,10 @@ class Bridge:
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
         if self._captures:
-            model.watch(range(len(model.attention)), self._passes.on_layer)
+            # On a device, K and V of earlier layers are on their way beside later ones.
+            watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
+            layers = [layer for layer, method in enumerate(tiers.layout.methods) if method in watched]
+            model.watch(layers, self._passes.on_layer)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class Bridge:
 
     def is_capturing(self, rid: str) -> bool:
         """Whether the request was announced already: a prompt in several pieces."""
-        return rid in self._capturing
+        return rid in self.captured
 
     def may_begin_at(self, rid: str, tenant: str | None, position: int, tail: array[int]) -> bool:
         """Whether a queued request may be computed from ``position`` on and leave no gap in what is saved of it.
@@ -139,13 +146,12 @@ class Bridge:
             # KV of earlier weights must not be continued into chunks of the present ones. Not without a prefix either:
             # after each piece SGLang puts what the tree has in the place of what the request computed.
             return
-        self._capturing.add(rid)
+        self.captured[rid] = len(prefix)
         self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
     def end_capture(self, rid: str) -> None:
         """A request is over, retracted or aborted, or cannot be told from another one."""
-        if rid in self._capturing:
-            self._capturing.discard(rid)
+        if self.captured.pop(rid, None) is not None:
             self._assembler.publish(RequestEnds(rid))
 
     # -- forward passes --------------------------------------------------------------------------
@@ -159,7 +165,7 @@ class Bridge:
         """
         if self._captures:
             self.kv_arrives()  # whoever's pass it is: its KV may stay on the device
-        is_wanted = any(rid in self._capturing for rid in rids)
+        is_wanted = any(rid in self.captured for rid in rids)
         if is_wanted:
             self._passes.begin(tokens, slots)
             if self._prefill_times is not None:
@@ -187,11 +193,30 @@ class Bridge:
                 self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds
             else:
                 self.gate.prefilled(requests[0].count, requests[0].position, seconds)
+        if self.saves_decoded_later:
+            # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
+            requests = [rows for rows in requests if self.captured.get(rows.rid) == rows.position]
+            self.captured.update({rows.rid: rows.position + rows.count for rows in requests})
         self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
 
     def abandon_pass(self) -> None:
         """The pass failed."""
         self._passes.abandon()
+
+    def save_from_pool(
+        self, rid: str, tokens: array[int], slots: torch.Tensor, *, is_last: bool = False
+    ) -> None:
+        """The next rows of a captured request, which earlier passes have left in the pool.
+
+        Args:
+            is_last: they cannot be asked for again. Others are left for a later call while staging is full.
+        """
+        if not is_last and not self._ring.has_room(len(tokens)):
+            return
+        begin = self.captured[rid]
+        self.captured[rid] = begin + len(tokens)
+        self._passes.begin(torch.tensor(tokens), slots)
+        self._passes.end([RequestRows(rid, begin, 0, len(tokens))], is_replayed=False)
 
     # -- the device tree -------------------------------------------------------------------------
 
@@ -222,7 +247,7 @@ class Bridge:
         it is told not to). It is not where the same ones are back, as after an update that failed.
         """
         self.restores.invalidate()
-        self._capturing.clear()
+        self.captured.clear()
         self._assembler.publish(RequestEnds(None))
         self._namespace = None  # read anew at the next use: some trainers send weights in many pieces
 
@@ -234,7 +259,7 @@ class Bridge:
             self._prefill_times.look()
         self.restores.tick()
         running = self.restores.running
-        if running.is_recomputing or self.restores.scheduler.is_running():
+        if self.restores.scheduler.is_running() or running.is_recomputing:
             return
         if running.tokens:
             running.wait()

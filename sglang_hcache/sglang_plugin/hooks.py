@@ -41,6 +41,7 @@ def install(device: str) -> None:
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
+        f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_decode": (_will_decode, HookType.BEFORE),
         f"{_RUNNER}.load_model": (_model_loaded, HookType.AFTER),
         f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
@@ -93,8 +94,17 @@ def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object
     batches.begin_captures(batch, bridge)
 
 
+def _will_decode(batch: Any, *_args: object, **_kwargs: object) -> None:
+    bridge = batch.tree_cache.bridge
+    if bridge.saves_decoded_later:
+        batches.save_decoded(batch, bridge)
+
+
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
+    if bridge is not None and bridge.saves_decoded_later and forward_batch.forward_mode.is_decode():
+        bridge.kv_arrives()
+        return original(runner, forward_batch, *args, **kwargs)
     requests = batches.rows_of(forward_batch) if bridge is not None else None
     if bridge is None or not requests:
         return original(runner, forward_batch, *args, **kwargs)

@@ -182,6 +182,8 @@ class RestoreCoordinator:
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
+        if not self._waiting and not self.running:
+            return
         self.reap()
         for rid in self._waiting.gone():
             self.drop(rid)

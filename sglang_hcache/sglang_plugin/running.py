@@ -31,6 +31,9 @@ class Running:
         self.backlog_s = 0.0
         """Predicted seconds of all of them: one that starts now comes behind them."""
 
+    def __len__(self) -> int:
+        return len(self._restores)
+
     def __iter__(self) -> Iterator[Restore]:
         return iter(list(self._restores))
 

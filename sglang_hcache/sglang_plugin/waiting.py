@@ -24,6 +24,9 @@ class Waiting:
         self.pinned_tokens = 0
         """Those that were restored and are pinned."""
 
+    def __len__(self) -> int:
+        return len(self._tickets)
+
     def __iter__(self) -> Iterator[Ticket]:
         return iter(list(self._tickets.values()))
 

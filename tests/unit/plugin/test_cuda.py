@@ -263,7 +263,7 @@ class _Passes:
 
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     bridge, passes = object.__new__(Bridge), _Passes()
-    bridge._capturing, bridge._passes = {"a"}, passes  # type: ignore[assignment]
+    bridge.captured, bridge._passes = {"a": 0}, passes  # type: ignore[assignment]
     bridge._captures, bridge._namespace = True, Namespace(bytes(32), "weights that did not change")
     timed: list[object] = []
     bridge._prefill_times = SimpleNamespace(begin=partial(timed.append, "begin"))  # type: ignore[assignment]
@@ -278,7 +278,7 @@ def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
     """What it takes to ask for one says nothing of how long it takes."""
     done: list[object] = []
     bridge = object.__new__(Bridge)
-    bridge.gate = object()  # type: ignore[assignment]
+    bridge.saves_decoded_later, bridge.gate = False, object()  # type: ignore[assignment]
     bridge._passes = SimpleNamespace(  # type: ignore[assignment]
         end=lambda _requests, *, is_replayed, is_prefill: done.append(is_replayed)
     )

@@ -829,6 +829,17 @@ def test_whether_there_is_room_is_not_looked_at_in_every_round(
     assert world.engine.jobs
 
 
+def test_a_round_in_which_nobody_waits_asks_nobody_anything(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nearly all are while requests decode."""
+    monkeypatch.setattr(world.coordinator, "scheduler", None)
+    monkeypatch.setattr(world.coordinator, "_tree", None)
+    monkeypatch.setattr(world.coordinator, "_room", None)
+    monkeypatch.setattr(world.coordinator, "_launcher", None)
+    world.coordinator.tick()
+
+
 def test_what_those_behind_the_last_that_waits_need_is_not_added_up(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,26 +27,42 @@ LAYOUT = StateLayout((Method.HIDDEN,) * 2, (4, 4))
 
 
 class Served:
-    """A bridge without a server, and the weights behind it."""
+    """A bridge without a server, and the weights behind it.
 
-    def __init__(self) -> None:
+    Args:
+        pool: K and V of each layer.
+        rows: of the staging ring.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout = LAYOUT,
+        pool: Sequence[tuple[torch.Tensor, torch.Tensor]] = 2 * ((torch.zeros(1, 1, 1),) * 2,),
+        rows: int = 128,
+        slots: int = 8,
+    ) -> None:
         self.weights = "a"
+        self.watched: list[int] = []
         model: Any = SimpleNamespace(
             row_dtype=torch.float32,
             attention=(),
-            watch=lambda *_: (),
+            watch=lambda layers, _on_layer: self.watched.extend(layers),
             weights=lambda: self.weights,
             namespace=lambda _layout, weights: Namespace(b"model", weights),
         )
-        pool = SimpleNamespace(buffers=lambda _layer: (torch.zeros(1, 1, 1),) * 2)
         device: Any = SimpleNamespace(
-            is_cpu=True, beside=None, host_memory=host_buffer, pool=pool, tree=None, scheduler=None
+            is_cpu=True,
+            beside=None,
+            host_memory=host_buffer,
+            pool=SimpleNamespace(buffers=pool.__getitem__),
+            tree=None,
+            scheduler=None,
         )
         counters = Counters()
-        host = HostTier(np.zeros(8 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, counters, keep_dirty=False)
+        host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=False)
         tiers = TieredStore(host, None, counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
         restorer = LayerRestorer(torch.float32, device.pool, 1, None)
-        namespace, budget = Namespace(b"model", "a"), HostBudget(128, 8, 1)
+        namespace, budget = Namespace(b"model", "a"), HostBudget(rows, slots, 1)
         self.bridge = Bridge(
             HCacheConfig(), model, namespace, tiers, budget, device, restorer, None, counters
         )

@@ -27,7 +27,7 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.assembly import assemble
 from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.budget import largest_pass_of, staged_passes_of
-from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
+from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.flags import config_of
 from sglang_hcache.sglang_plugin.measuring import machine_name
@@ -148,6 +148,7 @@ class HCacheRadixCache(RadixCache):
         return super().match_prefix(MatchPrefixParams(key=key[: end - rest])) if rest else result
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        save_rest(req, kv_len_to_handle, self.req_to_token_pool, self.bridge)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         self.bridge.end_capture(req.rid)
         self.bridge.ids.leaves(req.rid, id(req))
