@@ -38,6 +38,8 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
+_SHARE_HELD = 1 / 16
+"""Of the staging ring, for rows that wait until something else makes the assembler wake."""
 _COPIED_TOGETHER = 8
 """Whole chunks, at most, that several threads copy before the first of them is sealed: to hand them work takes a tenth
 of a millisecond, and more where the interpreter is busy."""
@@ -96,22 +98,37 @@ class Assembler:
         self.beginnings = Beginnings(tiers.host)
         self._chunks = _chunk_groups(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._held: list[Event] = []
+        self._rows_held = 0
+        self._events: queue.SimpleQueue[list[Event] | None] = queue.SimpleQueue()
         self._pending = 0
         self._pending_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="hcache-assembler", daemon=True)
         self._thread.start()
 
     def publish(self, event: Event) -> None:
-        """Hand over an event. Never blocks."""
+        """Hand over an event. Never blocks. All calls come from one thread.
+
+        The assembler is not woken for decoded rows that can wait: each time it would take the interpreter from the next
+        pass.
+        """
+        self._held.append(event)
+        if isinstance(event, RowsCaptured) and event.can_wait and event.span is not None:
+            self._rows_held += event.span.count
+            if self._rows_held < self._ring.num_rows * _SHARE_HELD and len(self._held) < CHUNK_TOKENS:
+                return
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        events, self._held, self._rows_held = self._held, [], 0
         with self._pending_lock:
-            self._pending += 1
-        self._events.put(event)
+            self._pending += len(events)
+        self._events.put(events)
 
     @property
     def is_busy(self) -> bool:
         """Whether events wait or are being handled."""
-        return self._pending > 0
+        return self._pending > 0 or bool(self._held)
 
     @property
     def open_requests(self) -> int:
@@ -120,29 +137,34 @@ class Assembler:
 
     def close(self) -> None:
         """Handle what was published before, then stop."""
+        self._hand_over()
         self._events.put(None)
         self._thread.join()
 
     # -- the assembler's thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            try:
-                self._handle(event)
-            except Exception:
-                # A failed event costs its chunks, never the thread.
-                logger.exception("hcache: capture event failed")
-                self._observer.count("capture.errors")
-                self._drop_all()
-            finally:
-                if isinstance(event, RowsCaptured) and event.span is not None:
-                    self._ring.release(event.span)
-                with self._pending_lock:
-                    self._pending -= 1
+        while (events := self._events.get()) is not None:
+            for event in events:
+                self._try(event)
         self._end_all()
         self.beginnings.clear()
         if self._copiers is not None:
             self._copiers.close()
+
+    def _try(self, event: Event) -> None:
+        try:
+            self._handle(event)
+        except Exception:
+            # A failed event costs its chunks, never the thread.
+            logger.exception("hcache: capture event failed")
+            self._observer.count("capture.errors")
+            self._drop_all()
+        finally:
+            if isinstance(event, RowsCaptured) and event.span is not None:
+                self._ring.release(event.span)
+            with self._pending_lock:
+                self._pending -= 1
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -41,13 +41,15 @@ class RowsCaptured:
     """One forward pass: whose rows, their tokens, and where what is stored of them lies.
 
     ``tokens``, (rows,) int64, has one entry a row of the pass; rows at or past ``span.count`` (all, without a span)
-    were dropped. Tokens and rows are there once ``ready`` is reached; None: now.
+    were dropped. Tokens and rows are there once ``ready`` is reached; None: now. ``can_wait``: they complete no chunk,
+    and nobody begins behind them before another event comes.
     """
 
     requests: tuple[RequestRows, ...]
     tokens: torch.Tensor
     span: RowSpan | None
     ready: Mark | None = None
+    can_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)

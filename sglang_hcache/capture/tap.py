@@ -89,15 +89,19 @@ class Tap:
         else:
             self._device.take(source, into)
 
-    def end_pass(self, requests: Sequence[RequestRows]) -> None:
-        """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped."""
+    def end_pass(self, requests: Sequence[RequestRows], *, can_wait: bool = False) -> None:
+        """The pass is over: hand its rows to the assembler. Tokens are handed over even where rows were dropped.
+
+        Args:
+            can_wait: as in :class:`RowsCaptured`.
+        """
         if self._span is not None and self._layers_seen != self._ring.num_layers:
             self._drop()
         span, self._span = self._span, None
         if span is not None:
             self._observer.count("capture.rows", span.count)
         ready = None if self._device is None else self._device.taken()
-        self._publish(RowsCaptured(tuple(requests), self._tokens, span, ready))
+        self._publish(RowsCaptured(tuple(requests), self._tokens, span, ready, can_wait))
 
     def abandon_pass(self) -> None:
         """The pass failed: forget its rows."""

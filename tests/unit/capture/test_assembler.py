@@ -37,7 +37,9 @@ class SavePath(SaveParts):
     def end(self, rid: str | None) -> None:
         self.assembler.publish(RequestEnds(rid))
 
-    def forward(self, parts: list[tuple[str, int, list[int]]], *, layers: int = LAYERS) -> None:
+    def forward(
+        self, parts: list[tuple[str, int, list[int]]], *, layers: int = LAYERS, can_wait: bool = False
+    ) -> None:
         """One pass over (request, first position, tokens) parts."""
         tokens = array("q", [token for _, _, part in parts for token in part])
         self.tap.begin_pass(torch.frombuffer(tokens, dtype=torch.int64))
@@ -48,7 +50,7 @@ class SavePath(SaveParts):
         for rid, position, part in parts:
             requests.append(RequestRows(rid, position, row, len(part)))
             row += len(part)
-        self.tap.end_pass(requests)
+        self.tap.end_pass(requests, can_wait=can_wait)
 
     def settle(self) -> None:
         """Until everything so far is saved."""
@@ -99,6 +101,38 @@ def test_a_prompt_in_pieces_and_its_decoded_tokens(path: SavePath) -> None:
     path.end("a")
     path.finish()
     assert path.sealed(tokens) == [True, True, True, True]
+
+
+def test_decoded_rows_that_can_wait_wake_nobody(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, handed_over = list(range(250)), []
+    hand_over = path.assembler._hand_over
+    monkeypatch.setattr(path.assembler, "_hand_over", lambda: handed_over.append(position) or hand_over())
+    position = 0
+    path.begin("a", [])
+    path.forward([("a", 0, tokens[:70])])
+    for position in range(70, 128):
+        # A ring of 512 rows holds more than these.
+        path.forward([("a", position, [tokens[position]])], can_wait=position < 127 and position != 90)
+    # At the beginning, of the prompt, when 32 rows wait, when something cannot wait.
+    assert handed_over == [0, 0, 90, 122, 127]
+    for position in range(128, 140):
+        path.forward([("a", position, [tokens[position]])], can_wait=True)
+    assert path.assembler.is_busy
+    path.end("a")
+    assert handed_over[5:] == [139]
+    path.settle()
+    path.begin("b", tokens[:140])
+    path.forward([("b", 140, tokens[140:])])
+    path.finish()
+    assert path.sealed(tokens) == [True] * 3
+
+
+def test_rows_that_wait_are_saved_at_the_end(path: SavePath) -> None:
+    path.begin("a", [])
+    path.forward([("a", 0, list(range(63)))])
+    path.forward([("a", 63, [63])], can_wait=True)
+    path.finish()
+    assert path.sealed(list(range(64))) == [True]
 
 
 def test_requests_share_passes_and_keep_their_rows_apart(path: SavePath) -> None:

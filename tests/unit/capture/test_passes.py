@@ -94,6 +94,25 @@ def test_a_small_pass_is_taken_in_the_fewest_pieces() -> None:
     assert server.gathered == len(PROMPT) // 8 * [(0, 2), (3, 1), (5, 1)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_prefill", "can_wait"),
+    [
+        ([(70, 1), (126, 1)], False, True),
+        ([(70, 1), (127, 1)], False, False),  # the last one of its chunk
+        ([(70, 2)], False, False),
+        ([(70, 1)], True, False),  # others may begin behind it at once
+    ],
+)
+def test_which_rows_can_wait(rows: list[tuple[int, int]], is_prefill: bool, can_wait: bool) -> None:
+    server = PrefillingServer(DelayedStreams(), loses=False)
+    ended: list[bool] = []
+    server.tap.end_pass = lambda _requests, *, can_wait: ended.append(can_wait)  # type: ignore[method-assign]
+    server.passes.begin(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    requests = [RequestRows("a", position, row, count) for row, (position, count) in enumerate(rows)]
+    server.passes.end(requests, is_replayed=False, is_prefill=is_prefill)
+    assert ended == [can_wait]
+
+
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "before they are written": lambda patch: patch.setattr(
         passes, "bisect_left", lambda layers, before: sum(layer <= before for layer in layers)

@@ -31,7 +31,7 @@ class Scheduler(Served):
         overlaps: what a pass has generated is known when the next one has begun.
     """
 
-    def __init__(self, *, overlaps: bool = False, layers: int = LAYERS, rows: int = 256) -> None:
+    def __init__(self, *, overlaps: bool = False, layers: int = LAYERS, rows: int = 1024) -> None:
         from sglang_hcache.sglang_plugin import hooks
 
         self.hooks = hooks
@@ -269,13 +269,13 @@ def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
     scheduler = Scheduler(rows=64)
     one = scheduler.request("one", prompt(1, 64))
     scheduler.prefill(one)
-    scheduler.bridge.tiers.host.counts()
     wait_until_staged(scheduler)
     taken = scheduler.bridge._ring.reserve(1)
     assert taken is not None
     scheduler.decode(one, passes=70)
     scheduler.bridge._ring.release(taken)
     scheduler.decode(one, passes=2)
+    wait_until_staged(scheduler)
     scheduler.finish(one)
     assert scheduler.stored(one) == [True, True]
     assert "capture.rows_dropped_staging_full" not in scheduler.bridge.counters.snapshot()
