@@ -41,6 +41,7 @@ class PassCapture:
         self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
         self._methods = tuple(methods)
         self._kv_taken = 0
+        self._is_large = False
         self._slots: torch.Tensor | None = None
 
     def begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
@@ -51,13 +52,14 @@ class PassCapture:
             slots: where it writes K and V, (rows,) int64.
         """
         self._slots, self._kv_taken = slots, 0
+        self._is_large = len(slots) > _FEW_ROWS
         self._tap.begin_pass(tokens)
 
     def on_layer(self, layer: int, hidden: torch.Tensor) -> None:
         """The input of a layer's attention, (rows, width). Outside of a pass nothing happens."""
         if self._slots is None:
             return
-        if _FEW_ROWS < len(self._slots) <= len(hidden):
+        if self._is_large and len(self._slots) <= len(hidden):
             self._take_kv(self._slots, layer)
         if self._methods[layer] is Method.HIDDEN:
             self._tap.layer(layer, hidden)

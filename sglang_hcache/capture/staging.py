@@ -101,11 +101,17 @@ class StagingRing:
 
     def _find(self, count: int) -> tuple[int, int] | None:
         """Where ``count`` rows begin, and how many spans lie before them; None: no gap is so large."""
-        ends = [0, *(span.first + span.count for span in self._spans)]
-        begins = [*(span.first for span in self._spans), self.num_rows]
-        gaps = [index for index, end in enumerate(ends) if begins[index] - end >= count]
-        if not gaps:
-            return None
         if count > self.num_rows * _SMALL:
-            return ends[gaps[0]], gaps[0]
-        return begins[gaps[-1]] - count, gaps[-1]
+            end = 0
+            for index, span in enumerate(self._spans):
+                if span.first - end >= count:
+                    return end, index
+                end = span.first + span.count
+            return (end, len(self._spans)) if self.num_rows - end >= count else None
+        begin = self.num_rows
+        for index in range(len(self._spans), 0, -1):
+            span = self._spans[index - 1]
+            if begin - span.first - span.count >= count:
+                return begin - count, index
+            begin = span.first
+        return (begin - count, 0) if begin >= count else None

@@ -66,12 +66,13 @@ class Tap:
         """Snapshot hidden states of layer ``index``: (rows, width)."""
         if self._span is None:
             return
-        if len(hidden) < self._span.count:
+        num_rows = len(hidden)
+        if num_rows < self._span.count:
             # Not the pass that was announced (a warm-up, a draft model): keep nothing of it.
             self._drop()
         elif self._device is None:
             self._rows = self._rows or self._ring.rows(self._span)
-            whole = len(hidden) == self._span.count  # to cut costs more than to copy a few rows
+            whole = num_rows == self._span.count  # to cut costs more than to copy a few rows
             self._rows[index].copy_(hidden if whole else hidden[: self._span.count])
             self._layers_seen += 1
         else:

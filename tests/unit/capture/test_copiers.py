@@ -44,6 +44,8 @@ def path_with(threads: int, **sizes: int) -> SavePath:
 def test_a_quarter_of_the_cores_copies(cores: int, threads: int) -> None:
     copiers = copiers_for(cores)
     assert (copiers._others if copiers else 0) == threads
+    if copiers is not None:
+        copiers.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])

@@ -25,10 +25,14 @@ def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], 
             if held:
                 ring.release(held.pop(random.randrange(len(held))))  # type: ignore[attr-defined]
             continue
+        taken = {row for span in held for row in range(span.first, span.first + span.count)}
+        places = [first for first in range(ROWS - step + 1) if taken.isdisjoint(range(first, first + step))]
+        assert ring.has_room(step) == bool(places)
         span = ring.reserve(step)
         if span is None:
-            assert held, "an empty ring has room for every request up to its size"
+            assert not places
             continue
+        assert span.first == (places[0] if step > ROWS / 16 else places[-1])
         assert span.first >= 0
         assert span.first + span.count <= ROWS
         for other in held:
