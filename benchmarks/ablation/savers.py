@@ -17,7 +17,7 @@ from ablation.row_places import places
 from restoring.counted_disk import open_disk
 from restoring.rig import RUN_CHUNKS, Rig
 from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, complete_no_chunk
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
@@ -107,7 +107,7 @@ class TwoStageSaver:
         self._tap.layer(index, hidden)
 
     def end_pass(self) -> None:
-        self._tap.end_pass(self._rows)
+        self._tap.end_pass(self._rows, can_wait=complete_no_chunk(self._rows))
 
     def settle(self) -> None:
         while self._assembler.is_busy or self._tiers.is_saving:

@@ -127,8 +127,8 @@ class Assembler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether events wait or are being handled."""
-        return self._pending > 0 or bool(self._held)
+        """Whether events wait for its thread or are being handled. Not those that can wait for others."""
+        return self._pending > 0
 
     @property
     def open_requests(self) -> int:

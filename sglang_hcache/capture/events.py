@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 
 from sglang_hcache.capture.staging import RowSpan
 from sglang_hcache.core.keys import Namespace
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import Mark
 
 
@@ -34,6 +36,11 @@ class RequestRows:
     position: int
     row: int
     count: int
+
+
+def complete_no_chunk(requests: Sequence[RequestRows]) -> bool:
+    """Whether each brings a single row, and not the last one of its chunk."""
+    return all(rows.count == 1 and (rows.position + 1) % CHUNK_TOKENS for rows in requests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_hcache.capture.events import RequestRows
+from sglang_hcache.capture.events import RequestRows, complete_no_chunk
 from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.capture.sources import hidden_source, kv_source
 from sglang_hcache.capture.tap import Tap
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_gather import KVGather
 
 _FEW_ROWS = 64
@@ -78,10 +78,7 @@ class PassCapture:
         kv_left = len(self._kv_layers) - self._kv_taken
         if self._tap.layers_seen + kv_left == len(self._methods):  # else it is dropped anyway
             self._take_kv(slots, len(self._methods))
-        can_wait = not is_prefill and all(
-            rows.count == 1 and (rows.position + 1) % CHUNK_TOKENS for rows in requests
-        )
-        self._tap.end_pass(requests, can_wait=can_wait)
+        self._tap.end_pass(requests, can_wait=not is_prefill and complete_no_chunk(requests))
 
     def abandon(self) -> None:
         """The pass failed."""
