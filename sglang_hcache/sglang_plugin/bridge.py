@@ -72,7 +72,7 @@ class Bridge:
         self._captures = config.method is not PlanKind.RECOMPUTE
         self.captured: dict[str, int] = {}
         """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
-        self.saves_decoded_later = device.is_cpu and set(tiers.layout.methods) == {Method.KV}
+        self.saves_decoded_later = device.is_cpu and self._captures and {*tiers.layout.methods} == {Method.KV}
         """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
         they would be read there before the pass that writes them is over."""
         self.ids = RequestIds()
