@@ -18,7 +18,7 @@ from restoring.rig import Rig
 from sglang_hcache.core.errors import SelfCheckError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.projector import Projector
-from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.sglang_plugin.setup import selfcheck
 
 TOKENS, PIECE, ROUNDS = 4096, 2048, 5
 _ARGUMENTS = (

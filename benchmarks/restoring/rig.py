@@ -39,16 +39,16 @@ from sglang_hcache.restore.pipeline import (
     layers_of_steps,
     parts_of,
 )
-from sglang_hcache.sglang_plugin.assembly import restorer_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
-from sglang_hcache.sglang_plugin.launching import Launcher
-from sglang_hcache.sglang_plugin.measuring import Bench
-from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.protocols import Device, DeviceMatch, Prompt
-from sglang_hcache.sglang_plugin.tickets import Ticket
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.tickets import Ticket
+from sglang_hcache.sglang_plugin.setup.assembly import restorer_of
+from sglang_hcache.sglang_plugin.setup.measuring import Bench
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier

@@ -23,7 +23,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.planner import plan_stored
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import planned_costs
-from sglang_hcache.sglang_plugin.planning import describe
+from sglang_hcache.sglang_plugin.setup.planning import describe
 from sglang_hcache.store import DiskStore
 
 

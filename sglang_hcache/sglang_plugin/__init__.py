@@ -1,5 +1,6 @@
-"""Everything that touches SGLang. ``compat/`` subclasses its classes, one folder per release; ``hooks``,
-``stopping`` and ``support`` name its functions and settings; the rest is neutral.
+"""Everything that touches SGLang, which calls ``entry`` in each of its processes and ``hooks`` in the scheduler's.
 
-entry -> flags (main process) and hooks (scheduler process) -> compat -> bridge -> capture, restore, tier.
+Each folder may import those behind it: ``compat`` (SGLang's classes, subclassed: one folder per release), ``launch``
+(the main process, before anything is loaded), ``setup`` (the scheduler's process, before it serves), ``serving`` (each
+round of the scheduler), ``seam`` (what all of them know of SGLang).
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_hcache.sglang_plugin import flags
+from sglang_hcache.sglang_plugin.launch import flags
 
 
 def register() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_hcache.sglang_plugin import hooking, stopping
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
     SchedulerOf,
@@ -18,7 +17,9 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
 )
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import capture_first, device_buffers
-from sglang_hcache.sglang_plugin.flags import BACKEND, config_of
+from sglang_hcache.sglang_plugin.launch import stopping
+from sglang_hcache.sglang_plugin.launch.flags import BACKEND, config_of
+from sglang_hcache.sglang_plugin.seam import hooking
 
 _MANAGERS = "sglang.srt.managers"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"

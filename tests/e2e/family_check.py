@@ -29,7 +29,7 @@ from sglang_hcache.device.projector import DescribedProjector, Projector
 from sglang_hcache.device.triton_rows import TritonRows
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
-from sglang_hcache.sglang_plugin import selfcheck
+from sglang_hcache.sglang_plugin.setup import selfcheck
 
 LENGTH, PIECE, TAIL = 320, 128, 64
 FUSED = 12

@@ -128,7 +128,7 @@ def _server_settings(arguments: Sequence[str], seconds: float) -> dict[str, Any]
     Raises:
         ConfigError: the file cannot be read, or something is given that makes no sense here.
     """
-    from sglang_hcache.sglang_plugin.settings_file import settings_of
+    from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
 
     given, _ = tier_flags.parse(arguments)
     mode = tier_mode(given.hierarchical_cache)

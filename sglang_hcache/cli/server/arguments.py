@@ -42,7 +42,7 @@ def arguments_in_file(arguments: Sequence[str]) -> list[str]:
 
     None where the file cannot be read: SGLang says why. It does not look at ``--config=FILE`` in one word.
     """
-    from sglang_hcache.sglang_plugin.settings_file import read_settings
+    from sglang_hcache.sglang_plugin.launch.settings_file import read_settings
 
     if _FLAG not in arguments[:-1]:
         return []

@@ -47,7 +47,7 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: no such flag, or a value that is not allowed.
     """
-    from sglang_hcache.sglang_plugin.settings_file import settings_of
+    from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
 
     for argument in arguments:
         if argument.startswith(_PREFIX):

@@ -236,7 +236,7 @@ def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...
             raise ConfigError(f"DIR: {' '.join(parts)} names the same directory twice")
         return places
     from sglang_hcache.core.config import HCacheConfig
-    from sglang_hcache.sglang_plugin.settings_file import read_settings
+    from sglang_hcache.sglang_plugin.launch.settings_file import read_settings
 
     found = HCacheConfig.from_settings(read_settings(config, "--config")).dirs
     if not found:

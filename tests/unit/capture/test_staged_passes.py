@@ -16,7 +16,7 @@ from sglang_hcache.capture.sources import RowSource
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import Method, StateLayout
-from sglang_hcache.sglang_plugin.budget import staged_passes_of
+from sglang_hcache.sglang_plugin.seam.budget import staged_passes_of
 from tests.unit.capture.save_parts import SaveParts
 
 _TIMEOUT_S = 30.0

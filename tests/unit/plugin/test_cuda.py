@@ -19,12 +19,12 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
-from sglang_hcache.sglang_plugin import flags
-from sglang_hcache.sglang_plugin.beside import DeviceBuffers
-from sglang_hcache.sglang_plugin.bridge import Bridge
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
-from sglang_hcache.sglang_plugin.model import ServedModel
-from sglang_hcache.sglang_plugin.support import determinism_problems, device_problems
+from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.launch.support import determinism_problems, device_problems
+from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 
@@ -218,7 +218,8 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     from sglang.srt.distributed import parallel_state
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_hcache.sglang_plugin import hooking, hooks
+    from sglang_hcache.sglang_plugin import hooks
+    from sglang_hcache.sglang_plugin.seam import hooking
 
     targets: dict[str, object] = {}
     monkeypatch.setattr(hooking, "apply", targets.update)

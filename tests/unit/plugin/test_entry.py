@@ -11,7 +11,8 @@ import pytest
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of SGLang's functions that would have been hooked; nothing is."""
-    from sglang_hcache.sglang_plugin import hooking, hooks
+    from sglang_hcache.sglang_plugin import hooks
+    from sglang_hcache.sglang_plugin.seam import hooking
 
     names: list[str] = []
     monkeypatch.setattr(hooking, "apply", lambda targets: names.extend(targets))
@@ -21,7 +22,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def configure(device: str, *, tier: bool = False, cpu_fixes: bool = False) -> None:
     """As a scheduler's process does after ``ServerArgs.from_cli_args`` has seen these flags."""
-    from sglang_hcache.sglang_plugin import entry, flags
+    from sglang_hcache.sglang_plugin import entry
+    from sglang_hcache.sglang_plugin.launch import flags
 
     parsed = Namespace(
         hierarchical_cache="off",
@@ -70,7 +72,7 @@ def test_no_fix_on_another_device(installed: list[str], tier: bool) -> None:
 
 def test_hcache_flags_lists_what_a_server_takes() -> None:
     from sglang_hcache.cli.flags import describe
-    from sglang_hcache.sglang_plugin import flags
+    from sglang_hcache.sglang_plugin.launch import flags
 
     parser = ArgumentParser(add_help=False)
     flags.add_arguments(None, parser)

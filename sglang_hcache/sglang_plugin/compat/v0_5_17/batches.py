@@ -12,8 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.bridge import Bridge
-from sglang_hcache.sglang_plugin.protocols import Prompt
+from sglang_hcache.sglang_plugin.seam.protocols import Prompt
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

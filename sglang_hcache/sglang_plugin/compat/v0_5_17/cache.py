@@ -24,22 +24,28 @@ from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
-from sglang_hcache.sglang_plugin.assembly import assemble
-from sglang_hcache.sglang_plugin.bridge import Bridge
-from sglang_hcache.sglang_plugin.budget import largest_pass_of, staged_passes_of
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
-from sglang_hcache.sglang_plugin.flags import config_of
-from sglang_hcache.sglang_plugin.measuring import machine_name
-from sglang_hcache.sglang_plugin.model import ROUNDED, ServedModel, promised_bits, quantization_of, shape_of
-from sglang_hcache.sglang_plugin.protocols import (
+from sglang_hcache.sglang_plugin.launch.flags import config_of
+from sglang_hcache.sglang_plugin.launch.support import prefill_graphs_told
+from sglang_hcache.sglang_plugin.seam.budget import largest_pass_of, staged_passes_of
+from sglang_hcache.sglang_plugin.seam.model import (
+    ROUNDED,
+    ServedModel,
+    promised_bits,
+    quantization_of,
+    shape_of,
+)
+from sglang_hcache.sglang_plugin.seam.protocols import (
     Device,
     DeviceMatch,
     ForwardModel,
     QueuedRequest,
     SchedulerView,
 )
-from sglang_hcache.sglang_plugin.support import prefill_graphs_told
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.sglang_plugin.setup.assembly import assemble
+from sglang_hcache.sglang_plugin.setup.measuring import machine_name
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -99,7 +105,7 @@ class HCacheRadixCache(RadixCache):
         """Once the scheduler is there: check, measure, and begin to capture and restore.
 
         Raises:
-            HCacheError: see :func:`sglang_hcache.sglang_plugin.assembly.assemble`.
+            HCacheError: see :func:`sglang_hcache.sglang_plugin.setup.assembly.assemble`.
         """
         device = Device(
             tree=self,

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
-from sglang_hcache.sglang_plugin.model import attention_cores, decoder_layer
+from sglang_hcache.sglang_plugin.seam.model import attention_cores, decoder_layer
 
 _PADDING_ROW = 0
 """Of the request table: no request gets it, and what padded requests read there is thrown away."""

@@ -15,8 +15,8 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
-from sglang_hcache.sglang_plugin.beside import DeviceBuffers
-from sglang_hcache.sglang_plugin.model import ServedModel, quantization_of
+from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.model import ServedModel, quantization_of
 
 logger = logging.getLogger(__name__)
 

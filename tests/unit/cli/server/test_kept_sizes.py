@@ -16,7 +16,7 @@ from sglang_hcache.cli.server.kept_sizes import sizes_of_store
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.sglang_plugin.budget import store_config
+from sglang_hcache.sglang_plugin.seam.budget import store_config
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 

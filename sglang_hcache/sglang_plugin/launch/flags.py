@@ -1,0 +1,169 @@
+"""Command-line flags, and how they travel: as JSON in SGLang's ``hicache_storage_backend_extra_config``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hcache.core.config import (
+    COMMAND_LINE_FLAGS,
+    CONFIG_FLAG,
+    CPU_FIXES_FLAG,
+    FLAG_FIELDS,
+    TIER_FLAG,
+    TIER_MODES,
+    HCacheConfig,
+    flag_help,
+    flag_of,
+    tier_mode,
+)
+from sglang_hcache.core.errors import ConfigError, StoreFormatError
+from sglang_hcache.sglang_plugin.launch import stopping, support
+from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
+from sglang_hcache.sglang_plugin.seam.budget import pool_share
+from sglang_hcache.store import look_ahead
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hcache"
+_CPU_FIXES = {"hcache_cpu_fixes": True}
+_PREFILL_GRAPHS = (4, 8, 16, 32, 64, 128, 256, 512)
+"""Tokens: SGLang replays no graph that would be less than half full. To launch the kernels of a longer prefill one by
+one takes no longer than they do."""
+_DISK_FIELDS = (
+    *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
+    *("write_policy", "io_engine"),
+)
+
+
+def add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:
+    """AFTER hook of ``ServerArgs.add_cli_args``."""
+    group = parser.add_argument_group(
+        "hcache", "Hidden-state tier: what the radix cache evicts is kept on host memory and disk."
+    )
+    group.add_argument(
+        TIER_FLAG, type=tier_mode, choices=TIER_MODES, default="off", help=COMMAND_LINE_FLAGS[TIER_FLAG]
+    )
+    for field in FLAG_FIELDS:
+        # Values are checked with the file's in HCacheConfig, which says what is allowed.
+        group.add_argument(flag_of(field), metavar="VALUE", help=flag_help(field).replace("%", "%%"))
+    group.add_argument(CONFIG_FLAG, metavar="FILE", help=COMMAND_LINE_FLAGS[CONFIG_FLAG])
+    group.add_argument(CPU_FIXES_FLAG, action="store_true", help=COMMAND_LINE_FLAGS[CPU_FIXES_FLAG])
+
+
+def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
+    """AROUND hook of ``ServerArgs.from_cli_args``: maps our flags onto SGLang's fields before construction."""
+    try:
+        if getattr(args, "hierarchical_cache", "off") != BACKEND:
+            _warn_about_ignored(args)
+            _ask_for_cpu_fixes(args)
+            return original(cls, args, *rest)
+        config = HCacheConfig.from_settings(settings_of(args))
+        _warn_about_no_directory(args, config)
+        support.check_arguments(args, cls)
+        _map_onto_sglang(args, config)
+        server_args = original(cls, args, *rest)
+        support.check_server_args(server_args, config)
+        _look_ahead(config)
+        _leave_host_memory(args, server_args, config)
+        stopping.install()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"hcache: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return server_args
+
+
+def config_of(server_args: Any) -> HCacheConfig:
+    """Configuration carried by a constructed ``ServerArgs``.
+
+    Raises:
+        ConfigError: it did not come through :func:`from_arguments`, so nothing was checked.
+    """
+    carried = server_args.hicache_storage_backend_extra_config
+    if server_args.hicache_storage_backend != BACKEND or not carried:
+        raise ConfigError(f"--radix-cache-backend hcache is not set by hand: use {TIER_FLAG} hcache")
+    return HCacheConfig.model_validate(json.loads(carried))
+
+
+def _ask_for_cpu_fixes(args: argparse.Namespace) -> None:
+    """With the tier off: note the flag where :func:`wants_cpu_fixes` finds it in the scheduler's process."""
+    if not getattr(args, "hcache_cpu_fixes", False):
+        return
+    if args.hicache_storage_backend or args.hicache_storage_backend_extra_config:
+        raise ConfigError(f"{CPU_FIXES_FLAG} cannot be used with a storage backend of HiCache")
+    args.hicache_storage_backend_extra_config = json.dumps(_CPU_FIXES)
+
+
+def wants_cpu_fixes(server_args: Any) -> bool:
+    """Whether a server without the tier was started with ``--hcache-cpu-fixes``."""
+    return server_args.hicache_storage_backend_extra_config == json.dumps(_CPU_FIXES)
+
+
+def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
+    args.radix_cache_backend = BACKEND
+    # These two make the scheduler speak the protocol of a hierarchical cache with storage to our backend.
+    args.enable_hierarchical_cache = True
+    args.hicache_storage_backend = BACKEND
+    args.hicache_storage_backend_extra_config = config.model_dump_json()
+    if args.device != "cpu":
+        _choose_prefill_graphs(args)
+
+
+def _choose_prefill_graphs(args: argparse.Namespace) -> None:
+    """None unless they are asked for; then of few and small passes: hidden states of the largest have memory."""
+    asked = (args.cuda_graph_config or {}).get("prefill", {})  # JSON, which wins over other arguments
+    backend = asked.get("backend", args.cuda_graph_backend_prefill)
+    sizes = (asked.get("bs"), asked.get("max_bs"), args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill)
+    if backend is None:
+        args.disable_prefill_cuda_graph = True
+    elif backend == "breakable" and not any(sizes):
+        args.cuda_graph_bs_prefill = list(_PREFILL_GRAPHS)
+
+
+def _warn_about_ignored(args: argparse.Namespace) -> None:
+    given = [
+        field for field in (*FLAG_FIELDS, "config") if getattr(args, f"hcache_{field}", None) is not None
+    ]
+    if given:
+        names = ", ".join(flag_of(field) for field in given)
+        logger.warning("hcache: %s: ignored, because %s is off", names, TIER_FLAG)
+
+
+def _warn_about_no_directory(args: argparse.Namespace, config: HCacheConfig) -> None:
+    given = [field for field in _DISK_FIELDS if getattr(args, f"hcache_{field}", None) is not None]
+    if given and not config.dirs:
+        names = ", ".join(flag_of(field) for field in given)
+        logger.warning("hcache: %s: ignored, because --hcache-dirs names no directory for a disk tier", names)
+
+
+def _leave_host_memory(args: argparse.Namespace, server_args: Any, config: HCacheConfig) -> None:
+    """On a CPU SGLang's KV pool takes nearly all of the same memory, if nobody says how much."""
+    given = args.mem_fraction_static is not None or args.max_total_tokens is not None
+    if server_args.device == "cpu" and not given:
+        share = pool_share(config, server_args.mem_fraction_static)
+        server_args.override("sglang-hcache", mem_fraction_static=share)
+        logger.info("hcache: --mem-fraction-static %s leaves room for --hcache-host-size", share)
+
+
+def _look_ahead(config: HCacheConfig) -> None:
+    """Say before a model is loaded what the disk tier will say then.
+
+    Raises:
+        ConfigError: a directory or the floor will be refused.
+    """
+    try:
+        holders = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
+    except StoreFormatError as error:
+        raise ConfigError(str(error)) from None
+    for path, holder in holders.items():  # no error yet: until then the server that has it may end
+        logger.warning(
+            "hcache: %s is in use by process %s: if it still is when the model is loaded, this server does not "
+            "start; stop that process or use other directories (--hcache-dirs)",
+            path,
+            holder,
+        )

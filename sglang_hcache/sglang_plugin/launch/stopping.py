@@ -1,0 +1,73 @@
+"""A signal to stop is for the server's main process, which lets the tier save before all of it ends.
+
+A terminal sends Ctrl-C, and SIGHUP when it is closed, and systemd its SIGTERM, to every process of a server. SGLang's
+other processes would end at once, and with the scheduler what exists only in host memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils import kill_itself_when_parent_died
+
+from sglang_hcache.sglang_plugin.seam import hooking
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_HANDLER = "sglang.srt.managers.tokenizer_manager.SignalHandler"
+
+
+def install() -> None:
+    """In the server's main process, before it starts others.
+
+    Raises:
+        ConfigError: as :func:`hooking.apply`.
+    """
+    hooking.apply(
+        {
+            f"{_ENGINE}._launch_detokenizer_subprocesses": (_launch_detokenizer, HookType.AROUND),
+            f"{_HANDLER}.__init__": (_stop_on_interrupt, HookType.AFTER),
+        }
+    )
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP, in a process that SIGKILL ends with its parent. For its main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _launch_detokenizer(
+    original: Callable[..., Any], *args: Any, run_detokenizer_process_func: Callable[..., None], **kwargs: Any
+) -> Any:
+    run = functools.partial(_run_below_parent, run_detokenizer_process_func)
+    return original(*args, run_detokenizer_process_func=run, **kwargs)
+
+
+def _run_below_parent(run: Callable[..., None], *args: Any) -> None:
+    """What such a process runs: no plugin is loaded there, so it is not hooked."""
+    kill_itself_when_parent_died()  # first: who ignores signals must not be left behind
+    leave_signals_to_parent()
+    run(*args)
+
+
+def _stop_on_interrupt(_result: None, handler: Any, *_args: object, **_kwargs: object) -> None:
+    """When SGLang begins to handle SIGTERM in its loop: so are SIGHUP and the first Ctrl-C; the second ends us."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        logger.warning("hcache: Ctrl-C: stopping once running requests end; again: at once, without saving")
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        handler.sigterm_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, handler.sigterm_handler, signal.SIGHUP)

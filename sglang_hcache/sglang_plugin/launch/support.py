@@ -1,0 +1,263 @@
+"""What the tier does not support yet, refused at start with the reason: never a wrong token."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.sglang_plugin.seam.budget import (
+    HostBudget,
+    largest_pass_of,
+    staged_passes_of,
+    store_config,
+)
+from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of
+from sglang_hcache.sglang_plugin.setup.planning import profile_of
+
+_FLAG = "--hierarchical-cache hcache"
+_LARGEST_PREFILL_GRAPH = 1024
+_AS_COMPUTED = (None, "auto")
+_BFLOAT16 = ("bf16", "bfloat16")
+_HICACHE = "hicache_"
+_IN_PLACE_OF_HICACHE = {
+    "hicache_size": "use --hcache-host-size",
+    "hicache_ratio": "use --hcache-host-size",
+    "hicache_write_policy": "use --hcache-write-policy",
+    "hicache_storage_backend": "use --hcache-dirs for the disk tier",
+    "hicache_storage_backend_extra_config": "use --hcache-dirs for the disk tier, and --hcache-config",
+}
+"""What the tier has instead; of the rest nothing."""
+
+
+def check_arguments(args: argparse.Namespace, defaults: type) -> None:
+    """Refuse arguments that SGLang itself would reject or change before we could explain.
+
+    Args:
+        defaults: ``ServerArgs``.
+
+    Raises:
+        ConfigError: one line per refusal.
+    """
+    problems = [
+        f"{_FLAG} cannot be used with {flag}: {reason}"
+        for given, flag, reason in [*_in_its_place(args), *_unknown_passes(args)]
+        if given
+    ]
+    if args.disaggregation_mode not in (None, "null"):
+        problems.append(
+            f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
+        )
+    if args.kv_cache_dtype not in (*_AS_COMPUTED, *_BFLOAT16, *ROUNDED):
+        problems.append(
+            f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
+            "its values there; use auto, fp8_e4m3 or fp8_e5m2"
+        )
+    _raise([*problems, *_hicache(args, defaults), *_parallelism(args)])
+
+
+def check_server_args(server_args: Any, config: HCacheConfig) -> None:
+    """Refuse resolved settings and models that the tier does not support.
+
+    Raises:
+        ConfigError: one line per refusal; sizes that do not fit this model or machine.
+    """
+    model = server_args.get_model_config()
+    problems = _model(model)
+    if CHUNK_TOKENS % server_args.page_size:
+        problems.append(
+            f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
+        )
+    prefill = server_args.cuda_graph_config.prefill
+    problems += device_problems(str(server_args.device), str(prefill.backend), max(prefill.bs or (0,)))
+    if server_args.disable_radix_cache:
+        problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
+    if server_args.enable_deterministic_inference:
+        problems += determinism_problems(config.method)
+    if getattr(server_args, "enable_streaming_session", False):
+        problems.append(
+            f"{_FLAG} cannot be used with --enable-streaming-session: sessions bypass the radix cache"
+        )
+    if server_args.kv_cache_dtype in _BFLOAT16 and model.dtype is not torch.bfloat16:
+        problems.append(
+            f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype} and a model in {model.dtype}: "
+            "K and V that are restored would be rounded differently; use auto"
+        )
+    quantization = quantization_of(model, server_args.torchao_config)
+    if quantization is not None and config.method is PlanKind.HIDDEN:
+        problems.append(
+            f"--hcache-method hidden cannot be used with quantised weights ({quantization}): K and V are not projected "
+            "with them; use auto or kv, which keep K and V as they are"
+        )
+    kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
+    if kv_dtype is not None and config.method is PlanKind.HIDDEN:
+        problems.append(
+            f"--hcache-method hidden cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: K and V that "
+            "are projected again may be rounded differently; use auto or kv, which keep them as they are"
+        )
+    _raise(problems)
+    store_config(config)
+    shape = shape_of(model, kv_dtype)
+    # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
+    if config.profile is not None and (quantization is None or kv_dtype is not None):
+        profile_of(config.profile, shape)
+    sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
+    stored = PlanKind.KV if quantization is not None else config.method
+    row_bytes = sizes.get(stored, min(sizes.values()))
+    layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
+    HostBudget.of(config, layout, largest_pass_of(server_args), staged_passes_of(server_args))
+
+
+def device_problems(device: str, prefill_graphs: str, largest_graph: int) -> list[str]:
+    """Why the tier does not run on ``device``.
+
+    Args:
+        prefill_graphs: SGLang's backend of CUDA graphs for prefill.
+        largest_graph: tokens of the largest of them.
+    """
+    if device not in ("cpu", "cuda"):
+        return [f"{_FLAG} runs with --device cpu and cuda, not {device!r}"]
+    if device == "cpu" or prefill_graphs == "disabled":
+        return []
+    if prefill_graphs != "breakable":
+        return [
+            f"{_FLAG} cannot be used with --cuda-graph-backend-prefill {prefill_graphs}: hidden states are not seen in "
+            "its layers; use breakable, or leave it out"
+        ]
+    if largest_graph > _LARGEST_PREFILL_GRAPH:
+        return [
+            f"{_FLAG} cannot be used with CUDA graphs for prefill of {largest_graph} tokens: device memory is kept for "
+            f"the hidden states of all layers of the largest; use --cuda-graph-max-bs-prefill {_LARGEST_PREFILL_GRAPH} "
+            "or less. Longer prefills gain little from a graph"
+        ]
+    return []
+
+
+def prefill_graphs_told(backend: str) -> str:
+    """For the log of a server on a GPU."""
+    if backend == "disabled":
+        return (
+            "hcache: CUDA graphs for prefill are off, so a short prefill, as behind a hit, takes as long as launching "
+            "its kernels one by one; --cuda-graph-backend-prefill breakable turns them on: not run on a GPU yet"
+        )
+    return (
+        "hcache: CUDA graphs for prefill are on: with the tier they have not run on a GPU yet (docs/gpu.md)"
+    )
+
+
+def determinism_problems(method: PlanKind) -> list[str]:
+    """Why ``method`` does not keep what ``--enable-deterministic-inference`` promises."""
+    if method in (PlanKind.KV, PlanKind.RECOMPUTE):
+        return []
+    return [
+        f"{_FLAG} cannot be used with --enable-deterministic-inference: K and V that are projected again may differ "
+        "in their last bits from those of a prefill; add --hcache-method kv, which keeps the bits"
+    ]
+
+
+def _in_its_place(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """Other caches: whether each is asked for, its flag, and why not."""
+    return [
+        (args.radix_cache_backend, "--radix-cache-backend", "the tier is a radix cache backend itself"),
+        (
+            args.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "SGLang's HiCache takes the same place",
+        ),
+        (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
+        (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
+        (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
+        (args.enable_session_radix_cache, "--enable-session-radix-cache", "it needs a tree of its own"),
+    ]
+
+
+def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """What changes weights, passes or the KV pool in ways that the tier does not know; as :func:`_in_its_place`."""
+    return [
+        (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
+        (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
+        (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
+        (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
+        (
+            args.offload_group_size > 0,
+            "--offload-group-size",
+            "weights are not where the projector looks for them",
+        ),
+        (
+            args.kt_weight_path,
+            "--kt-weight-path",
+            "those weights are not in the fingerprint",
+        ),
+        (
+            args.enable_torch_compile,
+            "--enable-torch-compile",
+            "compiled layers do not show their hidden states",
+        ),
+        (
+            args.enable_two_batch_overlap,
+            "--enable-two-batch-overlap",
+            "layers compute a pass in two halves there",
+        ),
+        (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
+        (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
+        (args.forward_hooks, "--forward-hooks", "stored hidden states do not say what a hook changed"),
+        (
+            args.enable_priority_scheduling and not args.disable_priority_preemption,
+            "--enable-priority-scheduling",
+            "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
+            "add --disable-priority-preemption",
+        ),
+        (
+            args.enable_return_routed_experts,
+            "--enable-return-routed-experts",
+            "nobody knows which experts restored tokens went to",
+        ),
+        (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
+        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
+    ]
+
+
+def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
+    """Settings of SGLang's HiCache, which would say nothing."""
+    return [
+        f"{_FLAG} cannot be used with --{field.replace('_', '-')} {value}: "
+        + _IN_PLACE_OF_HICACHE.get(field, "it sets SGLang's HiCache, in whose place the tier is")
+        for field, value in vars(args).items()
+        if field.startswith(_HICACHE) and value != getattr(defaults, field, None)
+    ]
+
+
+def _parallelism(args: argparse.Namespace) -> list[str]:
+    return [
+        f"{_FLAG} supports {flag} 1 only, got {size}: ranks do not agree on restores yet"
+        for flag, size in (
+            ("--tp-size", args.tp_size),
+            ("--pp-size", args.pp_size),
+            ("--dp-size", args.dp_size),
+            ("--attn-cp-size", args.attn_cp_size),
+            ("--dcp-size", args.dcp_size),
+        )
+        if size not in (None, 1)
+    ]
+
+
+def _model(model: Any) -> list[str]:
+    arch = ", ".join(model.hf_config.architectures or ["unknown"])
+    found = [
+        (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
+        (model.is_hybrid_swa, "layers that keep a sliding window only"),
+        (model.is_encoder_decoder, "an encoder"),
+        (model.is_multimodal, "multimodal input"),
+        (not model.is_generation, "no text generation"),
+        (bool(getattr(model.hf_config, "dual_chunk_attention_config", None)), "dual chunk attention"),
+    ]
+    return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))

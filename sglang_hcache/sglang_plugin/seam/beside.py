@@ -1,0 +1,79 @@
+"""Memory on a device beside the CPU, taken before SGLang gives what is left to its KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.replayed import ReplayedRows
+from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.device.memory import HostMemory, PinnedMemory
+from sglang_hcache.device.streams import Streams
+from sglang_hcache.restore.stage import DeviceStage, rows_at_once
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+
+_SAVED_ROWS = 2048
+"""Of a buffer of saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffers:
+    """What rows go through on their way to and from such a device."""
+
+    stage: DeviceStage
+    """Of restores."""
+    ring: DeviceRing
+    """Of saving."""
+    replayed: ReplayedRows | None
+    """Of passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
+    host_memory: HostMemory
+    """Makes the host buffers that the device copies from and to."""
+
+    @classmethod
+    def take(
+        cls,
+        streams: Callable[[], Streams],
+        model: ServedModel,
+        method: PlanKind,
+        most_replayed: int,
+        records_prefill: Callable[[], bool],
+    ) -> DeviceBuffers:
+        """Allocate all of it.
+
+        Args:
+            streams: makes queues of the device.
+            most_replayed: rows of the largest pass that is replayed; 0: none are.
+            records_prefill: whether the pass that is being recorded is of prefills.
+        """
+        shape = model.shape
+        row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
+        at_once = rows_at_once(row_bytes)
+        stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, at_once, model.context_length)
+        ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
+        if most_replayed and may_store_hidden(model, method):
+            replayed = ReplayedRows(
+                streams(),
+                shape.num_layers,
+                shape.hidden_size,
+                most_replayed,
+                model.dtype,
+                records_prefill,
+            )
+            model.watch(range(shape.num_layers), replayed.on_layer)
+        return cls(stage, ring, replayed, PinnedMemory())
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that they hold."""
+        replayed = 0 if self.replayed is None else self.replayed.num_bytes
+        return self.stage.num_bytes + self.ring.num_bytes + replayed
+
+
+def may_store_hidden(model: ServedModel, method: PlanKind) -> bool:
+    """Whether ``method`` stores hidden states of some layers. ``auto`` does only where those are the smaller ones."""
+    if model.why_not_hidden is not None or not model.attention:
+        return False
+    if method is PlanKind.AUTO:
+        return model.shape.hidden_row_bytes < model.shape.kv_row_bytes
+    return method is PlanKind.HIDDEN

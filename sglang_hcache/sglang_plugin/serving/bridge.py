@@ -1,0 +1,355 @@
+"""One server's tier: built once, fed by the hooks, closed at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.copiers import copiers_for
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, TiersCleared
+from sglang_hcache.capture.passes import PassCapture
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.kv_gather import load_gather
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.pipeline import LayerPipeline
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
+from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
+from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
+from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
+from sglang_hcache.sglang_plugin.serving.running import Running
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_WRITTEN = "demote.chunks_written"
+_SAVING_PAUSE_S = 0.001
+
+
+class Bridge:
+    """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
+
+    def __init__(
+        self,
+        config: HCacheConfig,
+        model: ServedModel,
+        namespace: Namespace,
+        tiers: TieredStore,
+        budget: HostBudget,
+        device: Device,
+        restorer: LayerRestorer,
+        gate: RestoreGate | None,
+        counters: Counters,
+        gauges: TierGauges | None = None,
+    ) -> None:
+        self.config = config
+        self.counters = counters
+        self.tiers = tiers
+        self.gate = gate
+        self._model = model
+        self._namespace: Namespace | None = namespace
+        self._on_device: Namespace | None = None  # whose KV came to the device last; None: there is none
+        self._device_is_stale = False  # what is there was not all computed with the present weights
+        self._captures = config.method is not PlanKind.RECOMPUTE
+        self.captured: dict[str, int] = {}
+        """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
+        self.saves_decoded_later = device.is_cpu and self._captures and {*tiers.layout.methods} == {Method.KV}
+        """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
+        they would be read there before the pass that writes them is over."""
+        self.ids = RequestIds()
+        memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
+        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
+        # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
+        copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
+        self._assembler = Assembler(ring, tiers, counters, copiers)
+        beside = device.beside
+        tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
+        replayed = None if beside is None else beside.replayed
+        gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
+        self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
+        running = Running()
+        pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
+        self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
+        launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
+        self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
+        self._prefill_times = None
+        if gate is not None and beside is not None:
+            self._prefill_times = PrefillTimes(gate, beside.stage)
+        self._gauges = gauges
+        self._closed = threading.Event()
+        self._stored = (
+            tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
+        )
+        if self._captures:
+            # On a device, K and V of earlier layers are on their way beside later ones.
+            watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
+            layers = [layer for layer, method in enumerate(tiers.layout.methods) if method in watched]
+            model.watch(layers, self._passes.on_layer)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def queue(self, prompt: Prompt) -> None:
+        """A request enters the waiting queue."""
+        if not self._captures:
+            return
+        keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
+        self.tiers.touch(keys)
+        self.restores.queue(prompt, keys)
+
+    def is_capturing(self, rid: str) -> bool:
+        """Whether the request was announced already: a prompt in several pieces."""
+        return rid in self.captured
+
+    def may_begin_at(self, rid: str, tenant: str | None, position: int, tail: array[int]) -> bool:
+        """Whether a queued request may be computed from ``position`` on and leave no gap in what is saved of it.
+
+        Args:
+            tail: its tokens between the last multiple of 64 and ``position``.
+        """
+        if not tail or not self._captures:
+            return True
+        namespace = self._namespace_of(tenant)
+        if self._device_is_stale:
+            return True
+        chunks = position // CHUNK_TOKENS
+        keys = self.restores.keys_of(rid)
+        if chunks > len(keys):
+            return False
+        parent = keys[chunks - 1] if chunks else namespace.root_key()
+        return self._assembler.beginnings.covers(parent, tail)
+
+    def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
+        """A request is about to be computed from position ``len(prefix)`` on."""
+        if not self._captures:
+            return
+        namespace = self._namespace_of(tenant)
+        if self._device_is_stale:
+            # KV of earlier weights must not be continued into chunks of the present ones. Not without a prefix either:
+            # after each piece SGLang puts what the tree has in the place of what the request computed.
+            return
+        self.captured[rid] = len(prefix)
+        self._assembler.publish(RequestBegins(rid, namespace, prefix))
+
+    def end_capture(self, rid: str) -> None:
+        """A request is over, retracted or aborted, or cannot be told from another one."""
+        if self.captured.pop(rid, None) is not None:
+            self._assembler.publish(RequestEnds(rid))
+
+    # -- forward passes --------------------------------------------------------------------------
+
+    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
+        """A forward pass starts; False if nothing of it is captured (then do not end it either).
+
+        Args:
+            tokens: (rows,) int64.
+            slots: where it writes K and V, (rows,) int64.
+        """
+        if self._captures:
+            self.kv_arrives()  # whoever's pass it is: its KV may stay on the device
+        is_wanted = any(rid in self.captured for rid in rids)
+        if is_wanted:
+            self._passes.begin(tokens, slots)
+            if self._prefill_times is not None:
+                self._prefill_times.begin()
+        return is_wanted
+
+    def end_pass(
+        self,
+        requests: Sequence[RequestRows],
+        seconds: float | None,
+        *,
+        is_replayed: bool,
+        is_prefill: bool = False,
+    ) -> None:
+        """The pass succeeded.
+
+        Args:
+            seconds: that it took, or that a GPU was asked in; None where others like it do not take as long.
+            is_replayed: by a CUDA graph: no hook of Python's ran.
+            is_prefill: that graph is one of those for prefill.
+        """
+        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS
+        if self.gate is not None and seconds is not None and tells_of_time:
+            if self._prefill_times is not None:
+                self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds
+            else:
+                self.gate.prefilled(requests[0].count, requests[0].position, seconds)
+        if self.saves_decoded_later:
+            # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
+            requests = [rows for rows in requests if self.captured.get(rows.rid) == rows.position]
+            self.captured.update({rows.rid: rows.position + rows.count for rows in requests})
+        self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
+
+    def abandon_pass(self) -> None:
+        """The pass failed."""
+        self._passes.abandon()
+
+    def save_from_pool(
+        self, rid: str, tokens: array[int], slots: torch.Tensor, *, is_last: bool = False
+    ) -> None:
+        """The next rows of a captured request, which earlier passes have left in the pool.
+
+        Args:
+            is_last: they cannot be asked for again. Others are left for a later call while staging is full.
+        """
+        if not is_last and not self._ring.has_room(len(tokens)):
+            return
+        begin = self.captured[rid]
+        self.captured[rid] = begin + len(tokens)
+        self._passes.begin(torch.tensor(tokens), slots)
+        self._passes.end([RequestRows(rid, begin, 0, len(tokens))], is_replayed=False)
+
+    # -- the device tree -------------------------------------------------------------------------
+
+    @property
+    def wants_evictions(self) -> bool:
+        """Whether :meth:`evicted` has anything to do."""
+        return self.tiers.disk is not None and self.config.write_policy is WritePolicy.WRITE_BACK
+
+    def evicted(self, prefix: array[int], branches: Sequence[array[int]], tenant: str | None) -> None:
+        """The device dropped the KV of what followed ``prefix`` in each of ``branches``: demote those chunks."""
+        root = self._namespace_of(tenant).root_key()
+        num_tokens = len(prefix) + sum(map(len, branches))
+        self.tiers.demote(lambda: _keys_behind(root, prefix, branches), num_tokens)
+
+    def kv_arrives(self) -> None:
+        """The device gets KV of the weights in use: of a pass, or restored."""
+        self._on_device = self._weights_in_use()
+
+    def device_reset(self) -> None:
+        """The device dropped everything."""
+        self._on_device, self._device_is_stale = None, False
+        self.tiers.demote_all()
+
+    def weights_will_change(self) -> None:
+        """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
+
+        If others come, KV on the device is stale until the device is reset (SGLang does that after the update unless
+        it is told not to). It is not where the same ones are back, as after an update that failed.
+        """
+        self.restores.invalidate()
+        self.captured.clear()
+        self._assembler.publish(RequestEnds(None))
+        self._namespace = None  # read anew at the next use: some trainers send weights in many pieces
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
+        if self._prefill_times is not None:
+            self._prefill_times.look()
+        self.restores.tick()
+        running = self.restores.running
+        if self.restores.scheduler.is_running() or running.is_recomputing:
+            return
+        if running.tokens:
+            running.wait()
+        elif self.is_saving:
+            # Releases the GIL for the assembler and the demoter; short, for a request may arrive.
+            time.sleep(_SAVING_PAUSE_S)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether captured rows or demotions are being worked on."""
+        return self._assembler.is_busy or self.tiers.is_saving
+
+    def clear(self) -> None:
+        """Empty both tiers."""
+        self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
+        self._assembler.publish(TiersCleared())
+
+    def close(self) -> None:
+        """Write to disk what exists only in host memory, within the configured time, and stop. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._gauges is not None:
+            self._gauges.close()
+        self._engine.close()
+        self._assembler.close()
+        before = self.counters.snapshot().get(_WRITTEN, 0)
+        if not self.tiers.flush(self.config.shutdown_flush_s):
+            logger.warning(
+                "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
+            )
+        written = self.counters.snapshot().get(_WRITTEN, 0) - before
+        logger.info("hcache: stopping; %d chunks that existed only in host memory are on disk now", written)
+        self.tiers.close()  # last: on a slow disk SGLang's patience ends here
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for ``/server_info``: counters, tiers, requests."""
+        free, clean, dirty = self.tiers.host.counts()
+        disk = self.tiers.disk_stats
+        return {
+            "counters": self.counters.snapshot(),
+            # Not read for this: the weights may be away now, or on their way.
+            "namespace": None if self._namespace is None else self._namespace.namespace_id().hex(),
+            "saving": self.is_saving,
+            "layers": [str(method) for method in self._stored],
+            "host": {
+                "slots": self.tiers.host.num_slots,
+                "free": free,
+                "clean": clean,
+                "dirty": dirty,
+                "chunk_bytes": self.tiers.layout.chunk_bytes,
+            },
+            "disk": None
+            if disk is None
+            else {
+                "chunks": disk.chunks,
+                "bytes": disk.physical_bytes,
+                "cap_bytes": disk.cap_bytes,
+                "written_today_bytes": disk.written_today_bytes,
+                "quarantined": disk.quarantined,
+                "engine": disk.engine,
+                "directories": [
+                    {"path": str(item.path), "condition": item.condition, "reason": item.reason}
+                    for item in disk.directories
+                ],
+            },
+            "requests": self.restores.phases(),
+            "captured_requests": self._assembler.open_requests,
+            "in_flight_tokens": self.restores.running.tokens,
+        }
+
+    def _namespace_of(self, tenant: str | None) -> Namespace:
+        return replace(self._weights_in_use(), tenant=tenant)
+
+    def _weights_in_use(self) -> Namespace:
+        """The namespace of requests without a tenant. Reads the weights if they may be others than before."""
+        if self._namespace is None:
+            self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
+            self._device_is_stale |= self._on_device not in (None, self._namespace)
+            logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
+            if self._device_is_stale:
+                logger.warning(
+                    "hcache: KV of earlier weights is on the device: nothing is saved until /flush_cache"
+                )
+        return self._namespace
+
+
+def _keys_behind(root: ChunkKey, prefix: array[int], branches: Sequence[array[int]]) -> Iterator[ChunkKey]:
+    """Of the chunks that ``branches`` complete."""
+    parent = (chunk_keys(root, prefix) or [root])[-1]
+    begun = prefix[len(prefix) - len(prefix) % CHUNK_TOKENS :]
+    for branch in branches:
+        yield from chunk_keys(parent, begun + branch)

@@ -1,0 +1,146 @@
+"""From chunks that are in a tier to a restore that can start: which way, and with which deadline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import RestoreError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
+from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
+from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
+from sglang_hcache.tier.tiered import ChunkLease, TieredStore
+
+logger = logging.getLogger(__name__)
+
+
+class Launcher:
+    """Makes restores, and computes what they do not read; knows nothing of queues and of who owns slots.
+
+    Args:
+        block_chunks: most chunks that a restore reads at a time.
+        gate: says which restores are worth starting, and how; None: all, as they are stored.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        tiers: TieredStore,
+        config: HCacheConfig,
+        observer: Observer,
+        block_chunks: int,
+        gate: RestoreGate | None,
+    ) -> None:
+        self._device = device
+        self._tiers = tiers
+        self._config = config
+        self._observer = observer
+        self._block_chunks = block_chunks
+        self._gate = gate
+
+    def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
+        """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell."""
+        if self._gate is None:
+            return None
+        tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
+        return self._gate.decide(tokens, start, loaded=self._device.scheduler.is_running())
+
+    def prefill_s(self, num_tokens: int, start: int) -> float:
+        """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""
+        return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
+
+    def pays(self, decision: Decision | None, behind_s: float) -> bool:
+        """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time; who asks does as it is told."""
+        if decision is None or self._gate is None:
+            return True
+        pays = decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
+        if not pays:
+            self._gate.declined()
+        return pays
+
+    def advance(self, restores: Iterable[Restore]) -> None:
+        """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""
+        restore = next((restore for restore in restores if restore.is_recomputing), None)
+        if restore is None or restore.recomputation is None:
+            return
+        try:
+            restore.job.check()
+            restore.recomputation.advance(self._device.largest_pass)
+        except RestoreError as error:
+            logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)
+            restore.abandon()
+        except Exception:
+            logger.exception("hcache: layers of a restore could not be recomputed")
+            self._observer.count("restore.errors")
+            restore.abandon()
+
+    def learn(self, restore: Restore) -> None:
+        """A restore is over: report it, and compare what it took with what was predicted."""
+        if restore.is_complete:
+            self._observer.observe("restore.seconds", restore.seconds)
+            if restore.recomputation is not None:
+                self._observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
+            if restore.decision is not None:
+                self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
+        # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
+        says_something = restore.is_complete or restore.is_late
+        if self._gate is not None and restore.decision is not None and says_something:
+            recomputation = restore.recomputation
+            timed = recomputation is not None and recomputation.is_complete
+            recomputing_s = recomputation.seconds if recomputation and timed else None
+            self._gate.restored(restore.decision, restore.seconds, recomputing_s)
+
+    def prepare(
+        self,
+        ticket: Ticket,
+        match: DeviceMatch,
+        keys: Sequence[ChunkKey],
+        slots: torch.Tensor,
+        decision: Decision | None,
+        backlog_s: float,
+    ) -> Restore:
+        """A restore of ``keys`` into ``slots``, behind ``match``.
+
+        Raises:
+            TierMissError, StoreError: one of the chunks is gone; nothing is held then.
+        """
+        layers, limit_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
+        deadline_s = limit_s
+        if decision is not None:
+            layers, deadline_s = decision.layers, decision.deadline_s(backlog_s)
+        beside = self._device.beside
+        fence = None if beside is None else beside.stage.fence()
+        is_whole = len(layers) == self._tiers.layout.num_layers
+        leases = self._lease(keys, promote=is_whole)
+        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence, limit_s)
+        recomputation = None
+        if decision is not None and decision.num_recompute:
+            self._observer.count("restore.layers_recomputed", decision.num_recompute)
+            recomputation = Recomputation(
+                self._device.forward,
+                ticket.prompt.tokens,
+                torch.cat([match.slots, slots]),
+                len(match),
+                decision.num_recompute,
+            )
+        return Restore(job, match.slots, match.node, ticket, decision, recomputation)
+
+    def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
+        """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
+        step = self._block_chunks
+        with ExitStack() as holds:
+            leases = [
+                holds.enter_context(self._tiers.lease(keys[first : first + step], promote=promote))
+                for first in range(0, len(keys), step)
+            ]
+            holds.pop_all()
+            return tuple(leases)

@@ -1,0 +1,79 @@
+"""The order of the queue: what those before a request need, and who may not overtake it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
+from sglang_hcache.sglang_plugin.serving.tickets import Ticket
+
+_FIRST_LIMIT_S = 30.0
+"""A request that finds no slots for so long, with nobody before it, is recomputed."""
+_REFUSED_LIMIT_S = 120.0
+"""Or for so long in all, where the policy lets others come before it."""
+
+
+class Ahead:
+    """The requests before one in the queue, and what they will need when they are admitted.
+
+    What several of them begin with is counted once. What is on the device is counted too: nobody has locked it, and
+    it is worth more there than what would take its place.
+
+    Args:
+        prefill_s: what computing so many tokens behind a prefix of so many takes, seconds.
+    """
+
+    def __init__(self, prefill_s: Callable[[int, int], float]) -> None:
+        self.tokens = 0
+        """Slots."""
+        self.seconds = 0.0
+        """Of computing what does not come back."""
+        self._prefill_s = prefill_s
+        self._keys: set[ChunkKey] = set()
+
+    def add(self, request: QueuedRequest, ticket: Ticket | None) -> None:
+        """One more."""
+        allocated = covered = 0
+        if ticket is not None:
+            # A key names all tokens before it as well, so what is shared is at the beginning.
+            shared = bisect_left(ticket.keys, True, key=lambda key: key not in self._keys)
+            self._keys.update(ticket.keys[shared:])
+            allocated = max(CHUNK_TOKENS * shared, ticket.restored)
+            covered = max(allocated, ticket.on_device)
+        self.tokens += request.num_tokens - allocated + request.new_tokens
+        if covered < request.num_tokens:
+            self.seconds += self._prefill_s(request.num_tokens - covered, covered)
+
+
+class Line:
+    """The first request whose restore found no room, and who may not overtake it."""
+
+    def __init__(self) -> None:
+        self._first: Ticket | None = None
+        self._before: set[str] = set()
+        self._since = 0.0
+
+    def stand(self, first: Ticket | None, before: set[str]) -> bool:
+        """``first`` (None: nobody) found no room behind the requests ``before``; True if it has waited for too long."""
+        now = time.monotonic()
+        if first is not self._first or before:
+            self._since = now  # while others come first, it is those whom SGLang has no room for
+        self._first, self._before = first, before
+        if first is None:
+            return False
+        if first.refused_since is None:
+            first.refused_since = now
+        return now - self._since >= _FIRST_LIMIT_S or now - first.refused_since >= _REFUSED_LIMIT_S
+
+    def clear(self) -> None:
+        """Nobody waits."""
+        self._first = None
+
+    def is_behind(self, ticket: Ticket) -> bool:
+        """Whether it comes later than the first."""
+        first = self._first
+        return first is not None and ticket is not first and ticket.prompt.rid not in self._before

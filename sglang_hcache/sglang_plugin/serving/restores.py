@@ -1,0 +1,360 @@
+"""Which requests get a restore, when it starts, and what happens to its slots.
+
+A request's ticket::
+
+    RESOLVED -- a tier continues what the device has --> PENDING
+    PENDING --- slots were found, the job is queued ---> RUNNING
+    PENDING --- its chunks are gone, the tiers rest ---> RESOLVED
+    PENDING --- no slots, would not pay ---------------> RESOLVED for good
+    RUNNING --- done, put into the tree ---------------> PINNED
+    RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
+    RUNNING --- failed, late --------------------------> RESOLVED for good
+    PINNED ---- too old, or the queue stands still ----> RESOLVED
+    RESOLVED or PINNED: admitted, and the ticket ends
+
+When the tree has evicted something, or the tiers' rest is over, a RESOLVED ticket is looked up again, unless it is so
+for good.
+
+* RESOLVED: nothing to wait for; the request may be admitted.
+* PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
+  the same chunks.
+* RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
+* PINNED: restored and inserted; locked until the request is admitted.
+
+Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
+it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import StoreError, TierMissError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.line import Ahead, Line
+from sglang_hcache.sglang_plugin.serving.room import Room
+from sglang_hcache.sglang_plugin.serving.running import Rest, Running
+from sglang_hcache.sglang_plugin.serving.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
+from sglang_hcache.sglang_plugin.serving.waiting import Waiting
+from sglang_hcache.tier.tiered import DISK, TieredStore
+
+logger = logging.getLogger(__name__)
+
+_PIN_LIMIT_S = 10.0
+_STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
+_HOLD_S = 0.25  # time in which nobody takes the room that pins leave, so that the head of the queue gets it
+_INVALIDATE_S = 30.0  # jobs that are stopped end far sooner
+_STOP_S = 1.0  # for a restore to end whose slots a running request needs
+_LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
+
+
+class RestoreCoordinator:
+    """The scheduler's side of restoring.
+
+    Args:
+        launcher: makes the restores.
+        engine: runs their jobs, and tells ``running`` when one is over.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        tiers: TieredStore,
+        config: HCacheConfig,
+        observer: Observer,
+        launcher: Launcher,
+        engine: RestoreEngine,
+        running: Running,
+    ) -> None:
+        self._tree = device.tree
+        self._launcher = launcher
+        self._tiers = tiers
+        self.scheduler = device.scheduler
+        self._observer = observer
+        self._engine = engine
+        self._waiting = Waiting(device.tree, device.scheduler, observer)
+        self.running = running
+        self._room = Room(device.tree, device.scheduler, running, self._waiting, config.max_inflight_fraction)
+        self._stalled = 0
+        self._rest = Rest()
+        self._holding_until = 0.0
+        self._line = Line()
+        self._look_again = 0.0
+
+    # -- called by the scheduler -----------------------------------------------------------------
+
+    def queue(self, prompt: Prompt, keys: list[ChunkKey]) -> None:
+        """A request enters the waiting queue; ``keys`` name the whole chunks of ``prompt.tokens``."""
+        self.drop(prompt.rid)
+        if not keys:
+            return
+        ticket = Ticket(prompt, keys)
+        self._waiting.add(ticket)
+        if not self._resolve(ticket):
+            ticket.note("queued with %d whole chunks, not looked for", len(keys))
+            return
+        is_hit = ticket.phase is Phase.PENDING
+        self._observer.count("lookup.requests")
+        self._observer.count("lookup.hits" if is_hit else "lookup.misses")
+        ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
+
+    def may_be_admitted(self, rid: str) -> bool:
+        """False while the request should wait for its restore."""
+        ticket = self._waiting.get(rid)
+        if ticket is None:
+            return True
+        if self._is_held_back(ticket):
+            return False
+        if ticket.phase is Phase.RESOLVED and ticket.attempts < MOST_ATTEMPTS:
+            is_rest_over = ticket.is_unasked and not self._rest.is_on
+            if is_rest_over or ticket.seen_evictions != self._tree.evictions:
+                self._resolve(ticket)
+        return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
+
+    def admitted(self, rid: str, prefix_tokens: int) -> Admission:
+        """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
+        ticket = self._waiting.take(rid)
+        self._stalled, self._look_again = 0, 0.0
+        if ticket is None:
+            return Admission()
+        host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
+        ticket.note("admitted with %d cached tokens", prefix_tokens)
+        self._let_go(ticket)
+        return Admission(host, disk, ticket.life)
+
+    def keys_of(self, rid: str) -> Sequence[ChunkKey]:
+        """Of the whole chunks of a waiting request's prompt; empty if it has no ticket."""
+        ticket = self._waiting.get(rid)
+        return () if ticket is None else ticket.keys
+
+    def drop(self, rid: str) -> None:
+        """The request was aborted or left the queue otherwise."""
+        ticket = self._waiting.take(rid)
+        if ticket is not None:
+            ticket.note("left the queue")
+            logger.debug("hcache: request %s: %s", rid, ticket.life)
+            self._let_go(ticket)
+
+    def invalidate(self) -> None:
+        """The model's weights are about to change: end every restore, and start none for those who wait.
+
+        Returns when no job reads weights any more.
+        """
+        for ticket in self._waiting:
+            self._let_go(ticket)
+            ticket.keys = []
+            ticket.restore = None
+            ticket.enter(Phase.RESOLVED)
+        self._await_end(list(self.running), _INVALIDATE_S)
+
+    def give_back(self) -> bool:
+        """A running request needs room: let the device evict what is pinned, else stop the newest restore.
+
+        Returns:
+            False if there was nothing.
+        """
+        if self._waiting.give_back_pins():
+            return True
+        restore = self.running.newest()
+        if restore is None:
+            return False
+        ticket = restore.ticket
+        if ticket is not None:  # else it is being stopped already
+            self._let_go(ticket)
+            self._observer.count("restore.stopped_for_room")
+            ticket.note("the restore is stopped: a running request needs its room")
+            ticket.restore = None
+            if ticket.attempts < MOST_ATTEMPTS:
+                ticket.enter(Phase.PENDING)
+            else:
+                ticket.give_up()
+        return self._await_end([restore], _STOP_S)
+
+    def tick(self) -> None:
+        """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
+        if not self._waiting and not self.running:
+            return
+        self.reap()
+        for rid in self._waiting.gone():
+            self.drop(rid)
+        self._relieve()
+        self._start_pending()
+        self._launcher.advance(self.running)
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def phases(self) -> dict[str, int]:
+        """Number of tickets in each phase."""
+        return self._waiting.phases()
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def _resolve(self, ticket: Ticket) -> bool:
+        """PENDING if a tier continues the device's prefix, else RESOLVED.
+
+        Returns:
+            False if the tiers were not asked: the device has all whole chunks, or nothing is to be restored now.
+        """
+        ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._rest.is_on
+        ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+        on_device = ticket.on_device // CHUNK_TOKENS
+        is_asked = on_device < len(ticket.keys) and not ticket.is_unasked
+        is_hit = is_asked and ticket.keys[on_device] in self._tiers
+        phase = Phase.PENDING if is_hit else Phase.RESOLVED
+        if phase is not ticket.phase:
+            self._look_again = 0.0
+            ticket.enter(phase)
+        return is_asked
+
+    def _start_pending(self) -> None:
+        """Start restores in the order in which SGLang admits requests, until one finds no room.
+
+        Those behind it must not take what it waits for, nor any of them what the requests before it need.
+        """
+        now = time.monotonic()
+        if now < self._holding_until or now < self._look_again:
+            return
+        self._look_again = now + _LOOK_AGAIN_S
+        self._room.look()
+        ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
+        is_full = not self._room.is_left(CHUNK_TOKENS)
+        for request, ticket in self._waiting.until_last_pending():
+            is_pending = ticket is not None and ticket.phase is Phase.PENDING
+            if ticket is not None and is_pending and (is_full or not self._start(ticket, ahead)):
+                refused = ticket
+                break
+            before.add(request.rid)
+            if not is_full:  # else nothing more starts: what the others need does not matter
+                ahead.add(request, ticket)
+                is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
+        if self._line.stand(refused, before) and refused is not None:
+            self._observer.count("restore.no_slots")
+            refused.note("no room for a restore")
+            refused.give_up()
+            self._look_again = 0.0
+
+    def _is_held_back(self, ticket: Ticket) -> bool:
+        """Whether the room that an earlier one waits for would never grow if this one took it, as SGLang does.
+
+        Not while restores or pins are in the way, which go by themselves.
+        """
+        return self._line.is_behind(ticket) and self.scheduler.is_running() and not self._room.held_tokens
+
+    def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
+        """Start the ticket's restore, or settle it without; False if it must wait for slots."""
+        if self._rest.is_on:
+            ticket.is_unasked = True
+            ticket.enter(Phase.RESOLVED)
+            return True
+        if ticket.awaits is not None and self.running.restores(ticket.awaits):
+            return True  # many may wait for the same, in each round: nothing is looked up for them
+        if not self._room.has(ticket.least_room, ahead.tokens):
+            return False  # before anything is looked up, for the same reason
+        match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
+        missing = ticket.keys[len(match) // CHUNK_TOKENS :]
+        if missing and self.running.restores(missing[0]):
+            ticket.awaits = missing[0]
+            return True  # somebody restores them already; look again when that is over
+        keys = missing[: self._tiers.match(missing)]
+        ticket.on_device = len(match)
+        if not keys:
+            ticket.enter(Phase.RESOLVED)
+            return True
+        count, decision = CHUNK_TOKENS * len(keys), self._launcher.decide(keys, len(match))
+        # Where there is no room for it now, those before it may be over when there is.
+        backlog_s = self.running.backlog_s if self._room.has(count, ahead.tokens) else 0.0
+        if not self._launcher.pays(decision, backlog_s - ahead.seconds):
+            self._observer.count("restore.declined_slower")
+            ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
+            ticket.give_up()
+            return True
+        slots = self._room.take(match, count, ahead.tokens)
+        if slots is None:
+            ticket.refuse(count)
+            return False
+        try:
+            restore = self._launcher.prepare(ticket, match, keys, slots, decision, backlog_s)
+        except (TierMissError, StoreError):
+            self._tree.free(slots)
+            self._tree.unlock(match.node)
+            return True  # gone since the look-up: decided anew at the next round
+        ticket.restore = restore
+        self.running.add(restore)
+        ticket.attempts += 1
+        ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision or "as stored")
+        ticket.enter(Phase.RUNNING)
+        self._engine.submit(restore.job)
+        return True
+
+    # -- finishing -------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """Settle the jobs that are over: into the tree, or back to the free slots."""
+        for restore in self.running.take_ended():
+            self._look_again = 0.0
+            self.scheduler.look_again()
+            if restore.is_late and DISK in restore.job.sources:  # memory is not sick, only busy
+                self._observer.count("restore.rests")
+                self._rest.begin(restore.job.seconds)
+            self._launcher.learn(restore)
+            ticket = restore.ticket
+            if ticket is not None and restore.is_complete:
+                self._insert(ticket, restore)
+                continue
+            self._tree.free(restore.job.slots)
+            self._tree.unlock(restore.node)
+            if ticket is not None:
+                ticket.note("restore ends without a result: %s", repr(restore.job.error))
+                ticket.restore = None
+                ticket.give_up()
+
+    def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
+        """Wait until none of ``restores`` runs; False if they take longer."""
+        deadline = time.monotonic() + limit_s
+        while any(restore in self.running for restore in restores):
+            if time.monotonic() > deadline:
+                return False
+            self.running.wait()
+            self.reap()
+        return True
+
+    def _insert(self, ticket: Ticket, restore: Restore) -> None:
+        self._stalled = 0
+        tokens = ticket.prompt.tokens[: restore.end]
+        slots = torch.cat([restore.prefix, restore.job.slots])
+        existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
+        # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
+        self._tree.free(slots[restore.start : existing])
+        self._waiting.pin(ticket, node)
+        self._tree.unlock(restore.node)
+        ticket.note("restored in %.3f s", restore.seconds)
+
+    def _let_go(self, ticket: Ticket) -> None:
+        """What it holds is stopped, or may be evicted."""
+        if ticket.phase is Phase.RUNNING and ticket.restore is not None:
+            ticket.restore.abandon()
+            ticket.restore.ticket = None
+        elif ticket.phase is Phase.PINNED:
+            self._waiting.unpin(ticket)
+
+    # -- keeping the queue alive -----------------------------------------------------------------
+
+    def _relieve(self) -> None:
+        """Give pins back that are old, or that keep the queue from moving."""
+        waiting_for_nothing = not self.running.tokens and not self.scheduler.is_running()
+        self._stalled = self._stalled + 1 if waiting_for_nothing else 0
+        patience_s = 0.0 if self._stalled >= _STALLED_TICKS else _PIN_LIMIT_S
+        if self._waiting.give_back_pins(older_than_s=patience_s):
+            self._holding_until = time.monotonic() + _HOLD_S
+            self._line.clear()
+            self.scheduler.look_again()

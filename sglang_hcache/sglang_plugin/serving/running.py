@@ -1,0 +1,108 @@
+"""The restores that run, and what they hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.sglang_plugin.serving.tickets import Restore
+
+_WAIT_S = 0.005
+_LONGEST_REST_S = 30.0
+_REST_FACTOR = 10.0
+"""A rest takes so many times what was lost."""
+
+
+class Running:
+    """Restores whose slots are neither free nor in the tree, oldest first.
+
+    Everything runs on the scheduler's thread, except :meth:`one_is_over`.
+    """
+
+    def __init__(self) -> None:
+        self._restores: dict[Restore, None] = {}
+        self._keys: set[ChunkKey] = set()
+        self._over = threading.Event()
+        self.tokens = 0
+        """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
+        self.backlog_s = 0.0
+        """Predicted seconds of all of them: one that starts now comes behind them."""
+
+    def __len__(self) -> int:
+        return len(self._restores)
+
+    def __iter__(self) -> Iterator[Restore]:
+        return iter(list(self._restores))
+
+    def __contains__(self, restore: Restore) -> bool:
+        return restore in self._restores
+
+    def add(self, restore: Restore) -> None:
+        """It starts."""
+        self._restores[restore] = None
+        self._keys.update(restore.job.keys)
+        self.tokens += restore.job.num_tokens
+        self.backlog_s += _predicted_s(restore)
+
+    def restores(self, key: ChunkKey) -> bool:
+        """Whether one of them brings this chunk."""
+        return key in self._keys
+
+    def newest(self) -> Restore | None:
+        """The one that started last."""
+        return next(reversed(self._restores), None)
+
+    def take_ended(self) -> list[Restore]:
+        """Those to whose slots nothing writes any more. They are nobody's then but the caller's."""
+        for restore in self._restores:
+            if restore.job.is_over and restore.job.state is not RestoreState.DONE:
+                restore.abandon()
+        ended = [restore for restore in self._restores if restore.is_over]
+        for restore in ended:
+            del self._restores[restore]
+            self._keys.difference_update(restore.job.keys)
+            self.tokens -= restore.job.num_tokens
+            # What rounding left over is none's.
+            self.backlog_s = max(0.0, self.backlog_s - _predicted_s(restore)) if self._restores else 0.0
+        return ended
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def one_is_over(self) -> None:
+        """A job is over (engine's thread)."""
+        self._over.set()
+
+    def wait(self) -> None:
+        """Wait a moment for a job to be over."""
+        self._over.wait(_WAIT_S)
+        self._over.clear()
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether layers of one are left to be computed on the scheduler's thread."""
+        return any(restore.is_recomputing for restore in self._restores)
+
+
+def _predicted_s(restore: Restore) -> float:
+    return 0.0 if restore.decision is None else restore.decision.restore_s
+
+
+class Rest:
+    """After a restore that was late none starts for a while, in which the tier may recover.
+
+    Else everyone would wait for the deadline of one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+
+    def begin(self, lost_s: float) -> None:
+        """So much time was lost."""
+        self.until = time.monotonic() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
+
+    @property
+    def is_on(self) -> bool:
+        return time.monotonic() < self.until

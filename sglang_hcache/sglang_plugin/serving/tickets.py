@@ -1,0 +1,176 @@
+"""What the restore coordinator knows of a waiting request and of its restore."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from sglang_hcache.core.errors import RestoreTimeoutError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.restore.gate import Decision
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin.seam.protocols import Node, Prompt
+from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
+from sglang_hcache.tier.tiered import HOST
+
+MOST_ATTEMPTS = 2
+"""Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped."""
+
+_REFUSED_S = 0.5
+"""For so long a restore is taken to need as much room as before: others may have computed a part of it since."""
+
+
+class Phase(Enum):
+    RESOLVED = "resolved"
+    PENDING = "pending"
+    RUNNING = "running"
+    PINNED = "pinned"
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A job, what it holds on the device, and for whom: None once nobody wants it."""
+
+    job: RestoreJob
+    prefix: torch.Tensor
+    node: Node
+    ticket: Ticket | None
+    decision: Decision | None
+    """Why it was started; None if nobody predicted anything."""
+    recomputation: Recomputation | None
+    """Of the layers that the job does not bring; None if it brings all."""
+
+    @property
+    def start(self) -> int:
+        return self.job.first_position
+
+    @property
+    def end(self) -> int:
+        return self.start + self.job.num_tokens
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether layers are left to be computed on the scheduler's thread."""
+        return self.recomputation is not None and not self.recomputation.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing writes to its slots any more."""
+        return self.job.is_over and not self.is_recomputing
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer is in the slots."""
+        is_computed = self.recomputation is None or self.recomputation.is_complete
+        return self.job.state is RestoreState.DONE and is_computed
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, from the first read to the last layer."""
+        computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
+        return max(self.job.seconds, computed)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its job ran out of time, and not for waiting for others."""
+        job, expected_s = self.job, self.job.deadline_s / 2 if self.decision is None else self.decision.job_s
+        return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
+
+    def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
+        """Of the first ``prefix_tokens`` of the prompt: those that came from host memory, and from disk."""
+        used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_complete else 0
+        on_host = sum(source == HOST for source in self.job.sources[:used])
+        return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)
+
+    def abandon(self) -> None:
+        """Stop as soon as possible."""
+        self.job.cancel()
+        if self.recomputation is not None:
+            self.recomputation.stop()
+
+
+@dataclass(slots=True)
+class Life:
+    """What happened to a request, each with the seconds since it was queued: a line of the debug log."""
+
+    began: float = field(default_factory=time.monotonic)
+    events: list[tuple[float, str, tuple[object, ...]]] = field(default_factory=list)
+
+    def add(self, event: str, *values: object) -> None:
+        """Note what happens now; ``values`` go into ``event`` as in a log, when somebody reads it."""
+        self.events.append((time.monotonic() - self.began, event, values))
+
+    def __str__(self) -> str:
+        return "; ".join(f"+{at:.3f} {event % values}" for at, event, values in self.events)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    prompt: Prompt
+    keys: list[ChunkKey]
+    life: Life = field(default_factory=Life)
+    phase: Phase = Phase.RESOLVED
+    restore: Restore | None = None
+    pinned_node: Node | None = None
+    entered: float = field(default_factory=time.monotonic)
+    """When its phase began."""
+    attempts: int = 0
+    on_device: int = 0
+    """Leading tokens of the prompt that were on the device when that was last looked at."""
+    seen_evictions: int = 0
+    is_unasked: bool = False
+    """Settled while the tiers rested: they have not been asked."""
+    refused: tuple[float, int] = (0.0, 0)
+    """When its restore last found no room, and for how many tokens."""
+    refused_since: float | None = None
+    """When it was first the one that found no room (:class:`Line`)."""
+    awaits: ChunkKey | None = None
+    """The chunk that another request's restore was bringing when it was last looked up."""
+
+    def note(self, event: str, *values: object) -> None:
+        """As :meth:`Life.add`."""
+        self.life.add(event, *values)
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.entered = time.monotonic()
+
+    def give_up(self) -> None:
+        """The request is recomputed, whatever the tiers have."""
+        self.attempts = MOST_ATTEMPTS
+        self.enter(Phase.RESOLVED)
+
+    def refuse(self, count: int) -> None:
+        """There is no room for ``count`` tokens."""
+        self.refused = time.monotonic(), count
+
+    @property
+    def least_room(self) -> int:
+        """Tokens that a restore needs at least: one chunk, or what it needed a moment ago."""
+        refused, count = self.refused
+        return count if time.monotonic() - refused < _REFUSED_S else CHUNK_TOKENS
+
+    @property
+    def restored(self) -> int:
+        """Leading tokens of the prompt that have slots by its restore, or will by that of another request."""
+        if self.phase is Phase.PENDING:
+            return CHUNK_TOKENS * len(self.keys)
+        return self.restore.end if self.restore is not None and self.phase is not Phase.RESOLVED else 0
+
+    @property
+    def in_phase_s(self) -> float:
+        """Seconds since its phase began."""
+        return time.monotonic() - self.entered
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What an admitted request got: how many tokens from each tier, and its life so far."""
+
+    host: int = 0
+    disk: int = 0
+    life: Life = field(default_factory=Life)

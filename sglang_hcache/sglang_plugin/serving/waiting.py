@@ -1,0 +1,107 @@
+"""The requests that wait, and what is pinned on the device for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedRequest, SchedulerView
+from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
+
+_LOOK_EVERY_S = 1.0
+
+
+class Waiting:
+    """Tickets by request id, first come first. Everything runs on the scheduler's thread."""
+
+    def __init__(self, tree: DeviceTree, scheduler: SchedulerView, observer: Observer) -> None:
+        self._tree = tree
+        self._scheduler = scheduler
+        self._observer = observer
+        self._tickets: dict[str, Ticket] = {}
+        self._last_look = time.monotonic()
+        self.pinned_tokens = 0
+        """Those that were restored and are pinned."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._tickets.values()))
+
+    def add(self, ticket: Ticket) -> None:
+        """Its request enters the queue."""
+        self._tickets[ticket.prompt.rid] = ticket
+
+    def get(self, rid: str) -> Ticket | None:
+        """The ticket of a request, if it has one."""
+        return self._tickets.get(rid)
+
+    def take(self, rid: str) -> Ticket | None:
+        """The same; it waits no longer."""
+        return self._tickets.pop(rid, None)
+
+    def until_last_pending(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
+        """SGLang's queue, in order, down to the last request that waits for its restore to start."""
+        left = sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
+        for request in self._scheduler.waiting() if left else ():
+            ticket = self._tickets.get(request.rid)
+            left -= ticket is not None and ticket.phase is Phase.PENDING
+            yield request, ticket
+            if not left:
+                return
+
+    def gone(self) -> list[str]:
+        """Those whose requests left the queue without telling us. Looks once a second."""
+        now = time.monotonic()
+        if now - self._last_look < _LOOK_EVERY_S:
+            return []
+        self._last_look = now
+        waiting = {request.rid for request in self._scheduler.waiting()}
+        gone = [rid for rid in self._tickets if rid not in waiting]
+        if gone:
+            self._observer.count("restore.tickets_pruned", len(gone))
+        return gone
+
+    def phases(self) -> dict[str, int]:
+        """Number of tickets in each phase."""
+        counts = {phase.value: 0 for phase in Phase}
+        for ticket in self._tickets.values():
+            counts[ticket.phase.value] += 1
+        return counts
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, ticket: Ticket, node: Node) -> None:
+        """The prefix of ``ticket`` is in the tree down to ``node``: keep it there."""
+        assert ticket.restore is not None
+        self._tree.lock(node)
+        self.pinned_tokens += ticket.restore.job.num_tokens
+        ticket.pinned_node = node
+        ticket.enter(Phase.PINNED)
+
+    def unpin(self, ticket: Ticket) -> None:
+        """Let the device evict it again."""
+        assert ticket.pinned_node is not None
+        assert ticket.restore is not None
+        self._tree.unlock(ticket.pinned_node)
+        self.pinned_tokens -= ticket.restore.job.num_tokens
+        ticket.pinned_node, ticket.on_device = None, ticket.restore.end
+        ticket.seen_evictions = self._tree.evictions
+        ticket.enter(Phase.RESOLVED)
+
+    def give_back_pins(self, older_than_s: float = 0.0) -> bool:
+        """Let the device evict what was restored for requests that still wait; False if there was nothing."""
+        if not self.pinned_tokens:
+            return False
+        pinned = [
+            ticket
+            for ticket in self._tickets.values()
+            if ticket.phase is Phase.PINNED and ticket.in_phase_s >= older_than_s
+        ]
+        for ticket in pinned:
+            self._observer.count("restore.pins_given_back")
+            ticket.note("what was restored is given back")
+            self.unpin(ticket)
+        return bool(pinned)

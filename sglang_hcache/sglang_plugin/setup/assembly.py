@@ -1,0 +1,239 @@
+"""From a configuration and a loaded model to a tier that serves: check, measure, plan, build."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes, format_duration
+from sglang_hcache.device.row_writers import load_row_writer
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.lanes import Lanes
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, store_config
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
+from sglang_hcache.sglang_plugin.setup import selfcheck
+from sglang_hcache.sglang_plugin.setup.measuring import Bench
+from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
+
+logger = logging.getLogger(__name__)
+
+_TRIED = {
+    PlanKind.AUTO: (Method.HIDDEN, Method.KV),
+    PlanKind.HIDDEN: (Method.HIDDEN,),
+    PlanKind.KV: (Method.KV,),
+    PlanKind.HYBRID: (Method.KV,),
+    PlanKind.RECOMPUTE: (),
+}
+"""What may be restored, and so is checked before serving."""
+_PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+_GROUP_SLOTS, _FEWEST_GROUPS = 4, 64
+"""Beside a GPU each stretch of neighbouring chunks is a copy: of 1 MB nearly twice as fast as of 256 KB (H200). In a
+simulation of conversations chunks lie alone before long without groups; with groups of four 1 to 3 % fewer are found
+again, of eight up to 15 %, for slots behind a prefix wait for it to go on."""
+
+
+def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
+    """Build a tier; while nobody is served yet.
+
+    Args:
+        machine: as in a profile.
+
+    Raises:
+        ConfigError: the configuration does not fit the model or the machine.
+        SelfCheckError: what is restored is not what the model wrote.
+        StoreError: the disk tier cannot be opened.
+    """
+    labels = device.scheduler.metric_labels()
+    counters = Counters(MetricsObserver(labels) if labels is not None else None)
+    restorer, asked = restorer_of(model, device), config
+    config = _without_hidden_states(config, model)
+    check = _check(config, model, restorer, device)
+    if check is not None:
+        restorer = check.restorer
+        if restorer.projector is None:
+            config = config.without_hidden_states()
+    with ExitStack() as undo:
+        settings = store_config(config, model.shape.hidden_size)
+        disk = None
+        if settings is not None and config.method is not PlanKind.RECOMPUTE:
+            disk = DiskStore.open(settings, counters)
+            undo.callback(disk.close)
+        profile = _profile(config, model, device, restorer, disk, machine)
+        weights = model.weights()
+        stored = choose_stored(config, profile, model.shape, disk, weights)
+        layout = model.layout(stored)
+        budget = _budget(config, layout, device.largest_pass, device.staged_passes)
+        tiers = _tiers(config, layout, budget, disk, counters, device)
+        gate = None
+        if profile is not None and config.method in _PREDICTED:
+            may_recompute = check is not None and check.may_recompute
+            block_tokens = CHUNK_TOKENS * budget.block_chunks
+            gate = RestoreGate(profile, stored, block_tokens, may_recompute=may_recompute)
+        gauges = TierGauges(labels, tiers) if labels is not None else None
+        namespace = model.namespace(layout, weights)
+        bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, gauges)
+        undo.pop_all()
+    _log_model(asked, model, stored, check)
+    _log_tiers(config, tiers, budget)
+    logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
+    if gate is not None:
+        _log_prediction(gate)
+    return bridge
+
+
+def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
+    """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
+    rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
+    stage = None if device.beside is None else device.beside.stage
+    return LayerRestorer(model.row_dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
+
+
+def _without_hidden_states(config: HCacheConfig, model: ServedModel) -> HCacheConfig:
+    """``config``, if need be without what ``model`` does not allow."""
+    if model.why_not_hidden is None:
+        return config
+    if config.method is PlanKind.HIDDEN:
+        raise ConfigError(f"--hcache-method hidden cannot be used: {model.why_not_hidden}; use auto or kv")
+    logger.info("hcache: hidden states are not used: %s", model.why_not_hidden)
+    return config.without_hidden_states()
+
+
+def _check(
+    config: HCacheConfig, model: ServedModel, restorer: LayerRestorer, device: Device
+) -> selfcheck.SelfCheckResult | None:
+    methods = _TRIED[config.method]
+    if not methods:
+        return None
+    projectors = dict(model.projectors())
+    return selfcheck.run(model, restorer, projectors, device.pool, device.forward, methods)
+
+
+def _profile(
+    config: HCacheConfig,
+    model: ServedModel,
+    device: Device,
+    restorer: LayerRestorer,
+    disk: DiskStore | None,
+    machine: str,
+) -> Profile | None:
+    if config.method not in _PREDICTED and config.save_profile is None:
+        return None
+    longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
+    bench = Bench(
+        model, restorer, device.forward, disk, longest, config.measure_s, config.run_chunks, machine
+    )
+    return find_profile(config, bench)
+
+
+def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int, staged_passes: int) -> HostBudget:
+    if config.method is PlanKind.RECOMPUTE:
+        return HostBudget.least()
+    budget = HostBudget.of(config, layout, largest_pass, staged_passes)
+    remedy = "raise --hcache-host-size or staging_size, or lower --chunked-prefill-size"
+    if budget.ring_rows < largest_pass:
+        logger.warning(
+            "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; %s",
+            budget.ring_rows, largest_pass, remedy,
+        )  # fmt: skip
+    elif budget.ring_rows < staged_passes * largest_pass:
+        logger.warning(
+            "hcache: staging holds %d tokens, not %d prefill passes of up to %d: of a long prompt not every pass is "
+            "saved; %s", budget.ring_rows, staged_passes, largest_pass, remedy,
+        )  # fmt: skip
+    return budget
+
+
+def _tiers(
+    config: HCacheConfig,
+    layout: StateLayout,
+    budget: HostBudget,
+    disk: DiskStore | None,
+    counters: Counters,
+    device: Device,
+) -> TieredStore:
+    memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
+    may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
+    group_slots = _GROUP_SLOTS if may_group else 1
+    host = HostTier(memory, layout, counters, keep_dirty=disk is not None, group_slots=group_slots)
+    run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.last_stats.cap_bytes)
+    return TieredStore(
+        host,
+        disk,
+        counters,
+        write_policy=config.write_policy,
+        run_chunks=run_chunks,
+        piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
+    )
+
+
+def _log_model(
+    config: HCacheConfig,
+    model: ServedModel,
+    stored: Sequence[Method],
+    check: selfcheck.SelfCheckResult | None,
+) -> None:
+    shape = model.shape
+    sizes = (
+        format_bytes(shape.num_layers * shape.hidden_row_bytes),
+        format_bytes(shape.num_layers * shape.kv_row_bytes),
+    )
+    if check is None:
+        logger.info(
+            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method recompute: nothing is "
+            "stored or restored", model.architecture, shape.num_layers, *sizes,
+        )  # fmt: skip
+        return
+    if check.why_not_hidden is not None:
+        logger.warning("hcache: hidden states are not used: %s", check.why_not_hidden)
+    logger.info(
+        "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
+        "self-check error %.2g (tolerance %.2g)%s%s",
+        model.architecture, shape.num_layers, *sizes, describe(stored),
+        "" if config.method in (PlanKind.HIDDEN, PlanKind.KV) else f" ({config.method})",
+        check.error, check.tolerance,
+        "" if check.projector is None else f"; projector {check.projector}",
+        "" if check.may_recompute or config.method in (PlanKind.HIDDEN, PlanKind.KV)
+        else "; the first layers are not recomputed",
+    )  # fmt: skip
+    if config.method is PlanKind.HIDDEN and shape.hidden_row_bytes > shape.kv_row_bytes:
+        logger.warning(
+            "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
+            "attention); --hcache-method auto stores K and V", shape.hidden_row_bytes / shape.kv_row_bytes,
+        )  # fmt: skip
+
+
+def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> None:
+    disk = "no disk tier (give --hcache-dirs for one)"
+    stats = tiers.disk_stats
+    if stats is not None:
+        disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
+        if config.disk_max_age is not None:
+            disk += f", each kept for {format_duration(config.disk_max_age)} at most"
+    logger.info(
+        "hcache: host tier %s for %d tokens, staging for %d; %s; %s",
+        format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, budget.ring_rows, disk,
+        config.write_policy,
+    )  # fmt: skip
+
+
+def _log_prediction(gate: RestoreGate) -> None:
+    tier = planned_tier(gate.profile)
+    decision = gate.decide({tier: PLANNED_TOKENS}, 0)
+    logger.info(
+        "hcache: %d tokens from %s: restoring %.1f ms with the first %d layers recomputed; recomputing all %.1f ms",
+        PLANNED_TOKENS, tier, 1e3 * decision.restore_s, decision.num_recompute, 1e3 * decision.recompute_s,
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+"""What restoring and recomputing cost on this machine with this model: a profile, measured before serving."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+
+import torch
+
+from sglang_hcache.core.errors import StoreError, TierMissError
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.plan.curves import CostCurve, fit_curve
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.restore.pipeline import most_together
+from sglang_hcache.restore.rows import StoredRows
+from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.protocols import ForwardModel
+from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import DISK, HOST
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_FEWEST_LENGTHS = 3
+_PIECE_SHARE = 1 / 4
+"""Of the longest pass: the piece that is measured behind a prefix as long as that pass."""
+_MOST_BUDGETS = 10.0
+"""A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
+for minutes at every start."""
+_COMPANY_TOKENS = 1024
+"""Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
+_FEWEST_ROUNDS = 3
+_MOST_ROUNDS = 15
+
+_MOST_SCRATCH_BYTES = 64 * 2**20
+_SCRATCH_SHARE = 1 / 32
+"""Of the disk tier: what may be filled for it, for as long as it takes."""
+_PACKAGES = ("sglang-hcache", "sglang", "torch")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, and for how long.
+
+    Args:
+        longest: most tokens that a pass may have, and that the KV pool may lend.
+        budget_s: seconds for each thing that is measured.
+        disk: the disk tier, which takes a few chunks that nobody asks for; None: there is none.
+        run_chunks: chunks that are written together.
+        machine: the profile's :attr:`Profile.machine`.
+    """
+
+    model: ServedModel
+    restorer: LayerRestorer
+    forward: ForwardModel
+    disk: DiskStore | None
+    longest: int
+    budget_s: float
+    run_chunks: int
+    machine: str
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether passes are long enough to measure anything."""
+        return len(self._lengths) >= _FEWEST_LENGTHS
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [length for length in _LENGTHS if length <= self.longest]
+
+    def measure(self) -> Profile:
+        """Time forward passes, layers and reads of a few lengths, and fit curves."""
+        began = time.monotonic()
+        layers, lengths = self.model.shape.num_layers, self._lengths
+        logger.info("hcache: measuring what restoring and recomputing cost on this machine")
+        recompute = self._recompute_curve()
+        kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
+        hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
+        if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
+            hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
+        with ExitStack() as scratch:
+            if self.disk is not None:
+                scratch.enter_context(self.disk.measuring())
+            tiers = self._tiers(scratch)
+        profile = Profile(
+            source=ProfileSource.MEASURED,
+            model=self.model.shape,
+            machine=self.machine,
+            tiers=tiers,
+            compute=ComputeCurves(
+                hidden=_at_least(hidden, kv), kv=kv, recompute=_scaled(recompute, 1 / layers)
+            ),
+            versions=installed_versions(),
+            token_range=(lengths[0], lengths[-1]),
+        )
+        logger.info("hcache: measured this machine in %.1f s", time.monotonic() - began)
+        return profile
+
+    # -- computing -------------------------------------------------------------------------------
+
+    def _recompute_curve(self) -> CostCurve:
+        """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
+        lengths = self._quick_enough(self._lengths)
+        pieces = [(length, 0) for length in lengths]
+        behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
+        if sum(behind) <= self.model.context_length:
+            pieces.insert(0, behind)  # first: not what a short budget leaves out
+        fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
+        measured = self._measured(pieces, self._recompute_one, fewest)
+        counts, starts = zip(*measured, strict=True)
+        return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
+
+    def _quick_enough(self, lengths: Sequence[int]) -> Sequence[int]:
+        """Those whose passes are worth the time, by that of the shortest."""
+        token_s = min(self._recompute_one(lengths[0], 0) for _ in range(_FEWEST_ROUNDS)) / lengths[0]
+        quick = [length for length in lengths if length * token_s <= _MOST_BUDGETS * self.budget_s]
+        return quick if len(quick) >= _FEWEST_LENGTHS else lengths[:_FEWEST_LENGTHS]
+
+    def _recompute_one(self, length: int, start: int) -> float:
+        tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
+        slots = self.forward.allocate(len(tokens))
+        seconds = self.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
+        self.forward.release(slots)
+        return seconds
+
+    @torch.inference_mode()
+    def _restore_one(self, method: Method, length: int) -> float:
+        width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
+        slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
+        rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
+        self.restorer.after(self.restorer.fence(), reading=True)
+        began = time.monotonic()
+        stored = [StoredRows.of(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
+        for part in self.restorer.start(stored, positions, slots[:length]):
+            part.result()
+        seconds = (time.monotonic() - began) / NUM_LAYERS
+        self.forward.release(slots)
+        return seconds
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _tiers(self, holds: ExitStack) -> dict[str, TierCurves]:
+        """What reading costs, by tier; a disk that does not take the chunks, or does not give them back, is missing."""
+        found = {HOST: self._host_curves(holds)}
+        if self.disk is not None:
+            try:
+                reads = self._scratch_in(self.disk, holds)
+                curves = self._tier_curves(
+                    lambda method: self._with_bus(method, self._read_curve(reads[method]))
+                )
+                found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
+            except (StoreError, TierMissError) as error:
+                logger.warning(
+                    "hcache: reads from the disk tier could not be measured: %s. Until a restore from it says "
+                    "more, it is taken to be as fast as host memory", error,
+                )  # fmt: skip
+        return found
+
+    def _scratch_in(self, disk: DiskStore | None, holds: ExitStack) -> dict[Method, ScratchReads]:
+        most_bytes = _MOST_SCRATCH_BYTES
+        if disk is not None:
+            most_bytes = min(most_bytes, int(disk.last_stats.cap_bytes * _SCRATCH_SHARE))
+        together = most_together(self.model.shape.num_layers)
+        found = {}
+        for method in (Method.HIDDEN, Method.KV):
+            row_bytes = self.model.row_bytes(method)
+            most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
+            count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
+            found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks, together)
+            holds.callback(found[method].close)
+        return found
+
+    def _host_curves(self, holds: ExitStack) -> TierCurves:
+        """Of host memory: a device beside the CPU copies most prefixes from where they lie."""
+        if self.restorer.stage is not None:
+            return self._tier_curves(partial(self._bus_curve, self.restorer.stage))
+        reads = self._scratch_in(None, holds)
+        return self._tier_curves(lambda method: self._read_curve(reads[method]))
+
+    def _tier_curves(self, curve_of: Callable[[Method], CostCurve]) -> TierCurves:
+        hidden, kv = curve_of(Method.HIDDEN), curve_of(Method.KV)
+        shape = self.model.shape
+        # Fewer bytes never take longer: where two measurements say so, it is noise.
+        if shape.hidden_row_bytes >= shape.kv_row_bytes:
+            return TierCurves(hidden=_at_least(hidden, kv), kv=kv)
+        return TierCurves(hidden=hidden, kv=_at_least(kv, hidden))
+
+    def _read_curve(self, reads: ScratchReads) -> CostCurve:
+        lengths = [length for length in _LENGTHS if length <= reads.longest]
+        if len(lengths) < _FEWEST_LENGTHS:
+            lengths = list(range(CHUNK_TOKENS, reads.longest + 1, CHUNK_TOKENS))
+        return self._fit(lengths, reads.time)
+
+    def _with_bus(self, method: Method, read: CostCurve) -> CostCurve:
+        """Reading one layer while the one before is copied to a device beside the CPU: the slower of both."""
+        stage = self.restorer.stage
+        return read if stage is None else _at_least(read, self._bus_curve(stage, method))
+
+    def _bus_curve(self, stage: DeviceStage, method: Method) -> CostCurve:
+        """Copying one layer's rows to the device."""
+        width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
+        # More is cut to such pieces.
+        lengths = [length for length in self._lengths if length <= stage.rows_at_once]
+        rows = stage.host_rows(lengths[-1], width, self.model.row_dtype)
+
+        def copy(length: int) -> float:
+            began = time.monotonic()
+            for _ in range(NUM_LAYERS):
+                mark = stage.bring(rows[:length])
+            mark.wait()
+            return (time.monotonic() - began) / NUM_LAYERS
+
+        return self._fit(lengths, copy)
+
+    def _contention(self, reads: ScratchReads) -> float:
+        """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
+        method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
+        length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
+
+        read, restore = partial(reads.time, length), partial(self._restore_one, method, length)
+        _seconds(read), _seconds(restore)  # the first time, as everywhere here, does not count
+        ratio = _seconds(read) / _seconds(restore)
+        num_reads, num_restores = max(1, round(1 / ratio)), max(1, round(ratio))
+        rounds: list[tuple[float, float, float]] = []
+        ends = time.monotonic() + self.budget_s
+        with ThreadPoolExecutor(1, thread_name_prefix="hcache-company") as beside:
+
+            def both() -> None:
+                reading = beside.submit(_seconds, read, num_reads)
+                _seconds(restore, num_restores)
+                reading.result()
+
+            while self._is_more_wanted([sum(one) for one in rounds], ends):
+                rounds.append((_seconds(read, num_reads), _seconds(restore, num_restores), _seconds(both)))
+        read_s, restore_s, both_s = (_undisturbed(times) for times in zip(*rounds, strict=True))
+        return min(max((both_s - max(read_s, restore_s)) / min(read_s, restore_s), 0.0), 1.0)
+
+    # -- fitting ---------------------------------------------------------------------------------
+
+    def _fit(self, lengths: Iterable[int], time_of: Callable[[int], float]) -> CostCurve:
+        """The line through the times of a few lengths, as many as the budget allows."""
+        pieces = [(length, 0) for length in lengths]
+        measured = self._measured(pieces, lambda length, _: time_of(length), _FEWEST_LENGTHS)
+        return fit_curve([length for length, _ in measured], list(measured.values()))
+
+    def _measured(
+        self, pieces: Sequence[tuple[int, int]], time_of: Callable[[int, int], float], fewest: int
+    ) -> dict[tuple[int, int], float]:
+        """Times of pieces (length, position), in order, until the budget is spent, but ``fewest`` at least."""
+        measured: dict[tuple[int, int], float] = {}
+        ends = time.monotonic() + self.budget_s
+        for left, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
+            if len(measured) >= fewest and time.monotonic() > ends:
+                break
+            share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
+            first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
+            times = [first_s] if first_s > self.budget_s else []
+            while self._is_more_wanted(times, share_ends):
+                times.append(time_of(*piece))
+            measured[piece] = _undisturbed(times)
+        return _never_falling(measured)
+
+    def _is_more_wanted(self, times: Sequence[float], share_ends: float) -> bool:
+        """A few rounds in any case, but of what takes longer than all the time for it, one: noise is short."""
+        if not times or (len(times) < _FEWEST_ROUNDS and sum(times) < self.budget_s):
+            return True
+        return len(times) < _MOST_ROUNDS and time.monotonic() < share_ends
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {name: version(name) for name in _PACKAGES}
+
+
+def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:
+    """Names what the numbers of a profile belong to: processor, device, directories of the disk tier.
+
+    Args:
+        computes_by: attention backend, and how weights are quantised.
+    """
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = os.uname().machine
+    cores = len(os.sched_getaffinity(0))
+    where = ", ".join(sorted(os.fspath(path) for path in directories)) or "no disk tier"
+    return f"{model}, {cores} cores, {device}, {computes_by}; {where}"
+
+
+def _seconds(work: Callable[[], object], times: int = 1) -> float:
+    """Of doing ``work`` so many times."""
+    began = time.monotonic()
+    for _ in range(times):
+        work()
+    return time.monotonic() - began
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """The lower quartile: what something else on the machine took must not count as a cost."""
+    return max(sorted(times)[len(times) // 4], 1e-9)
+
+
+def _never_falling(measured: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Times of pieces (length, position), none above that of a piece no shorter and no earlier.
+
+    A pause during short pieces would make of all their time a cost that does not depend on length: restores would
+    never seem to pay, and no later observation would tell.
+    """
+    return {
+        piece: min(
+            seconds for other, seconds in measured.items() if other[0] >= piece[0] and other[1] >= piece[1]
+        )
+        for piece in measured
+    }
+
+
+def _scaled(curve: CostCurve, factor: float) -> CostCurve:
+    return replace(
+        curve,
+        fixed_s=factor * curve.fixed_s,
+        per_token_s=factor * curve.per_token_s,
+        per_token_squared_s=factor * curve.per_token_squared_s,
+    )
+
+
+def _at_least(curve: CostCurve, other: CostCurve) -> CostCurve:
+    """``curve``, in no coefficient below ``other``: who does more does not take less time."""
+    return replace(
+        curve,
+        fixed_s=max(curve.fixed_s, other.fixed_s),
+        per_token_s=max(curve.per_token_s, other.per_token_s),
+    )

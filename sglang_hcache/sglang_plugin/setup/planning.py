@@ -1,0 +1,167 @@
+"""Which profile counts, and what each layer stores."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_hcache.core.config import HCacheConfig, profile_dir
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import Method, PlanKind
+from sglang_hcache.plan.planner import Split, fastest_restore
+from sglang_hcache.plan.profile import Profile
+from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.plan.stored import best_stored, planned_costs
+from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
+from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import DISK
+
+logger = logging.getLogger(__name__)
+
+_WORTH_CHANGING = 1.1
+"""Chunks on disk keep their mix unless another one is faster by this factor: with a new mix they are lost."""
+
+_LETTERS = {Method.HIDDEN: "h", Method.KV: "k"}
+
+
+def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
+    """The profile that the configuration names, a saved one that matches, or a new one.
+
+    Returns:
+        None if there is none and the machine cannot be measured.
+
+    Raises:
+        ConfigError: the file named is no profile, or of another model; or the new one cannot be saved.
+    """
+    if config.save_profile is not None:
+        if not bench.is_possible:
+            raise ConfigError(f"save_profile: {_too_short(bench)}; raise what is the least")
+        profile = bench.measure()
+        _save(profile, config.save_profile)
+        return profile
+    if config.profile is not None:
+        return _named(config.profile, bench)
+    for path in _saved_profiles():
+        try:
+            profile = Profile.read(path)
+        except ConfigError as error:
+            logger.warning("hcache: %s; it is not used", error)
+            continue
+        if not differences(profile, bench.model.shape, bench.machine):
+            logger.info("hcache: using the profile %s", path)
+            return profile
+    if bench.is_possible:
+        return bench.measure()
+    logger.warning("hcache: %s: whatever is stored is restored", _too_short(bench))
+    return None
+
+
+def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:
+    """In what the circumstances of ``profile`` are not the present ones."""
+    found = []
+    if not profile.is_of(shape):
+        found.append(f"it is of the model {profile.model.name}, with other sizes")
+    if profile.machine != machine:
+        found.append(f"it was made on {profile.machine!r}; this is {machine!r}")
+    if dict(profile.versions) != installed_versions():
+        found.append("it was made with other versions")
+    return found
+
+
+def choose_stored(
+    config: HCacheConfig, profile: Profile | None, shape: ModelShape, disk: DiskStore | None, weights: bytes
+) -> tuple[Method, ...]:
+    """What each layer stores. What is on disk keeps its mix, as long as that is good enough."""
+    layers = shape.num_layers
+    if config.method is PlanKind.HIDDEN:
+        return (Method.HIDDEN,) * layers
+    if config.method is not PlanKind.AUTO:
+        return (Method.KV,) * layers
+    smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
+    best = (smaller,) * layers if profile is None else best_stored(profile)
+    if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
+        return best
+    name = f"layout {weights.hex()[:16]}"
+    noted = _parse(disk.notes.get(name), layers)
+    if profile is None or DISK not in profile.tiers:
+        # Nobody knows what is best for the disk: what is there stays.
+        return noted or best
+    if noted is not None and noted != best:
+        costs = planned_costs(profile)
+        slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
+        if slower <= _WORTH_CHANGING:
+            return noted
+        logger.warning(
+            "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
+            describe(best), slower, describe(noted), describe(noted),
+        )  # fmt: skip
+    disk.notes.put(name, "".join(_LETTERS[method] for method in best))
+    return best
+
+
+def describe(methods: Sequence[Method]) -> str:
+    """What layers store, for people: ``hidden``, ``kv`` or how many of each."""
+    split = Split.of(methods)
+    if not split.kv or not split.hidden:
+        return str(methods[0])
+    return f"{split.hidden} hidden + {split.kv} kv"
+
+
+def profile_of(path: Path, shape: ModelShape) -> Profile:
+    """The profile in a file, which must be of the model.
+
+    Raises:
+        ConfigError: it cannot be read, is none, or is of another model.
+    """
+    profile = Profile.read(path, "--hcache-profile")
+    if not profile.is_of(shape):
+        raise ConfigError(
+            f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
+            f"{shape.name}; make one with: hcache profile --model-path MODEL"
+        )
+    return profile
+
+
+def _saved_profiles() -> list[Path]:
+    """Files that may hold one; none, with a warning, where nobody can look: the model is loaded by then."""
+    try:
+        # Not Path.glob: whether that raises or finds nothing depends on the version of Python.
+        with os.scandir(profile_dir()) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.name.endswith(".json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("hcache: cannot look for saved profiles in %s: %s", error.filename, error.strerror)
+    except ConfigError as error:
+        logger.warning("hcache: cannot look for saved profiles: %s", error)
+    return []
+
+
+def _named(path: Path, bench: Bench) -> Profile:
+    profile = profile_of(path, bench.model.shape)
+    for difference in differences(profile, bench.model.shape, bench.machine):
+        logger.warning("hcache: the profile %s is used although %s", path, difference)
+    return profile
+
+
+def _too_short(bench: Bench) -> str:
+    return (
+        f"passes of {bench.longest} tokens (--chunked-prefill-size, a quarter of the KV pool, or the model's context) "
+        "are too short to measure anything"
+    )
+
+
+def _save(profile: Profile, path: Path) -> None:
+    try:
+        path.write_text(profile.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"save_profile: cannot write {path}: {error.strerror}") from None
+
+
+def _parse(note: str | None, num_layers: int) -> tuple[Method, ...] | None:
+    methods = {letter: method for method, letter in _LETTERS.items()}
+    if note is None or len(note) != num_layers or not set(note) <= methods.keys():
+        return None
+    return tuple(methods[letter] for letter in note)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, pool_share, staged_passes_of
+from sglang_hcache.sglang_plugin.setup.assembly import _budget
+
+LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
+
+
+@pytest.mark.parametrize("host_size", ["1GB", "4GB", "10GB"])
+@pytest.mark.parametrize("staging_size", [None, "200MB"])
+@pytest.mark.parametrize("largest_pass", [512, 8192])
+def test_the_parts_stay_within_the_whole(host_size: str, staging_size: str | None, largest_pass: int) -> None:
+    config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size})
+    budget = HostBudget.of(config, LAYOUT, largest_pass)
+    used = (
+        budget.ring_rows * sum(LAYOUT.row_bytes)
+        + budget.num_slots * LAYOUT.chunk_bytes
+        + NUM_BUFFERS * buffer_bytes(LAYOUT, budget.block_chunks)
+    )
+    assert config.host_size - LAYOUT.chunk_bytes < used <= config.host_size
+    assert 1 <= budget.block_chunks <= 64
+
+
+def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 512).ring_rows == 1024
+    assert HostBudget.of(config, LAYOUT, 8192).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_no_overlap", "passes"), [("cuda", False, 3), ("cuda", True, 2), ("cpu", False, 2)]
+)
+def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
+    device: str, has_no_overlap: bool, passes: int
+) -> None:
+    arguments = SimpleNamespace(device=device, disable_overlap_schedule=has_no_overlap)
+    assert staged_passes_of(arguments) == passes
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 512, passes).ring_rows == passes * 512
+    assert HostBudget.of(config, LAYOUT, 8192, passes).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("largest_pass", "passes", "warning"),
+    [
+        (1024, 3, None),
+        (1500, 2, None),
+        (
+            1500,
+            3,
+            "staging holds 3814 tokens, not 3 prefill passes of up to 1500: of a long prompt not every",
+        ),
+        (
+            3000,
+            2,
+            "staging holds 3814 tokens, not 2 prefill passes of up to 3000: of a long prompt not every",
+        ),
+        (
+            4096,
+            2,
+            "staging holds 3814 tokens, a prefill pass may have 4096, and the rest is not saved; raise --",
+        ),
+    ],
+)
+def test_the_log_says_where_staging_is_too_small(
+    largest_pass: int, passes: int, warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, largest_pass, passes)
+    assert [warning in message for message in caplog.messages if warning] == [True] * (warning is not None)
+    assert bool(caplog.messages) is (warning is not None)
+
+
+def test_passes_may_be_shorter_than_a_chunk() -> None:
+    config = HCacheConfig.from_settings({"host_size": "4GB"})
+    assert HostBudget.of(config, LAYOUT, 16).ring_rows == 128
+
+
+@pytest.mark.parametrize(("disk_bytes", "chunks"), [(10**12, 16), (10 * 2**27, 10), (2**20, 1)])
+def test_a_run_never_needs_all_of_a_small_disk(disk_bytes: int, chunks: int) -> None:
+    assert LAYOUT.chunk_bytes == 2**24
+    assert longest_run(HCacheConfig(), LAYOUT, disk_bytes) == chunks
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
+        HostBudget.of(HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, 512)
+
+
+def test_a_pool_and_the_host_tier_share_a_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_hcache.sglang_plugin.seam.budget.available_host_bytes", lambda: 20 * 10**9)
+    assert pool_share(HCacheConfig.from_settings({"host_size": "4GB"}), 0.75) == 0.55
+    with pytest.raises(
+        ConfigError, match=r"--hcache-host-size: 15\.0 GB leaves no memory .*--max-total-tokens"
+    ):
+        pool_share(HCacheConfig.from_settings({"host_size": "15GB"}), 0.75)

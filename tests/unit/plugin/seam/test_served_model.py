@@ -1,0 +1,201 @@
+"""What a served model is known by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from sglang_hcache.core.layout import Method, PlanKind, StateLayout
+from sglang_hcache.device.attention import Attention
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.sglang_plugin.seam.beside import may_store_hidden
+from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits
+
+
+class Layer(nn.Module):
+    """Weights, a statistic that a checkpoint holds, and something worked out when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("cosines", torch.arange(8.0).cos(), persistent=False)
+
+
+@contextmanager
+def changed(tensor: torch.Tensor) -> Iterator[None]:
+    """One bit of one value is another."""
+    words = tensor.detach().view(torch.int32).view(-1)
+    words[3] ^= 1
+    yield
+    words[3] ^= 1
+
+
+def model(module: nn.Module) -> ServedModel:
+    others: dict[str, Any] = dict.fromkeys((field.name for field in fields(ServedModel)), None)
+    return ServedModel(**{**others, "module": module})
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("linear.weight", True), ("linear.bias", True), ("mean", True), ("cosines", False)]
+)
+def test_weights_are_what_a_checkpoint_holds(name: str, counts: bool) -> None:
+    module = Layer()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    before = model(module).weights()
+    with changed(tensors[name]):
+        assert (model(module).weights() != before) == counts
+    assert model(module).weights() == before == model(Layer()).weights()
+
+
+class Attends(nn.Module):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+class AttendsToX(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_layers_are_watched_where_their_input_is_known() -> None:
+    modules = [Attends(), AttendsToX(), Attends()]
+    attention = tuple(Attention(module, "attn", heads=1, kv_heads=1, head_dim=8) for module in modules)
+    seen: list[tuple[int, float]] = []
+    replace(model(Layer()), attention=attention).watch(
+        range(3), lambda layer, hidden: seen.append((layer, float(hidden)))
+    )
+    modules[0](torch.tensor(0), torch.tensor(1.0))
+    modules[1](torch.tensor(2.0))
+    modules[2](torch.tensor(0), hidden_states=torch.tensor(3.0))
+    assert seen == [(0, 1.0), (2, 3.0)]
+
+
+class RadixAttention(nn.Module):
+    """What is read of SGLang's class of this name."""
+
+    layer_id = 0
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.k_scale_float = self.v_scale_float = scale
+
+
+def test_rounded_kv_is_served_only_where_it_is_rounded_alike() -> None:
+    def namespace(kv_dtype: torch.dtype, scale: float = 1.0) -> bytes:
+        served = replace(model(RadixAttention(scale)), dtype=torch.bfloat16, kv_dtype=kv_dtype)
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert len({namespace(torch.bfloat16), namespace(e4m3), namespace(e5m2), namespace(e4m3, 2.0)}) == 4
+    assert namespace(torch.bfloat16) == namespace(torch.bfloat16, 2.0), "nothing is scaled there"
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]eprecat:UserWarning")
+def test_weights_that_a_quantisation_made_count() -> None:
+    """torchao's are parameters made of others; SGLang's for GGUF, plain tensors beside the parameters."""
+    module = Layer()
+    quantize_(module, Int8WeightOnlyConfig())
+    module.linear.packed = torch.ones(8, 8)  # type: ignore[assignment]
+    served = replace(model(module), quantization="int8wo", dtype=torch.float32, kv_dtype=torch.float32)
+    parts, before = served.module.linear.weight.tensor_impl, served.weights()
+    for part in (parts.int_data, parts.scale, module.linear.packed):
+        with changed(part):
+            assert served.weights() != before
+    assert served.weights() == before
+    module.linear.workspace = torch.zeros(4)  # type: ignore[assignment]
+    assert served.weights() == before, "a vector is no weight"
+
+
+def test_quantised_weights_are_served_only_where_they_compute_alike() -> None:
+    def namespace(quantization: str | None) -> bytes:
+        served = replace(
+            model(Layer()), dtype=torch.float32, kv_dtype=torch.float32, quantization=quantization
+        )
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    assert len({namespace(None), namespace("torchao int8wo"), namespace("torchao int8dq")}) == 3
+
+
+@dataclass
+class Arguments:
+    """What is read of SGLang's ``ServerArgs``."""
+
+    enable_deterministic_inference: bool
+    attention_backend: str = "fa3"
+    decode_attention_backend: str | None = None
+    rl_on_policy_target: str | None = None
+
+    def get_attention_backends(self) -> tuple[str, str]:
+        return self.attention_backend, self.decode_attention_backend or self.attention_backend
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"enable_deterministic_inference": False},
+        {"attention_backend": "triton"},
+        {"decode_attention_backend": "triton"},
+        {"rl_on_policy_target": "fsdp"},
+    ],
+)
+def test_where_bits_are_promised_only_chunks_with_that_promise_serve(other: dict[str, object]) -> None:
+    def namespace(**changed: object) -> bytes:
+        args = Arguments(**changed)  # type: ignore[arg-type]
+        served = replace(
+            model(Layer()), dtype=torch.float32, kv_dtype=torch.float32, bits=promised_bits(args)
+        )
+        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+    promised = {"enable_deterministic_inference": True}
+    assert namespace(**promised) == namespace(**promised)
+    assert namespace(**promised) != namespace(**{**promised, **other})
+
+
+def test_where_no_bits_are_promised_kernels_share() -> None:
+    assert promised_bits(SimpleNamespace(enable_deterministic_inference=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "quantization", "why"),
+    [
+        (torch.float32, None, None),
+        (torch.float8_e4m3fn, None, "rounded"),
+        (torch.float32, "awq", "quantised (awq)"),
+    ],
+)
+def test_hidden_states_of_plain_weights_and_a_plain_pool_only(
+    kv_dtype: torch.dtype, quantization: str | None, why: str | None
+) -> None:
+    large_kv = ModelShape(
+        name="m",
+        num_layers=1,
+        hidden_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        ffn=FFNKind.PLAIN,
+        ffn_size=8,
+        hidden_dtype_bytes=4,
+        kv_dtype_bytes=4,
+    )
+    served = replace(
+        model(Layer()),
+        shape=large_kv,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        attention=(Attention(Attends(), "attn", heads=1, kv_heads=1, head_dim=8),),
+    )
+    assert (served.why_not_hidden is None) == (why is None) == may_store_hidden(served, PlanKind.AUTO)
+    assert (why or "") in (served.why_not_hidden or "")
+    assert why is None or not list(served.projectors())

@@ -1,0 +1,104 @@
+"""The catalogue of metrics: complete, documented, and fed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglang_hcache.cli.metrics import markdown
+from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, describe
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import small_config
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+ROOT = Path(__file__).parents[4]
+LABELS = {"model_name": "m", "tp_rank": "0"}
+
+NOT_EXPORTED = {
+    "lookup.requests",  # hits and misses
+    "restore.tokens",  # by tier
+    "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
+    "restore.stopped_for_room",
+    "capture.requests_out_of_order",
+    "demote.requests_dropped", "demote.runs_failed",
+    "store.chunks_written",  # demoted
+    "store.runs_recovered",
+}  # fmt: skip
+"""Events for people who look into ``/server_info`` only."""
+
+
+def emitted(method: str) -> set[str]:
+    """Names in calls of ``observer.<method>``, and names that are passed on to one."""
+    found = set()
+    for path in (ROOT / "sglang_hcache").rglob("*.py"):
+        if path.name == "metrics.py":
+            continue
+        text = path.read_text()
+        found |= set(re.findall(rf'\.{method}\(\s*"([a-z_]+\.[a-z_]+)"', text))
+        if method == "count":
+            found |= set(re.findall(r'"((?:capture|demote|lookup|host)\.[a-z_]+)"', text))
+    return found
+
+
+def test_every_event_is_a_metric_or_known_not_to_be() -> None:
+    dynamic = {
+        *(f"restore.{end}" for end in ("done", "failed", "late", "cancelled")),
+        *(f"restore.{what}_{tier}" for what in ("tokens", "bytes") for tier in ("host", "disk")),
+    }
+    events = {event for counter in COUNTERS for event in counter.events}
+    assert events | NOT_EXPORTED == emitted("count") | dynamic
+    assert not events & NOT_EXPORTED
+    assert {measure for histogram in HISTOGRAMS for measure in histogram.measures} == emitted("observe")
+
+
+def test_the_docs_list_every_metric() -> None:
+    assert markdown() in (ROOT / "docs" / "metrics.md").read_text()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[TieredStore]:
+    layout = StateLayout((Method.HIDDEN,), (64,))
+    host = HostTier(np.zeros(4 * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=True)
+    disk = DiskStore.open(small_config(tmp_path), Counters())
+    store = TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+    with closing(store):
+        yield store
+
+
+def test_all_metrics_are_there_from_the_start(tiers: TieredStore) -> None:
+    """Rates of what has not happened yet are zero, not missing."""
+    registry = CollectorRegistry()
+    MetricsObserver(LABELS, registry)
+    gauges = TierGauges(LABELS, tiers, registry)
+    gauges.look()
+    gauges.close()
+    text = generate_latest(registry).decode()
+    for metric in describe():
+        assert f"# TYPE {metric.name.removesuffix('_total')}" in text, metric
+    assert 'sglang:hcache_restores_total{model_name="m",result="late",tp_rank="0"} 0.0' in text
+    assert 'sglang:hcache_tier_capacity_bytes{model_name="m",tier="host",tp_rank="0"} 16384.0' in text
+    assert len(GAUGES) == text.count("# TYPE sglang:hcache_tier") + 2
+
+
+def test_events_and_measures_reach_their_metric() -> None:
+    registry = CollectorRegistry()
+    counters = Counters(MetricsObserver(LABELS, registry))
+    counters.count("restore.done", 2)
+    counters.count("nobody.knows")
+    counters.observe("restore.read_seconds", 0.5)
+    counters.observe("nobody.knows", 1.0)
+    assert registry.get_sample_value("sglang:hcache_restores_total", {**LABELS, "result": "done"}) == 2
+    name = "sglang:hcache_restore_phase_seconds_sum"
+    assert registry.get_sample_value(name, {**LABELS, "phase": "read"}) == 0.5
+    assert counters["restore.done"] == 2

@@ -1,0 +1,1093 @@
+"""The coordinator against a plain stand-in for the device tree: who waits, who owns which slots."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.errors import RestoreTimeoutError, StoreIOError
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
+from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
+from sglang_hcache.sglang_plugin.serving import line, restores, tickets, waiting
+from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
+from sglang_hcache.sglang_plugin.serving.running import Running
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import DISK, ChunkLease, TieredStore
+
+LAYERS = 3
+LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
+PIECE = 2 * CHUNK_TOKENS
+ROOT = bytes(32)
+CAPACITY = 40 * CHUNK_TOKENS
+
+
+@dataclass
+class ChunkTree:
+    """A device cache of whole chunks: chunk key -> its slots. Locks count per chunk."""
+
+    evictions: int = 0
+    cached: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    locks: dict[bytes, int] = field(default_factory=dict)
+    free_slots: set[int] = field(default_factory=lambda: set(range(CAPACITY)))
+
+    def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
+        path: list[bytes] = []
+        for key in chunk_keys(ROOT, tokens):
+            if key not in self.cached:
+                break
+            path.append(key)
+        slots = [self.cached[key] for key in path] or [torch.zeros(0, dtype=torch.int64)]
+        return DeviceMatch(torch.cat(slots), tuple(path))  # type: ignore[arg-type]
+
+    def lock(self, node: tuple[bytes, ...]) -> None:
+        for key in node:
+            self.locks[key] = self.locks.get(key, 0) + 1
+
+    def unlock(self, node: tuple[bytes, ...]) -> None:
+        for key in node:
+            assert self.locks[key] > 0
+            self.locks[key] -= 1
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        while len(self.free_slots) < count:
+            if not self.evict_one():
+                return None
+        return torch.tensor([self.free_slots.pop() for _ in range(count)])
+
+    def evict_one(self) -> bool:
+        for key in reversed(list(self.cached)):
+            if not self.locks.get(key):
+                self.free(self.cached.pop(key))
+                self.evictions += 1
+                return True
+        return False
+
+    def free(self, slots: torch.Tensor) -> None:
+        freed = set(slots.tolist())
+        assert len(freed) == len(slots)
+        assert not freed & self.free_slots, "a slot was freed twice"
+        self.free_slots |= freed
+
+    def insert_tokens(
+        self, tokens: array[int], tenant: str | None, slots: torch.Tensor
+    ) -> tuple[int, object]:
+        keys = chunk_keys(ROOT, tokens)
+        assert len(slots) == len(tokens)
+        existing = len(self.match_tokens(tokens, tenant))
+        for index, key in enumerate(keys):
+            self.cached.setdefault(key, slots[index * CHUNK_TOKENS : (index + 1) * CHUNK_TOKENS])
+        return existing, tuple(keys)
+
+    def room(self) -> int:
+        unlocked = sum(CHUNK_TOKENS for key in self.cached if not self.locks.get(key))
+        return len(self.free_slots) + unlocked
+
+    def capacity(self) -> int:
+        return CAPACITY
+
+    def compute(self, tokens: list[int]) -> None:
+        """A request without restore prefilled ``tokens``."""
+        have = len(self.match_tokens(array("q", tokens), None))
+        slots = self.allocate(len(tokens) - have)
+        assert slots is not None
+        prefix = self.match_tokens(array("q", tokens), None).slots
+        self.insert_tokens(array("q", tokens), None, torch.cat([prefix, slots]))
+
+    def evict_all(self) -> None:
+        while self.evict_one():
+            pass
+
+
+@dataclass
+class Scheduler:
+    running: bool = False
+    reserved: int = 0
+    looks: int = 0
+    """How often it was told that there may be room."""
+    line: list[str] = field(default_factory=list)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Tokens of a request, and those that it may generate."""
+
+    def is_running(self) -> bool:
+        return self.running
+
+    def waiting(self) -> Iterator[QueuedRequest]:
+        return (QueuedRequest(rid, *self.sizes[rid]) for rid in list(self.line))
+
+    def look_again(self) -> None:
+        self.looks += 1
+
+    def reserved_tokens(self) -> int:
+        return self.reserved
+
+
+@dataclass
+class Engine:
+    """Jobs wait here until the test says how they end."""
+
+    jobs: list[RestoreJob] = field(default_factory=list)
+
+    def submit(self, job: RestoreJob) -> None:
+        job.begin()
+        self.jobs.append(job)
+
+    def end(self, state: RestoreState, *, late_after_s: float | None = None) -> None:
+        job = self.jobs.pop(0)
+        if late_after_s is not None:
+            job.error, job.seconds = RestoreTimeoutError(), late_after_s
+        for block in job.blocks:
+            block.close()
+        job.state = state
+
+
+@dataclass
+class Forward:
+    """Notes what the coordinator lets the model compute."""
+
+    passes: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first position, end, layers)."""
+    slots: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
+        if self.error is not None:
+            raise self.error
+        assert len(tokens) == len(slots)
+        self.passes.append((start, len(tokens), num_layers))
+        self.slots = slots.tolist()
+        return 0.001
+
+
+class World:
+    def __init__(self, gate: RestoreGate | None = None, config: HCacheConfig | None = None) -> None:
+        config = config or HCacheConfig()
+        self.counters = Counters()
+        host = HostTier(np.zeros(64 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, self.counters, keep_dirty=False)
+        self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
+        self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
+        self.forward = Forward()
+        device = Device(
+            tree=self.tree,
+            pool=None,  # type: ignore[arg-type]
+            scheduler=self.scheduler,
+            forward=self.forward,  # type: ignore[arg-type]
+            largest_pass=PIECE,
+            beside=None,
+        )
+        self.coordinator = RestoreCoordinator(
+            device,
+            self.tiers,
+            config,
+            self.counters,
+            Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate),
+            engine=self.engine,  # type: ignore[arg-type]
+            running=Running(),
+        )
+
+    def store(self, tokens: list[int]) -> None:
+        parent = ROOT
+        for index, key in enumerate(chunk_keys(ROOT, tokens)):
+            slot = self.tiers.host.reserve()
+            assert slot is not None
+            self.tiers.seal(slot, ChunkInfo(key, parent, index, bytes(16)))
+            parent = key
+
+    def queue(self, rid: str, tokens: list[int], new_tokens: int = 0) -> None:
+        self.coordinator.queue(Prompt(rid, array("q", tokens), None), chunk_keys(ROOT, tokens))
+        self.scheduler.sizes[rid] = len(tokens), new_tokens
+        self.scheduler.line.append(rid)
+
+    def restore(self, state: RestoreState = RestoreState.DONE) -> None:
+        self.coordinator.tick()
+        self.engine.end(state)
+        self.coordinator.tick()
+
+    def assert_clean(self) -> None:
+        """Nothing locked, every slot free or in the tree once."""
+        assert not any(self.tree.locks.values())
+        in_tree = [slot for slots in self.tree.cached.values() for slot in slots.tolist()]
+        assert len(in_tree) == len(set(in_tree))
+        assert set(in_tree) | self.tree.free_slots == set(range(CAPACITY))
+        assert self.coordinator.running.tokens == 0
+
+
+def tokens(name: int, chunks: int) -> list[int]:
+    return [name] * (chunks * CHUNK_TOKENS)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_restore_from_request_to_admission(world: World) -> None:
+    prompt = [*tokens(1, 2), *tokens(2, 3)]
+    world.store(prompt)
+    world.tree.compute(prompt[: 2 * CHUNK_TOKENS])
+    world.queue("a", prompt)
+    assert not world.coordinator.may_be_admitted("a")
+    world.coordinator.tick()
+    job = world.engine.jobs[0]
+    assert (job.first_position, job.num_tokens) == (2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+    assert world.coordinator.running.tokens == 3 * CHUNK_TOKENS
+    assert not world.coordinator.may_be_admitted("a")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evict_all()  # pinned: it stays for its request
+    assert len(world.tree.match_tokens(array("q", prompt), None)) == len(prompt)
+    restored = world.coordinator.admitted("a", len(prompt))
+    assert (restored.host, restored.disk) == (3 * CHUNK_TOKENS, 0)
+    world.assert_clean()
+
+
+def test_only_tokens_that_were_used_are_reported(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert world.coordinator.admitted("a", 2 * CHUNK_TOKENS).host == 2 * CHUNK_TOKENS
+
+
+def test_nothing_stored_means_no_waiting(world: World) -> None:
+    world.queue("a", tokens(1, 4))
+    assert world.coordinator.may_be_admitted("a")
+    assert world.coordinator.may_be_admitted("never heard of")
+
+
+def test_a_failed_restore_gives_everything_back_and_is_not_tried_again(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore(RestoreState.FAILED)
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evictions += 1
+    assert world.coordinator.may_be_admitted("a")
+    world.assert_clean()
+
+
+def test_two_requests_for_one_prefix_restore_it_once(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.queue("b", tokens(1, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert not world.coordinator.may_be_admitted("b")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("b")
+    assert world.coordinator.admitted("a", 4 * CHUNK_TOKENS).host == 4 * CHUNK_TOKENS
+    assert world.coordinator.admitted("b", 4 * CHUNK_TOKENS).host == 0  # it found them on the device
+    world.assert_clean()
+
+
+def test_who_waits_for_anothers_restore_is_not_looked_up_in_every_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread decodes for others between: a hundred requests of one long prompt must not cost them."""
+    world.store(tokens(1, 4))
+    for rid in "abc":
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    looked_up = []
+    match = world.tree.match_tokens
+    monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
+    for _ in range(10):
+        world.coordinator.tick()
+        assert not any(world.coordinator.may_be_admitted(rid) for rid in "abc")
+    assert not looked_up
+    world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert len(world.engine.jobs) == 1, "the next one tries itself"
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in "bc")
+
+
+def test_a_restore_that_starts_does_not_look_at_those_that_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may start in one round: each looking at all before it would stop the scheduler for seconds."""
+    for name in range(16):
+        world.store(tokens(name, 1))
+        world.queue(str(name), tokens(name, 1))
+    looks: list[RestoreJob] = []
+    num_tokens = RestoreJob.num_tokens.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(RestoreJob, "num_tokens", property(lambda job: looks.append(job) or num_tokens(job)))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 16
+    assert max(looks.count(job) for job in world.engine.jobs) < 8
+    for _ in range(16):
+        world.engine.end(RestoreState.FAILED)
+    world.coordinator.tick()
+    world.assert_clean()
+
+
+def test_who_waits_for_anothers_restore_holds_up_nobody(world: World) -> None:
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+    for rid, name in (("a", 1), ("same", 1), ("b", 2)):
+        world.queue(rid, tokens(name, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 2
+    world.queue("c", tokens(3, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+
+
+def test_chunks_that_go_before_they_are_held_leave_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*tokens(1, 2), *tokens(2, 3)]
+    world.store(prompt)
+    world.tree.compute(tokens(1, 2))
+    world.queue("a", prompt)
+    lease, leased = world.tiers.lease, []
+
+    def go(keys: list[bytes], *, promote: bool) -> ChunkLease:
+        if leased:
+            world.tiers.clear()
+        leased.append(lease(keys, promote=promote))
+        return leased[-1]
+
+    monkeypatch.setattr(world.tiers, "lease", go)
+    world.coordinator.tick()
+    assert len(leased) == 1, "the second block is gone"
+    world.assert_clean()
+    assert world.tiers.host.counts().free == world.tiers.host.num_slots
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert not world.engine.jobs
+
+
+def test_what_somebody_computed_meanwhile_is_not_kept_twice(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    world.tree.compute(tokens(1, 2))
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    world.assert_clean()
+    assert len(world.tree.cached) == 4
+
+
+@pytest.mark.parametrize("state", [RestoreState.DONE, RestoreState.CANCELLED, RestoreState.FAILED])
+def test_an_abort_frees_slots_only_when_the_job_is_over(world: World, state: RestoreState) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    free = len(world.tree.free_slots)
+    world.coordinator.drop("a")
+    world.coordinator.tick()
+    assert len(world.tree.free_slots) == free
+    world.engine.end(state)
+    world.coordinator.tick()
+    world.assert_clean()
+    assert len(world.tree.free_slots) == CAPACITY
+
+
+def test_aborts_in_other_phases(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("pending", tokens(1, 4))
+    world.coordinator.drop("pending")
+    world.queue("pinned", tokens(1, 4))
+    world.restore()
+    world.coordinator.drop("pinned")
+    world.assert_clean()
+
+
+def test_running_requests_keep_their_reserve(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 3 * CHUNK_TOKENS
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.scheduler.reserved -= CHUNK_TOKENS
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.engine.jobs
+
+
+def test_restores_share_the_pool_with_the_rest(world: World) -> None:
+    """At most half of the pool is in flight or pinned, but one restore may always run alone."""
+    for name in (1, 2):
+        world.store(tokens(name, 24))
+        world.queue(f"r{name}", tokens(name, 24))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert not world.engine.jobs  # the first one is pinned
+    world.coordinator.admitted("r1", 24 * CHUNK_TOKENS)
+    world.scheduler.line.remove("r1")
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_pins_that_block_the_queue_are_given_back(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    for _ in range(restores._STALLED_TICKS - 1):
+        assert any(world.tree.locks.values())
+        world.coordinator.tick()
+    assert not any(world.tree.locks.values())
+    assert world.coordinator.may_be_admitted("a")
+    world.tree.evict_all()
+    assert not world.coordinator.may_be_admitted("a")  # evicted before admission: one more restore
+    world.coordinator.tick()
+    assert not world.engine.jobs  # but first, whoever was blocked gets the room
+    world.coordinator._holding_until = 0.0
+    world.restore()
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    world.assert_clean()
+
+
+def test_a_request_that_vanished_does_not_hold_anything(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    world.scheduler.line.clear()
+    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 0.0)
+    world.coordinator.tick()
+    world.assert_clean()
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 0, "running": 0, "pinned": 0}
+
+
+def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("a")
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.0)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+
+
+def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait behind the first for as long as it does, and that is no reason to recompute them."""
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    for name in range(1, 6):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.coordinator.tick()
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.counters["restore.no_slots"] == 1
+    assert world.coordinator.phases()["pending"] == 4
+    assert world.coordinator.may_be_admitted("r1")
+    world.scheduler.line.remove("r1")
+    world.coordinator.admitted("r1", 0)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 4
+
+
+def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
+    waiting_for_room(world)
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("first")
+
+
+def test_restores_leave_the_room_that_those_before_them_need(world: World) -> None:
+    """Else what each request that ends leaves goes to restores, and a request to be computed never finds enough."""
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 10 * CHUNK_TOKENS
+    world.queue("computed", tokens(8, 9))
+    world.store(tokens(1, 4))
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.coordinator.admitted("computed", 0)
+    world.scheduler.line.remove("computed")
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_what_those_before_it_may_generate_is_left_too(world: World) -> None:
+    """SGLang admits a request only if that has room as well."""
+    world.store(tokens(1, 4))
+    world.queue("computed", tokens(8, 4), new_tokens=CAPACITY - 7 * CHUNK_TOKENS)
+    world.queue("restored", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+
+
+def test_what_those_before_it_have_on_the_device_is_not_evicted_for_it(world: World) -> None:
+    world.tree.compute(tokens(8, 30))
+    world.store(tokens(1, 12))
+    world.queue("continued", [*tokens(8, 30), *tokens(9, 1)])
+    world.queue("restored", tokens(1, 12))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert world.tree.evictions == 0
+
+
+def test_what_many_requests_begin_with_is_counted_once(world: World) -> None:
+    for name in range(10, 15):
+        world.queue(f"r{name}", [*tokens(8, 20), *tokens(name, 1)])
+    world.store(tokens(1, 14))
+    world.queue("restored", tokens(1, 14))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_one_that_others_always_come_before_is_recomputed_in_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With policies that change the order."""
+    monkeypatch.setattr(line, "_REFUSED_LIMIT_S", 0.05)
+    world.store(tokens(1, 24))
+    world.queue("large", tokens(1, 24))
+    for name in range(2, 5):
+        world.store(tokens(name, 1))
+        world.queue(f"small{name}", tokens(name, 1))
+        world.scheduler.line.remove("large")
+        world.scheduler.line.append("large")
+        world.coordinator.tick()
+        assert not world.coordinator.may_be_admitted("large")
+    time.sleep(0.06)
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+    assert world.coordinator.may_be_admitted("large")
+
+
+def test_who_is_held_back_is_not_looked_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks for each of the queue in each round, and each eviction changes what would be found."""
+    waiting_for_room(world)
+    world.tree.evictions += 1
+    monkeypatch.delattr(ChunkTree, "match_tokens")
+    assert not world.coordinator.may_be_admitted("later")
+
+
+def test_pins_that_are_too_old_are_not_taken_by_the_next_restore(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.scheduler.running = True
+    world.store(tokens(1, 18))
+    world.store(tokens(2, 18))
+    world.queue("a", tokens(1, 18))
+    world.queue("b", tokens(2, 18))
+    world.restore()
+    monkeypatch.setattr(restores, "_PIN_LIMIT_S", 0.0)
+    looks = world.scheduler.looks
+    world.coordinator.tick()
+    assert not any(world.tree.locks.values())
+    assert not world.engine.jobs
+    assert world.scheduler.looks > looks
+
+
+def test_restores_start_in_the_order_of_the_queue(world: World) -> None:
+    """With priorities that is not the order of arrival."""
+    for name in (1, 2):
+        world.store(tokens(name, 24))
+        world.queue(f"r{name}", tokens(name, 24))
+    world.scheduler.line.reverse()
+    world.coordinator.tick()
+    world.restore()
+    assert world.coordinator.may_be_admitted("r2")
+    assert not world.coordinator.may_be_admitted("r1")
+
+
+def test_sglang_looks_at_the_queue_when_a_restore_is_over(world: World) -> None:
+    """It does so by itself only when a request ends."""
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert world.scheduler.looks == 0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.scheduler.looks == 1
+
+
+def test_new_weights_end_everything(world: World) -> None:
+    """What is RUNNING is cancelled and its slots come back; nobody restores chunks of the old weights afterwards."""
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.restore()
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 0, "running": 2, "pinned": 1}
+
+    def finish_cancelled(_timeout: float) -> None:
+        while world.engine.jobs:
+            world.engine.end(RestoreState.CANCELLED)
+
+    world.coordinator.running._over.wait = finish_cancelled  # type: ignore[method-assign, assignment]
+    world.coordinator.invalidate()
+    world.assert_clean()
+    world.tree.evict_all()
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert all(world.coordinator.may_be_admitted(f"r{name}") for name in (1, 2, 3))
+
+
+def end_late(world: World, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The restore of "late", the first of two prefixes on disk, runs for so long and is too late."""
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    for name in (1, 2):
+        world.store(tokens(name, 4))
+    world.queue("late", tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.end(RestoreState.FAILED, late_after_s=seconds)
+    world.coordinator.tick()
+
+
+def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_late(world, monkeypatch, 10.0)
+    world.queue("next", tokens(2, 4))
+    assert world.coordinator.may_be_admitted("next")
+    world.coordinator.drop("next")
+    world.coordinator._rest.until = 0.0
+    world.queue("later", tokens(2, 4))
+    assert not world.coordinator.may_be_admitted("later")
+    world.coordinator.drop("late")
+    world.coordinator.drop("later")
+    world.assert_clean()
+
+
+def test_one_that_was_late_for_others_before_it_says_nothing_of_the_disk(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_late(world, monkeypatch, 0.1)
+    assert world.coordinator.may_be_admitted("late")
+    world.queue("next", tokens(2, 4))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: World) -> None:
+    world.store(tokens(1, 4))
+    for rid in ("late", "next"):
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("late")
+    assert len(world.engine.jobs) == 1
+
+
+def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one prefix wait for the first one's restore; they must not be late one after the other."""
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    world.store(tokens(1, 4))
+    for rid in ("late", "second", "third"):
+        world.queue(rid, tokens(1, 4))
+    world.coordinator.tick()
+    assert world.coordinator.phases()["pending"] == 2
+    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
+    world.coordinator._rest.until = 0.0
+    assert world.coordinator.may_be_admitted("late")
+    assert not world.coordinator.may_be_admitted("second"), "looked up when the tiers have rested"
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+def ends_when_cancelled(world: World) -> None:
+    """The engine ends jobs that are cancelled while somebody waits for that."""
+
+    def end(_timeout: float) -> None:
+        jobs = world.engine.jobs
+        jobs.sort(key=lambda job: not job._cancelled.done())
+        while jobs and jobs[0]._cancelled.done():
+            world.engine.end(RestoreState.CANCELLED)
+
+    world.coordinator.running._over.wait = end  # type: ignore[method-assign, assignment]
+
+
+def test_a_running_request_that_needs_room_stops_the_newest_restore(world: World) -> None:
+    """SGLang would end it with "out of memory": what is being restored is in no tree that it could evict."""
+    ends_when_cancelled(world)
+    for name in (1, 2, 3):
+        world.store(tokens(name, 4))
+        world.queue(f"r{name}", tokens(name, 4))
+    world.coordinator.tick()
+    free = len(world.tree.free_slots)
+    assert world.coordinator.give_back()
+    assert len(world.tree.free_slots) == free + 4 * CHUNK_TOKENS
+    assert world.counters["restore.stopped_for_room"] == 1
+    assert world.coordinator.phases() == {"resolved": 0, "pending": 1, "running": 2, "pinned": 0}
+    assert not world.coordinator.may_be_admitted("r3"), "its restore starts again when there is room"
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 3
+    assert all(world.coordinator.give_back() for _ in range(3))
+    assert not world.coordinator.give_back()
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 2, "running": 0, "pinned": 0}
+    assert world.coordinator.may_be_admitted("r3"), "stopped twice, it is recomputed"
+    for name in (1, 2, 3):
+        world.coordinator.drop(f"r{name}")
+    world.assert_clean()
+
+
+def test_pins_go_before_restores_that_run(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.store(tokens(2, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    world.queue("b", tokens(2, 4))
+    world.coordinator.tick()
+    assert world.coordinator.give_back()
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 1, "pinned": 0}
+
+
+def test_a_restore_that_does_not_stop_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "_STOP_S", 0.02)
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.coordinator.give_back()
+    assert world.coordinator.running.tokens == 4 * CHUNK_TOKENS
+    world.engine.end(RestoreState.CANCELLED)
+    world.coordinator.drop("a")
+    world.coordinator.tick()
+    world.assert_clean()
+
+
+def waiting_for_room(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY
+    world.queue("earlier", tokens(8, 4))
+    world.queue("first", tokens(1, 4))
+    world.queue("later", tokens(9, 4))
+    world.coordinator.tick()
+
+
+def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
+    waiting_for_room(world)
+    assert world.coordinator.may_be_admitted("earlier")
+    assert not world.coordinator.may_be_admitted("first")
+    assert not world.coordinator.may_be_admitted("later")
+    world.scheduler.running = False  # nobody is left who could make room: nothing to hold back for
+    assert world.coordinator.may_be_admitted("later")
+    world.scheduler.running = True
+    world.scheduler.line.insert(0, world.scheduler.line.pop())
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
+
+
+def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 0.0)
+    waiting_for_room(world)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    assert world.coordinator.may_be_admitted("later")
+
+
+def test_whether_there_is_room_is_not_looked_at_in_every_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 60.0)
+    waiting_for_room(world)
+    world.scheduler.reserved = 0
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    world.coordinator._look_again = 0.0
+    world.coordinator.tick()
+    assert world.engine.jobs
+
+
+def test_a_round_in_which_nobody_waits_asks_nobody_anything(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nearly all are while requests decode."""
+    monkeypatch.setattr(world.coordinator, "scheduler", None)
+    monkeypatch.setattr(world.coordinator, "_tree", None)
+    monkeypatch.setattr(world.coordinator, "_room", None)
+    monkeypatch.setattr(world.coordinator, "_launcher", None)
+    world.coordinator.tick()
+
+
+def test_what_those_behind_the_last_that_waits_need_is_not_added_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue may hold a thousand requests for which nothing is stored, and is looked at in each round that admits."""
+    world.store(tokens(1, 1))
+    for name in range(20):
+        world.queue(str(name), tokens(name, 1))
+    seen: list[str] = []
+    add = line.Ahead.add
+    monkeypatch.setattr(line.Ahead, "add", lambda *given: seen.append(given[1].rid) or add(*given))
+    world.coordinator.tick()
+    assert world.engine.jobs
+    assert seen == ["0", "1"]
+
+
+def test_a_restore_without_room_is_not_looked_up_again_before_it_may_need_less(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store(tokens(1, 4))
+    world.scheduler.running = True
+    world.scheduler.reserved = CAPACITY - 3 * CHUNK_TOKENS
+    world.queue("a", tokens(1, 4))
+    looked_up = []
+    match = world.tree.match_tokens
+    monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
+
+    def lookups() -> int:
+        world.coordinator._look_again = 0.0
+        world.coordinator.tick()
+        return len(looked_up)
+
+    monkeypatch.setattr(tickets, "_REFUSED_S", 60.0)
+    assert [lookups(), lookups()] == [1, 1]
+    monkeypatch.setattr(tickets, "_REFUSED_S", 0.0)
+    assert lookups() == 2
+
+
+def test_its_own_prefix_is_no_room_for_a_restore(world: World) -> None:
+    """Locked while it runs, so it cannot be evicted for the slots; nothing else may be evicted in vain."""
+    prompt = [*tokens(1, 20), *tokens(2, 12)]
+    world.store(prompt)
+    world.tree.compute(tokens(1, 20))
+    world.tree.compute(tokens(3, 10))
+    world.scheduler.reserved = 9 * CHUNK_TOKENS
+    world.scheduler.running = True
+    world.queue("a", prompt)
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert world.tree.evictions == 0
+    assert not any(world.tree.locks.values())
+
+
+def test_what_would_take_longer_than_allowed_is_not_begun() -> None:
+    for seconds, is_begun in ((0.5, False), (0.7, True)):
+        world = World(
+            gate_for(recompute_s=5e-2, may_recompute=False), HCacheConfig(restore_deadline_s=seconds)
+        )
+        world.store(tokens(1, 32))
+        world.queue("long", tokens(1, 32))  # predicted: 32 * 64 * 3e-4 s
+        world.coordinator.tick()
+        assert bool(world.engine.jobs) is is_begun
+        assert world.coordinator.may_be_admitted("long") is not is_begun
+
+
+def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
+    """A request that is not restored waits for the prefills before it, as a restore does for the restores."""
+    world = World(gate_for(recompute_s=5e-4, may_recompute=False))
+    for name in range(8):
+        world.store(tokens(name, 2))
+        world.queue(f"r{name}", tokens(name, 2))
+    world.coordinator.tick()
+    # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth would end with the prefill, which is taken.
+    assert world.coordinator.phases() == {"resolved": 1, "pending": 0, "running": 7, "pinned": 0}
+    assert world.coordinator.may_be_admitted("r4")
+    one_s = 2 * CHUNK_TOKENS * LAYERS * 1e-4
+    running = world.coordinator.running
+    assert running.backlog_s == pytest.approx(7 * one_s, rel=0.1)
+    for left in range(6, -1, -1):
+        world.engine.end(RestoreState.CANCELLED)
+        running.take_ended()
+        assert running.backlog_s == pytest.approx(left * one_s, rel=0.1)
+    assert running.backlog_s == running.tokens == 0
+
+
+def test_what_is_slower_than_recomputing_is_not_restored_however_long_the_queue() -> None:
+    world = World(gate_for(recompute_s=0.9e-4, may_recompute=False))
+    for name in range(8):
+        world.store(tokens(name, 2))
+        world.queue(f"r{name}", tokens(name, 2))
+    world.coordinator.tick()
+    assert world.coordinator.phases()["resolved"] == 8
+
+
+# -- restores that recompute their first layers --------------------------------------------------
+
+
+def recomputing_gate(num_recompute: int) -> RestoreGate:
+    """A gate for which it is best to recompute so many of the three layers: both resources end together then."""
+    return gate_for(recompute_s=1e-4 * (LAYERS - num_recompute) / num_recompute, may_recompute=True)
+
+
+def gate_for(recompute_s: float, *, may_recompute: bool) -> RestoreGate:
+    """A layer of a token is read in 0.1 ms."""
+    read = TierCurves(hidden=CostCurve(per_token_s=1e-4), kv=CostCurve(per_token_s=1e-4))
+    shape = ModelShape(
+        name="x", num_layers=LAYERS, hidden_size=2, num_heads=1, num_kv_heads=1, head_size=2,
+        ffn=FFNKind.GATED, ffn_size=2,
+    )  # fmt: skip
+    profile = Profile(
+        source=ProfileSource.MEASURED,
+        model=shape,
+        machine="made up",
+        tiers={"host": read},
+        compute=ComputeCurves(
+            hidden=CostCurve(per_token_s=0.0),
+            kv=CostCurve(per_token_s=0.0),
+            recompute=CostCurve(per_token_s=recompute_s),
+        ),
+    )
+    return RestoreGate(profile, LAYOUT.methods, 64 * CHUNK_TOKENS, may_recompute=may_recompute)
+
+
+@pytest.fixture
+def mixing() -> World:
+    """Recomputes two of three layers."""
+    return World(recomputing_gate(2))
+
+
+def test_layers_are_recomputed_in_pieces_behind_the_prefix(mixing: World) -> None:
+    prompt = tokens(1, 6)
+    mixing.store(prompt)
+    mixing.tree.compute(prompt[:CHUNK_TOKENS])
+    mixing.queue("a", prompt)
+    mixing.coordinator.tick()
+    job = mixing.engine.jobs[0]
+    assert job.layers == (2,)
+    assert mixing.forward.passes == [(64, 192, 2)], "at once, while the other layers are read"
+    assert mixing.coordinator.running.is_recomputing
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.may_be_admitted("a"), "its first layers are not complete"
+    mixing.coordinator.tick()
+    assert mixing.forward.passes == [(64, 192, 2), (192, 320, 2), (320, 384, 2)]
+    assert mixing.forward.slots[64:] == job.slots.tolist()
+    assert not mixing.coordinator.running.is_recomputing
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+    assert mixing.coordinator.admitted("a", len(prompt)).host == 5 * CHUNK_TOKENS
+    mixing.assert_clean()
+
+
+def test_only_restores_that_ended_or_were_late_say_how_fast_a_tier_is() -> None:
+    gate = recomputing_gate(2)
+
+    def drift(error: Exception, seconds: float) -> float:
+        world = World(gate)
+        world.store(tokens(1, 6))
+        world.queue("a", tokens(1, 6))
+        world.coordinator.tick()
+        job = world.engine.jobs[0]
+        job.error, job.seconds, job.started = error, seconds, time.monotonic() + 60
+        world.engine.end(RestoreState.FAILED)
+        world.coordinator.tick()
+        return max(gate._drift.values()) * min(gate._drift.values())
+
+    assert drift(StoreIOError("damaged, at once"), 0.0) == 1
+    assert drift(StoreIOError("damaged, in the end"), 5.0) == 1
+    assert drift(RestoreTimeoutError(), 0.0) == 1, "it had waited for others"
+    assert drift(RestoreTimeoutError(), 5.0) > 1
+
+
+def test_the_job_may_end_last(mixing: World) -> None:
+    mixing.store(tokens(1, 2))
+    mixing.queue("a", tokens(1, 2))
+    mixing.coordinator.tick()
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.running.is_recomputing
+    assert not mixing.coordinator.may_be_admitted("a")
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+
+
+def test_a_failed_job_ends_the_recomputation(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.engine.end(RestoreState.FAILED)
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    assert mixing.coordinator.may_be_admitted("a")
+    mixing.assert_clean()
+
+
+def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.forward.error = RuntimeError("injected")
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    assert not mixing.coordinator.may_be_admitted("a"), "the job may still write to the slots"
+    assert mixing.coordinator.running.tokens == 6 * CHUNK_TOKENS
+    mixing.engine.end(RestoreState.DONE)  # it did not look at its cancellation any more
+    mixing.coordinator.tick()
+    assert mixing.coordinator.may_be_admitted("a")
+    assert mixing.coordinator.admitted("a", 0).host == 0
+    assert len(mixing.tree.match_tokens(array("q", tokens(1, 6)), None)) == 0
+    assert mixing.counters["restore.errors"] == 1
+    mixing.assert_clean()
+
+
+def test_an_abort_ends_the_recomputation(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.coordinator.drop("a")
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    mixing.engine.end(RestoreState.CANCELLED)
+    mixing.coordinator.tick()
+    mixing.assert_clean()
+
+
+def test_a_recomputation_that_overruns_the_deadline_is_given_up(mixing: World) -> None:
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.engine.jobs[0].deadline_s = 0.0
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    mixing.coordinator.tick()
+    assert len(mixing.forward.passes) == 1
+    assert mixing.coordinator.may_be_admitted("a")
+    mixing.assert_clean()
+
+
+def test_the_oldest_restore_is_recomputed_first() -> None:
+    mixing = World(recomputing_gate(1))
+    for name in (1, 2):
+        mixing.store(tokens(name, 4))
+        mixing.queue(str(name), tokens(name, 4))
+    for _ in range(4):
+        mixing.coordinator.tick()
+    assert [start for start, _, _ in mixing.forward.passes] == [0, 128, 0, 128]
+
+
+def test_a_restore_gets_as_long_as_recomputing_would_take(mixing: World) -> None:
+    mixing.store(tokens(1, 32))
+    mixing.queue("a", tokens(1, 32))
+    mixing.coordinator.tick()
+    recompute_s = 3 * 0.5e-4 * 32 * CHUNK_TOKENS
+    assert mixing.engine.jobs[0].deadline_s == pytest.approx(1.5 * recompute_s)

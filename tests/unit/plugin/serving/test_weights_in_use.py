@@ -1,0 +1,151 @@
+"""Whose KV is on the device: behind that of earlier weights nothing is saved, behind that of the present ones all."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hcache.core.config import HCacheConfig, WritePolicy
+from sglang_hcache.core.keys import Namespace
+from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.memory import host_buffer
+from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.tiered import TieredStore
+
+PREFIX = array("q", range(70))
+LAYOUT = StateLayout((Method.HIDDEN,) * 2, (4, 4))
+
+
+class Served:
+    """A bridge without a server, and the weights behind it.
+
+    Args:
+        pool: K and V of each layer.
+        rows: of the staging ring.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout = LAYOUT,
+        pool: Sequence[tuple[torch.Tensor, torch.Tensor]] = 2 * ((torch.zeros(1, 1, 1),) * 2,),
+        rows: int = 128,
+        slots: int = 8,
+    ) -> None:
+        self.weights = "a"
+        self.watched: list[int] = []
+        model: Any = SimpleNamespace(
+            row_dtype=torch.float32,
+            attention=(),
+            watch=lambda layers, _on_layer: self.watched.extend(layers),
+            weights=lambda: self.weights,
+            namespace=lambda _layout, weights: Namespace(b"model", weights),
+        )
+        device: Any = SimpleNamespace(
+            is_cpu=True,
+            beside=None,
+            host_memory=host_buffer,
+            pool=SimpleNamespace(buffers=pool.__getitem__),
+            tree=None,
+            scheduler=None,
+        )
+        counters = Counters()
+        host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=False)
+        tiers = TieredStore(host, None, counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+        restorer = LayerRestorer(torch.float32, device.pool, 1, None)
+        namespace, budget = Namespace(b"model", "a"), HostBudget(rows, slots, 1)
+        self.bridge = Bridge(
+            HCacheConfig(), model, namespace, tiers, budget, device, restorer, None, counters
+        )
+
+    def update(self, weights: str) -> None:
+        """SGLang with ``flush_cache=False``."""
+        self.bridge.weights_will_change()
+        self.weights = weights
+
+    def serve(self) -> None:
+        self.bridge.begin_pass(["not saved"], torch.zeros(1), torch.zeros(1))
+
+    def saves_behind_the_device(self) -> bool:
+        self.bridge.begin_capture("r", None, PREFIX)
+        is_saved = self.bridge.is_capturing("r")
+        self.bridge.end_capture("r")
+        return is_saved
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.bridge.close()
+
+
+def test_a_bridge_begins_with_an_empty_device(served: Served) -> None:
+    served.update("b")
+    served.serve()
+    assert served.saves_behind_the_device()
+
+
+def test_an_empty_device_is_of_any_weights(served: Served) -> None:
+    served.serve()
+    served.bridge.device_reset()
+    served.update("b")
+    served.serve()
+    assert served.saves_behind_the_device()
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("arrives", [Served.serve, lambda served: served.bridge.kv_arrives()])
+def test_behind_kv_of_earlier_weights_nothing_is_saved(served: Served, flushed: bool, arrives: Any) -> None:
+    if flushed:
+        served.serve()
+        served.bridge.device_reset()
+    arrives(served)
+    served.update("b")
+    assert not served.saves_behind_the_device()
+    served.serve()  # now there is KV of both
+    assert not served.saves_behind_the_device()
+    served.update("b")
+    assert not served.saves_behind_the_device()
+    served.update("a")
+    assert not served.saves_behind_the_device()
+    served.bridge.device_reset()
+    served.serve()
+    assert served.saves_behind_the_device()
+
+
+def test_the_same_weights_may_come_back(served: Served) -> None:
+    served.serve()
+    served.update("a")
+    assert served.saves_behind_the_device()
+
+
+def test_weights_that_nobody_used_leave_nothing(served: Served) -> None:
+    served.update("b")
+    served.bridge.begin_capture("r", None, array("q"))  # they are read
+    served.update("c")
+    served.serve()
+    assert served.saves_behind_the_device()
+
+
+def test_what_is_restored_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
+
+    told: list[str] = []
+    cache: Any = object.__new__(HCacheRadixCache)
+    cache._bridge = SimpleNamespace(kv_arrives=lambda: told.append("arrives"))
+    result = SimpleNamespace(prefix_len=0, last_device_node=None)
+    monkeypatch.setattr(RadixCache, "insert", lambda *_: told.append("inserted") or result)
+    cache.insert_tokens(array("q", [1]), None, torch.zeros(1, dtype=torch.int64))
+    assert told == ["arrives", "inserted"]

@@ -1,0 +1,225 @@
+"""What is measured before serving, however short the time for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_hcache.core.layout import Method
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.sglang_plugin.setup import measuring
+from sglang_hcache.sglang_plugin.setup.measuring import Bench
+from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.testing.io_faults import FaultEngine, always
+from sglang_hcache.testing.stored_chunks import small_config
+from sglang_hcache.tier.tiered import DISK, HOST
+
+LAYERS = 2
+
+
+class Forward:
+    """Takes time as attention does, and remembers what it was asked to compute."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, int]] = []
+        self.now = 0.0
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.arange(count)
+
+    def release(self, slots: torch.Tensor) -> None:
+        pass
+
+    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
+        assert (len(slots), num_layers) == (len(tokens), LAYERS)
+        self.pieces.append((len(tokens) - start, start))
+        seconds = 1e-9 * (len(tokens) ** 2 - start**2)
+        self.now += seconds
+        return seconds
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """Whose time is all that passes."""
+    made = Forward()
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def bench(forward: Forward, longest: int, budget_s: float, context: int = 10_000) -> Bench:
+    shape = SimpleNamespace(num_layers=LAYERS)
+    model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape)
+    return Bench(model, None, forward, None, longest, budget_s, 1, "here")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("longest", [256, 512, 1024, 8192])
+@pytest.mark.parametrize("budget_s", [0.1, 0.2])
+def test_a_piece_behind_a_prefix_is_measured_in_any_case(
+    longest: int, budget_s: float, forward: Forward
+) -> None:
+    curve = bench(forward, longest, budget_s)._recompute_curve()
+    expected = [] if 1.25 * longest > 10_000 else [(longest // 4, longest)]
+    assert [piece for piece in dict.fromkeys(forward.pieces) if piece[1]] == expected
+    assert {(64, 0), (128, 0), (256, 0)} <= set(forward.pieces)
+    assert curve.seconds(longest, longest) > 0
+
+
+def test_who_computes_slowly_measures_less(forward: Forward) -> None:
+    """64 tokens take 4 us, 8,192 take 67 ms."""
+    bench(forward, 8192, 1e-6, context=20_000)._recompute_curve()
+    assert set(forward.pieces) == {(64, 0), (128, 0), (256, 0), (64, 256)}
+    assert len(forward.pieces) == 3 + 4, "what takes longer than all that is allowed is measured once"
+
+
+def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that starts other servers at the same time."""
+    pauses_s = {(64, 0): 2.0, (128, 0): 2.0, (256, 0): 0.2, (128, 512): 2.0}
+
+    def paused(tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
+        length = len(tokens) - start
+        return 0.03 + 0.0015 * length + pauses_s.get((length, start), 0.0)
+
+    monkeypatch.setattr(forward, "extend", paused)
+    curve = bench(forward, 512, 3.0)._recompute_curve()
+    assert curve.seconds(1024) - curve.fixed_s > 0.5 * (0.0015 * 1024)
+
+
+class SlowBus:
+    """A device that copies come to at one speed, however they are cut."""
+
+    rows_at_once = 2048
+
+    def __init__(self, seconds_per_byte: float) -> None:
+        self._seconds_per_byte = seconds_per_byte
+        self._ends = 0.0
+
+    def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(count, width, dtype=dtype)
+
+    def bring(self, rows: torch.Tensor) -> SlowBus:
+        self._ends = max(self._ends, time.monotonic()) + self._seconds_per_byte * rows.nbytes
+        return self
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+
+
+@pytest.mark.parametrize(("seconds_per_byte", "is_slower"), [(1e-6, True), (1e-12, False)])
+def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_slower: bool) -> None:
+    read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
+    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
+    restorer = SimpleNamespace(stage=SlowBus(seconds_per_byte))
+    measured = Bench(model, restorer, Forward(), None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
+    found = measured._with_bus(Method.KV, read).per_token_s
+    if is_slower:
+        assert found > 4e-6  # 8 bytes a token; a machine that pauses makes it more
+    else:
+        assert found == read.per_token_s
+    restorer.stage = None
+    assert measured._with_bus(Method.KV, read) == read
+
+
+def test_host_memory_is_as_fast_as_the_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores copy from where rows lie: nothing is read into other memory to find out how long that takes."""
+    shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
+    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
+    restorer = SimpleNamespace(stage=SlowBus(1e-6))
+    measured = Bench(model, restorer, Forward(), None, 256, 0.01, 1, "here")  # type: ignore[arg-type]
+    monkeypatch.setattr(measuring, "ScratchReads", None)
+    with ExitStack() as holds:
+        assert measured._tiers(holds)[HOST].kv.per_token_s > 4e-6  # 8 bytes a token
+
+
+class Reads:
+    """Takes 20 ms, with the lock held."""
+
+    longest = 512
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
+
+    def time(self, length: int) -> None:
+        with self._lock:
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("share_a_core", [True, False])
+def test_reading_and_restoring_at_once(share_a_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock() if share_a_core else nullcontext()
+    restored: list[Method] = []
+
+    def restore_one(_bench: Bench, method: Method, length: int) -> None:
+        restored.append(method)
+        with lock:
+            time.sleep(0.02 * length / 512)
+
+    monkeypatch.setattr(Bench, "_restore_one", restore_one)
+    restorer = SimpleNamespace(projector=object())
+    measured = Bench(None, restorer, Forward(), None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
+    contention = measured._contention(Reads(lock))  # type: ignore[arg-type]
+    assert 0.9 < contention <= 1 if share_a_core else 0 <= contention < 0.9
+    restorer.projector = None
+    measured._contention(Reads(lock))  # type: ignore[arg-type]
+    assert set(restored) == {Method.HIDDEN, Method.KV}
+
+
+def fill_nothing(_scratch: ScratchReads, _disk: DiskStore, _run_chunks: int) -> None:
+    """The chunks are gone before they are read."""
+
+
+@pytest.mark.parametrize(
+    ("fails", "complaint"),
+    [(None, None), (IOKind.READ, "read failed"), (IOKind.WRITE, "error"), ("gone", "tier")],
+)
+def test_a_disk_that_cannot_be_measured_is_left_out(
+    fails: IOKind | str | None,
+    complaint: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FaultEngine(PosixEngine(2, 1), lambda op, number: None)
+    disk = DiskStore.open(small_config(tmp_path), Counters(), engine)
+    monkeypatch.setattr(Bench, "_restore_one", lambda *_: time.sleep(0.001))
+    if isinstance(fails, IOKind):
+        engine.decide = always(fails)
+    elif fails == "gone":
+        monkeypatch.setattr(ScratchReads, "_fill_disk", fill_nothing)
+    shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=64, kv_row_bytes=128)
+    model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
+    restorer = SimpleNamespace(stage=None, projector=object())
+    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, 4, "here")  # type: ignore[arg-type]
+    try:
+        with ExitStack() as scratch:
+            tiers = measured._tiers(scratch)
+        left = disk.stats()
+    finally:
+        disk.close()
+    assert (left.chunks, left.segments) == (0, 0), "what was written to be measured is gone"
+    assert set(tiers) == ({HOST} if fails else {HOST, DISK})
+    said = [record.message for record in caplog.records if "could not be measured" in record.message]
+    assert len(said) == bool(fails)
+    assert all(complaint in text for text in said if complaint)
+
+
+def test_what_takes_long_is_not_repeated_for_long(forward: Forward) -> None:
+    bench(forward, 4096, 0.01)._recompute_curve()  # the piece behind a prefix takes 9 ms
+    assert forward.pieces.count((1024, 4096)) == 3, "the first one does not count"
+
+
+def test_no_longer_than_the_model_allows(forward: Forward) -> None:
+    bench(forward, 512, 1e-6, context=512)._recompute_curve()
+    assert max(length + start for length, start in forward.pieces) <= 512
