@@ -49,6 +49,9 @@ OTHERS = {
 }
 """Folder -> distributions that it may import, besides the standard library."""
 
+PLUGIN = ["seam", "serving", "setup", "launch", "compat", ""]
+"""Folders of the plugin, the last one its own: each may import those before it."""
+
 PURE = ("core", "plan", "store", "tier")
 
 MAX_FILE_LINES = 400
@@ -124,6 +127,23 @@ def import_violations(source: Source) -> list[str]:
         if not allowed:
             found.append(f"{source.name}:{line} imports {module}")
     return found
+
+
+def plugin_violations(source: Source) -> list[str]:
+    if source.folder != "sglang_plugin":
+        return []
+    return [
+        f"{source.name}:{line} imports {module}"
+        for line, module in imported_modules(source)
+        if module.startswith("sglang_hcache.sglang_plugin.")
+        if _plugin_rank(module) > _plugin_rank(source.module)
+    ]
+
+
+def _plugin_rank(module: str) -> int:
+    """How high in ``PLUGIN`` the folder of a module of the plugin stands."""
+    folder = [*module.split("."), ""][2]
+    return PLUGIN.index(folder if folder in PLUGIN else "")
 
 
 def cuda_violations(source: Source) -> list[str]:
@@ -246,6 +266,7 @@ def length_violations(source: Source) -> list[str]:
 
 RULES = [
     import_violations,
+    plugin_violations,
     cuda_violations,
     environment_violations,
     state_violations,
@@ -272,6 +293,8 @@ def test_nothing_is_allowed_that_nobody_needs():
 
 def test_every_folder_has_a_row_in_the_table():
     assert {source.folder for source in SOURCES} <= {"", *OURS}
+    inside = {source.name.split("/")[1] for source in SOURCES if source.folder == "sglang_plugin"}
+    assert {name for name in inside if not name.endswith(".py")} == set(PLUGIN) - {""}
 
 
 def test_no_module_imports_itself_through_others():
@@ -315,6 +338,14 @@ def test_long_files_list_only_shrinks():
         (import_violations, "store/a.py", "from ..tier import chunk"),
         (import_violations, "capture/a.py", "from sglang_hcache import restore"),
         (import_violations, "cli/a.py", "import sglang"),
+        (plugin_violations, "sglang_plugin/seam/a.py", "from sglang_hcache.sglang_plugin import serving"),
+        (
+            plugin_violations,
+            "sglang_plugin/serving/a.py",
+            "from sglang_hcache.sglang_plugin.setup import scratch",
+        ),
+        (plugin_violations, "sglang_plugin/launch/a.py", "from ..compat.v0_5_17 import cpu"),
+        (plugin_violations, "sglang_plugin/compat/a.py", "from sglang_hcache.sglang_plugin import hooks"),
         (cuda_violations, "restore/a.py", "import torch\ntorch.cuda.synchronize()"),
         (cuda_violations, "capture/a.py", "from torch import cuda"),
         (environment_violations, "cli/a.py", "import os\nos.environ['A'] = '1'"),
