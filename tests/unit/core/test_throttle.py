@@ -1,14 +1,21 @@
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
+import pytest
+
+from sglang_hcache.core import throttle as throttle_module
 from sglang_hcache.core.throttle import Throttle
 
 
-def test_once_in_an_interval() -> None:
-    throttle = Throttle(0.05)
+def test_once_in_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr(throttle_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    throttle = Throttle(60.0)
     assert [throttle() for _ in range(3)] == [True, False, False]
-    time.sleep(0.06)
+    clock.now += 59.0
+    assert not throttle()
+    clock.now += 1.0
     assert [throttle() for _ in range(2)] == [True, False]
 
 

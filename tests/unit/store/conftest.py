@@ -20,7 +20,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """For what the store's keeper does in the background."""
     deadline = time.monotonic() + timeout_s
     while not condition():

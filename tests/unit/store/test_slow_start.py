@@ -35,7 +35,7 @@ class Hang:
 
     def wait(self, path: Path) -> None:
         if self.folder is not None and self.folder in path.parents:
-            self._go_on.wait(30)
+            self._go_on.wait(90)
 
     def let_go(self) -> None:
         self.folder = None
@@ -82,7 +82,7 @@ class Opening:
         self._thread.start()
 
     def result(self) -> DiskStore | None:
-        self._thread.join(15)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the start hangs"
         return self.store
 
@@ -169,7 +169,7 @@ def test_looking_at_a_store_without_index_does_not_hang(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = without_index(tmp_path)
-    monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(looking, "_PATIENCE_S", 1.5)
     hang.folder = config.dirs[1]
     seen: list[list[str]] = []
 
@@ -179,7 +179,7 @@ def test_looking_at_a_store_without_index_does_not_hang(
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(15)
+    thread.join(60)
     assert seen == [["healthy", "out"]]
 
 

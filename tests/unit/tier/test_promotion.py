@@ -65,7 +65,7 @@ def test_the_second_restore_brings_chunks_to_host_memory(tiers: TieredStore) -> 
     assert restore(tiers, [1, 2, 3, 4]) == (HOST, HOST, HOST, DISK)
     assert read(tiers, [1, 2, 3, 4]) == (HOST,) * 4  # also checks their bytes
     assert promoted(tiers) == 4
-    assert tiers.flush(10)  # they are on disk: nothing is to be written
+    assert tiers.flush(60)  # they are on disk: nothing is to be written
 
 
 def test_measuring_promotes_nothing(tiers: TieredStore) -> None:
@@ -145,14 +145,14 @@ def test_slots_that_are_written_to_are_nobody_elses(
 
     def slow(slot: int, layer: int) -> npt.NDArray[np.uint8]:
         begun.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(60)
         return layer_of(slot, layer)
 
     monkeypatch.setattr(tiers.host, "layer_of", slow)
     held = lease(tiers, [1, 2])
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(tiers.read_layers, held, {0: np.zeros(2 * SIZE, np.uint8)})
-        assert begun.wait(10)
+        assert begun.wait(60)
         held.close()
         assert tiers.host.counts()[0] == 6
         may_go_on.set()

@@ -42,7 +42,7 @@ def test_wait_returns_when_the_last_operation_ends(ops: list[IOOp]) -> None:
     for index in range(3):
         batch.begin(index)
         batch.end(index, IOResult(1))
-    waiter.join(10.0)
+    waiter.join(60.0)
     assert waiter_results == [[IOResult(1)] * 3]
 
 

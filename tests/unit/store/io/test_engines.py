@@ -19,7 +19,7 @@ from sglang_hcache.store.io.memory import aligned_empty, is_aligned
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine, run_op
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 ENGINES: dict[str, Callable[[int, int], IOEngine]] = {"posix": PosixEngine, "nixl": NixlEngine}
 
 

@@ -21,7 +21,7 @@ from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult, OpenFil
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

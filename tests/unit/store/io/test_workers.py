@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hcache.store.io.workers import Lane, WorkerPool
 
-LONG_S = 10.0
+LONG_S = 60.0
 SHORT_S = 0.02
 
 
@@ -126,8 +126,8 @@ def test_a_timeout_that_the_function_raises_itself_is_not_a_hang() -> None:
 
 def test_a_closed_lane_refuses_instead_of_waiting_for_ever() -> None:
     lane = Lane("test")
-    assert lane.call(lambda: 7, 5) == 7
-    assert lane.close(5)
+    assert lane.call(lambda: 7, LONG_S) == 7
+    assert lane.close(LONG_S)
     with pytest.raises(OSError, match="closed") as caught:
         lane.call(lambda: 7, 0.1)
     assert caught.value.errno == errno.ESHUTDOWN
@@ -140,13 +140,13 @@ def test_a_call_that_ends_while_it_is_given_up_returns(monkeypatch: pytest.Monke
     def too_late(self: Future[int], timeout: float | None = None) -> int:
         if timeout is None:
             return result(self)
-        ended.wait(5)
+        ended.wait(LONG_S)
         result(self)
         raise TimeoutError  # just before the function ended
 
     monkeypatch.setattr(Future, "result", too_late)
     assert lane.call(lambda: ended.set() or 7, 0.1) == 7  # type: ignore[func-returns-value]
-    lane.close(5)
+    lane.close(LONG_S)
 
 
 def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
@@ -157,8 +157,8 @@ def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
     with pytest.raises(TimeoutError):
         lane.call(lambda: None, 0.05)
     hang.set()
-    assert done.wait(5)
-    assert lane.close(5)
+    assert done.wait(LONG_S)
+    assert lane.close(LONG_S)
     done.clear()
     lane.post(done.set)
     assert done.is_set(), "a closed lane does it at once"
@@ -180,9 +180,9 @@ def test_a_pool_does_with_fewer_threads_and_asks_again(monkeypatch: pytest.Monke
     assert caught.value.errno == errno.EAGAIN
     left[0] = 1
     pool.submit(done.set)
-    assert done.wait(5)
-    left[0], barrier = 2, threading.Barrier(3, timeout=5)
+    assert done.wait(LONG_S)
+    left[0], barrier = 2, threading.Barrier(3, timeout=LONG_S)
     for _ in range(3):
         pool.submit(barrier.wait)
-    assert pool.close(10)
+    assert pool.close(LONG_S)
     assert not barrier.broken
