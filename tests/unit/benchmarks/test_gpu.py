@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,18 +33,23 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def test_a_dry_run_says_what_would_be_run(bench: Callable[[str], Any]) -> None:
-    parts = bench("gpu.parts")
-    result = run("--dry-run")
-    assert result.returncode == 0, result.stderr
-    whole = run("--dry-run", "--all").stdout
+def test_a_dry_run_says_what_would_be_run(
+    bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+
+    def said(*arguments: str) -> str:
+        assert command.main(["--dry-run", *arguments]) == 0
+        return capsys.readouterr().out
+
+    some, whole = said(), said("--all")
     for part in parts.PARTS:
         told = f"{part.name}: at most {part.budget_s:g} s"
         assert told in whole
-        assert (told in result.stdout) is not part.is_extra
+        assert (told in some) is not part.is_extra
     for what in parts.NOT_SHOWN:
-        assert f"not shown: {what}" in result.stdout
-    assert run("--dry-run", "--only", "kernel").stdout.count("--part") == 1
+        assert f"not shown: {what}" in some
+    assert said("--only", "kernel").count("--part") == 1
 
 
 def test_all_parts_together_keep_to_the_time(bench: Callable[[str], Any]) -> None:
@@ -106,10 +113,11 @@ def test_what_parts_ask_of_commands_can_be_asked(
     assert 6000 < np.mean([document.longest for document in documents]) < 8000
 
 
-def test_an_unknown_part_is_refused() -> None:
-    result = run("--only", "everything")
-    assert result.returncode == 2
-    assert "invalid choice: 'everything'" in result.stderr
+def test_an_unknown_part_is_refused(bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench("gpu.run").main(["--only", "everything"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'everything'" in capsys.readouterr().err
 
 
 SCRIPTS = {
@@ -141,6 +149,18 @@ def logs_in(out: Path) -> dict[str, str]:
         return {file.name: archive.extractfile(file).read().decode() for file in files}  # type: ignore[union-attr]
 
 
+def leap(monkeypatch: pytest.MonkeyPatch, parts: Any, seconds: float, is_time: Callable[[], bool]) -> None:
+    """The clock of ``parts`` goes forward by ``seconds`` once ``is_time()``."""
+    left = [seconds]
+
+    def monotonic() -> float:
+        if left[0] and is_time():
+            left[0] = 0.0
+        return time.monotonic() + seconds - left[0]
+
+    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+
+
 def test_one_part_stops_no_other(
     bench: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,7 +181,8 @@ def test_one_part_stops_no_other(
         seen.append(json.loads(path.read_text()))
 
     monkeypatch.setattr(command, "write_json", write_json)
-    chosen = [parts.Part(name, 8.0 if name == "hanging" else 120.0, "") for name in SCRIPTS]
+    chosen = [parts.Part(name, 120.0, "") for name in SCRIPTS]
+    leap(monkeypatch, parts, 1000.0, lambda: any(each["parts"]["hanging"]["results"] for each in seen))
     assert command.run_all(chosen, tmp_path, {"date": "today"}) == 1
     data = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: found["status"] for name, found in data["parts"].items()} == EXPECTED
@@ -188,14 +209,23 @@ def end(*_):
     sys.exit(143)
 
 signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
 time.sleep(600)
 """
 
 
-def test_a_part_says_what_it_has_before_its_time_is_over(bench: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_part_says_what_it_has_before_its_time_is_over(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Such as the rows of a command, which come when it ends."""
     parts, found = bench("gpu.parts"), {}
-    part, files = parts.Part("late", 10.0, ""), (tmp_path / "late.log", tmp_path / "late.out")
+    part, files = parts.Part("late", 1000.0, ""), (tmp_path / "late.log", tmp_path / "late.out")
+    leap(
+        monkeypatch,
+        parts,
+        0.91 * part.budget_s,
+        lambda: files[1].exists() and "ready" in files[1].read_text(),
+    )
     outcome = parts.run_apart(part, [sys.executable, "-c", LATE], *files, found.__setitem__)
     assert (outcome["status"], outcome["results"], found) == ("timeout", 1, {"last": {"ok": True}})
     assert outcome["seconds"] < part.budget_s

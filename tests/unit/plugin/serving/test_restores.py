@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -442,7 +443,8 @@ def test_restores_share_the_pool_with_the_rest(world: World) -> None:
     assert len(world.engine.jobs) == 1
 
 
-def test_pins_that_block_the_queue_are_given_back(world: World) -> None:
+def test_pins_that_block_the_queue_are_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restores, "_HOLD_S", 60.0)
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
     world.restore()
@@ -489,7 +491,15 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     assert world.coordinator.may_be_admitted("a")
 
 
-def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """By which requests wait for room: it goes on as a test says, however busy the machine is."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNamespace) -> None:
     """All wait behind the first for as long as it does, and that is no reason to recompute them."""
     world.scheduler.running = True
     world.scheduler.reserved = CAPACITY
@@ -497,8 +507,7 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytes
         world.store(tokens(name, 4))
         world.queue(f"r{name}", tokens(name, 4))
     world.coordinator.tick()
-    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
-    time.sleep(0.06)
+    clock.now += 31
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert world.counters["restore.no_slots"] == 1
@@ -512,11 +521,10 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, monkeypatch: pytes
 
 
 def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.05)
     waiting_for_room(world)
-    time.sleep(0.06)
+    clock.now += 31
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("first")
@@ -566,10 +574,9 @@ def test_what_many_requests_begin_with_is_counted_once(world: World) -> None:
 
 
 def test_one_that_others_always_come_before_is_recomputed_in_the_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: SimpleNamespace
 ) -> None:
     """With policies that change the order."""
-    monkeypatch.setattr(line, "_REFUSED_LIMIT_S", 0.05)
     world.store(tokens(1, 24))
     world.queue("large", tokens(1, 24))
     for name in range(2, 5):
@@ -579,7 +586,7 @@ def test_one_that_others_always_come_before_is_recomputed_in_the_end(
         world.scheduler.line.append("large")
         world.coordinator.tick()
         assert not world.coordinator.may_be_admitted("large")
-    time.sleep(0.06)
+    clock.now += 121
     world.coordinator._look_again = 0.0
     world.coordinator.tick()
     assert len(world.engine.jobs) == 3
@@ -604,6 +611,7 @@ def test_pins_that_are_too_old_are_not_taken_by_the_next_restore(
     world.queue("b", tokens(2, 18))
     world.restore()
     monkeypatch.setattr(restores, "_PIN_LIMIT_S", 0.0)
+    monkeypatch.setattr(restores, "_HOLD_S", 60.0)
     looks = world.scheduler.looks
     world.coordinator.tick()
     assert not any(world.tree.locks.values())
