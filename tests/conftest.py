@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_configure() -> None:
-    """A busy machine is no error of what hypothesis tests."""
+    """A busy machine is no error of what hypothesis tests.
+
+    And nobody looks for garbage before all tests are imported, SGLang with them: that would take a third of the time.
+    """
     settings.register_profile("untimed", settings(deadline=None))
     settings.load_profile("untimed")
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules stay
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

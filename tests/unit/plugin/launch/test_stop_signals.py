@@ -2,64 +2,91 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+import pytest
 
 MAIN = """
-import asyncio
+import gc
+gc.disable()  # imports take less time
+import asyncio, os, signal, sys
 from types import SimpleNamespace
 from sglang_hcache.sglang_plugin.launch.stopping import _stop_on_interrupt
 
 async def serve():
     told = SimpleNamespace(sigterm_handler=lambda number: print("told", int(number), flush=True))
     _stop_on_interrupt(None, told)
-    print("ready", flush=True)
+    print("ready", os.getpid(), flush=True)
     await asyncio.sleep(600)
 
-asyncio.run(serve())
+for what_is_done_on_a_hangup in sys.stdin:
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        print("ended", os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    signal.signal(signal.SIGHUP, getattr(signal, what_is_done_on_a_hangup.strip()))
+    asyncio.run(serve())
 """
 
 
-HANGUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_{})\n"
+class Mains:
+    """Starts main processes one after the other: forked, for SGLang takes long to be imported."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, hangup: str = "SIG_DFL") -> int:
+        """The process id of a new one."""
+        assert self._parent.stdin is not None
+        print(hangup, file=self._parent.stdin, flush=True)
+        word, pid = self.said().split()
+        assert word == "ready"
+        return int(pid)
+
+    def said(self) -> str:
+        assert self._parent.stdout is not None
+        return self._parent.stdout.readline().rstrip()
+
+    def end(self, main: int) -> None:
+        os.kill(main, signal.SIGKILL)
+        assert self.said() == f"ended {-signal.SIGKILL}"
+
+    def close(self) -> None:
+        with self._parent:
+            self._parent.kill()
 
 
-@contextmanager
-def main_process(before: str = "") -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", before + MAIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as main:
-        assert main.stdout is not None
-        try:
-            assert main.stdout.readline() == "ready\n"
-            yield main
-        finally:
-            main.kill()
+@pytest.fixture(scope="module")
+def mains() -> Iterator[Mains]:
+    made = Mains()
+    yield made
+    made.close()
 
 
-def told(main: subprocess.Popen[str]) -> str:
-    assert main.stdout is not None
-    return main.stdout.readline()
+def test_the_first_ctrl_c_is_a_sigterm_and_the_second_ends_it(mains: Mains) -> None:
+    main = mains.start()
+    os.kill(main, signal.SIGINT)
+    assert mains.said() == f"told {int(signal.SIGINT)}"
+    os.kill(main, signal.SIGINT)
+    assert mains.said() == f"ended {-signal.SIGINT}"
 
 
-def test_the_first_ctrl_c_is_a_sigterm_and_the_second_ends_it() -> None:
-    with main_process() as main:
-        main.send_signal(signal.SIGINT)
-        assert told(main) == f"told {int(signal.SIGINT)}\n"
-        main.send_signal(signal.SIGINT)
-        assert main.wait(60) == -signal.SIGINT
+def test_a_closed_terminal_is_a_sigterm(mains: Mains) -> None:
+    main = mains.start()  # what runs the tests may have it ignored
+    os.kill(main, signal.SIGHUP)
+    assert mains.said() == f"told {int(signal.SIGHUP)}"
+    mains.end(main)
 
 
-def test_a_closed_terminal_is_a_sigterm() -> None:
-    with main_process(HANGUP.format("DFL")) as main:  # else what runs the tests may have it ignored
-        main.send_signal(signal.SIGHUP)
-        assert told(main) == f"told {int(signal.SIGHUP)}\n"
-
-
-def test_nohup_is_obeyed() -> None:
-    with main_process(HANGUP.format("IGN")) as main:
-        main.send_signal(signal.SIGHUP)
-        main.send_signal(signal.SIGINT)
-        assert told(main) == f"told {int(signal.SIGINT)}\n"
+def test_nohup_is_obeyed(mains: Mains) -> None:
+    main = mains.start("SIG_IGN")
+    os.kill(main, signal.SIGHUP)
+    os.kill(main, signal.SIGINT)
+    assert mains.said() == f"told {int(signal.SIGINT)}"
+    mains.end(main)
