@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,7 +102,8 @@ class SlowBus:
 
     rows_at_once = 2048
 
-    def __init__(self, seconds_per_byte: float) -> None:
+    def __init__(self, clock: Forward, seconds_per_byte: float) -> None:
+        self._clock = clock
         self._seconds_per_byte = seconds_per_byte
         self._ends = 0.0
 
@@ -110,69 +111,96 @@ class SlowBus:
         return torch.ones(count, width, dtype=dtype)
 
     def bring(self, rows: torch.Tensor) -> SlowBus:
-        self._ends = max(self._ends, time.monotonic()) + self._seconds_per_byte * rows.nbytes
+        self._ends = max(self._ends, self._clock.now) + self._seconds_per_byte * rows.nbytes
         return self
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self._ends - time.monotonic()))
+        self._clock.now = max(self._clock.now, self._ends)
 
 
 @pytest.mark.parametrize(("seconds_per_byte", "is_slower"), [(1e-6, True), (1e-12, False)])
-def test_a_tier_is_as_slow_as_the_way_to_the_device(seconds_per_byte: float, is_slower: bool) -> None:
+def test_a_tier_is_as_slow_as_the_way_to_the_device(
+    forward: Forward, seconds_per_byte: float, is_slower: bool
+) -> None:
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
-    restorer = SimpleNamespace(stage=SlowBus(seconds_per_byte))
-    measured = Bench(model, restorer, Forward(), None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
+    restorer = SimpleNamespace(stage=SlowBus(forward, seconds_per_byte))
+    measured = Bench(model, restorer, forward, None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s
-    if is_slower:
-        assert found > 4e-6  # 8 bytes a token; a machine that pauses makes it more
-    else:
-        assert found == read.per_token_s
+    assert found == pytest.approx(8e-6 if is_slower else read.per_token_s)  # 8 bytes a token
     restorer.stage = None
     assert measured._with_bus(Method.KV, read) == read
 
 
-def test_host_memory_is_as_fast_as_the_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_as_fast_as_the_way_to_the_device(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Restores copy from where rows lie: nothing is read into other memory to find out how long that takes."""
     shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
-    restorer = SimpleNamespace(stage=SlowBus(1e-6))
-    measured = Bench(model, restorer, Forward(), None, 256, 0.01, 1, "here")  # type: ignore[arg-type]
+    restorer = SimpleNamespace(stage=SlowBus(forward, 1e-6))
+    measured = Bench(model, restorer, forward, None, 256, 0.01, 1, "here")  # type: ignore[arg-type]
     monkeypatch.setattr(measuring, "ScratchReads", None)
     with ExitStack() as holds:
-        assert measured._tiers(holds)[HOST].kv.per_token_s > 4e-6  # 8 bytes a token
+        assert measured._tiers(holds)[HOST].kv.per_token_s == pytest.approx(8e-6)  # 8 bytes a token
 
 
 class Reads:
-    """Takes 20 ms, with the lock held."""
+    """Takes 20 ms."""
 
     longest = 512
 
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        self._lock = lock
+    def __init__(self, clock: Forward) -> None:
+        self._clock = clock
 
     def time(self, length: int) -> None:
-        with self._lock:
-            time.sleep(0.02)
+        self._clock.now += 0.02
+
+
+class Beside:
+    """In place of a thread: what is submitted takes its time at once, or beside what is done meanwhile."""
+
+    def __init__(self, clock: Forward, share_a_core: bool) -> None:
+        self._clock = clock
+        self._shares_a_core = share_a_core
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., object], *arguments: object) -> SimpleNamespace:
+        began = self._clock.now
+        work(*arguments)
+        ends = self._clock.now
+        if not self._shares_a_core:
+            self._clock.now = began
+
+        def wait() -> None:
+            self._clock.now = max(self._clock.now, ends)
+
+        return SimpleNamespace(result=wait)
 
 
 @pytest.mark.parametrize("share_a_core", [True, False])
-def test_reading_and_restoring_at_once(share_a_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = threading.Lock() if share_a_core else nullcontext()
+def test_reading_and_restoring_at_once(
+    share_a_core: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     restored: list[Method] = []
 
     def restore_one(_bench: Bench, method: Method, length: int) -> None:
         restored.append(method)
-        with lock:
-            time.sleep(0.02 * length / 512)
+        forward.now += 0.03 * length / 512
 
     monkeypatch.setattr(Bench, "_restore_one", restore_one)
+    monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
     restorer = SimpleNamespace(projector=object())
-    measured = Bench(None, restorer, Forward(), None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
-    contention = measured._contention(Reads(lock))  # type: ignore[arg-type]
-    assert 0.9 < contention <= 1 if share_a_core else 0 <= contention < 0.9
+    measured = Bench(None, restorer, forward, None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
+    contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
+    assert contention == pytest.approx(float(share_a_core))
     restorer.projector = None
-    measured._contention(Reads(lock))  # type: ignore[arg-type]
+    measured._contention(Reads(forward))  # type: ignore[arg-type]
     assert set(restored) == {Method.HIDDEN, Method.KV}
 
 
