@@ -236,9 +236,11 @@ PROGRAM = """
 import subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
+from common import stopping
 from common.command import carry_out, errors_told, new_app
 
 app = new_app()
+stopping.AGAIN_S = float(sys.argv.pop())
 
 def show(data, console):
     print("shown", flush=True)
@@ -262,11 +264,15 @@ app()
 """
 
 
-def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], int]:
-    """A command that has measured half of what it should, and its child."""
+def start(folder: Path, how: str, again_s: float) -> tuple[subprocess.Popen[str], int]:
+    """A command that has measured half of what it should, and its child.
+
+    Args:
+        again_s: a signal that comes so much later than another is a second one.
+    """
     paths = [str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", PROGRAM, how, str(again_s)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
@@ -280,7 +286,7 @@ def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], int]:
 @pytest.mark.parametrize("times", [1, 2])
 def test_no_process_is_left(tmp_path: Path, times: int) -> None:
     """``timeout`` sends its signal twice; that is one signal."""
-    process, child = start(tmp_path, "fast")
+    process, child = start(tmp_path, "fast", 60.0)
     for _ in range(times):
         process.send_signal(signal.SIGTERM)
     output, errors = process.communicate()
@@ -291,12 +297,12 @@ def test_no_process_is_left(tmp_path: Path, times: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path, bench: Callable[[str], Any]) -> None:
-    process, _ = start(tmp_path, "slow")
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    process, _ = start(tmp_path, "slow", 0.1)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
     assert process.stdout.readline() == "shown\n"  # it would take ten minutes from here
-    time.sleep(bench("common.stopping").AGAIN_S)
+    time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()
     assert process.returncode == 143
