@@ -36,9 +36,13 @@ def running_browser() -> Iterator[Browser]:
 
 
 class ChatProcess:
-    """``hcache chat`` or ``hcache demo --chat``, in a folder of its own."""
+    """``hcache chat`` or ``hcache demo --chat``, in a folder of its own.
 
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+    Args:
+        variables: of its environment, besides.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str], **variables: str) -> None:
         self.folder = folder
         self.log = folder.parent / f"{folder.name}.log"
         folder.mkdir()
@@ -48,7 +52,7 @@ class ChatProcess:
             self.process = subprocess.Popen(
                 [str(HCACHE), *command, "--port", "0"],
                 cwd=folder,
-                env={**environment, "TMPDIR": str(folder)},
+                env={**environment, "TMPDIR": str(folder), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -102,7 +102,7 @@ class Prometheus:
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(60)
         self._client.close()
 
     def _is_scraping(self) -> bool:

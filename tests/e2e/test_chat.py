@@ -337,27 +337,28 @@ def test_dark_as_the_system_and_by_the_switch(open_tab: Callable[..., Tab], scre
 
 
 def test_the_demo(open_tab: Callable[..., Tab], tmp_path: Path, screenshots: Path) -> None:
-    demo = ChatProcess(tmp_path / "demo", ["demo", "--chat"])
+    switches = (
+        tmp_path / "switches"
+    )  # by them a restore is neither declined nor late, however busy the machine is
+    switches.mkdir()
+    (switches / "always_restore").touch()
+    demo = ChatProcess(tmp_path / "demo", ["demo", "--chat"], HCACHE_TEST_SWITCHES=str(switches))
     try:
         tab = open_tab(demo.url(400))
         expect(tab.page.get_by_text("random weights").first).to_be_visible()
         tab.page.get_by_role("button", name=starters()[2].name).click()
         prompt = sum(tab.sources(0))
-        restored = 0
-        for turn in range(1, 4):  # on a busy machine recomputing may be faster, for once
-            tab.clear_gpu_cache()
-            expect(tab.page.get_by_role("separator")).to_have_count(turn)
-            tab.send("And then?")
-            gpu, host, disk, _ = tab.sources(turn)
-            assert gpu == 0
-            if (restored := host + disk) > prompt // 2:
-                break
-        assert restored > prompt // 2, demo.tier()
+        tab.clear_gpu_cache()
+        expect(tab.page.get_by_role("separator")).to_have_count(1)
+        tab.send("And then?")
+        gpu, host, disk, _ = tab.sources(1)
+        assert gpu == 0
+        assert host + disk > prompt // 2, demo.tier()
         tab.page.screenshot(path=screenshots / "demo.png")
         processes = psutil.Process(demo.process.pid).children(recursive=True)
         assert len(processes) >= 2
         assert demo.interrupt() == 0
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
         assert not list(demo.folder.iterdir())
     finally:

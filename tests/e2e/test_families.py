@@ -147,7 +147,10 @@ def score(server: TierServer, prompt: list[int], **fields: Any) -> Answer:
 
 def test_a_model_that_sglang_has_no_class_for(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Its Transformers backend keeps attention where no module has it: K and V are stored."""
-    server = server_for(tmp_path, tiny_model(), "float32", "auto", "--model-impl", "transformers")
+    model, costs = tiny_model(), tmp_path / "costs.json"
+    write_profile(model, costs, fixed=1, hidden=1, kv=1, project=1, run=1000)  # restoring always pays
+    more = ("--model-impl", "transformers", "--hcache-profile", str(costs))
+    server = server_for(tmp_path, model, "float32", "auto", *more)
     prompt = random_prompt(1, 900)
     with server:
         log = server.process.log_text()
@@ -158,7 +161,7 @@ def test_a_model_that_sglang_has_no_class_for(tiny_model: Callable[..., Path], t
         server.ask(prompt)
         server.to_tiers()
         restored = server.ask(prompt, rid="probe-restored", tokens=16)
-        assert restored.host == 896  # recomputing takes a hundred times as long
+        assert restored.host == 896
         assert largest_difference(restored, recomputed) <= TOLERANCE
         assert_same_pool(server, "restored", "recomputed")
         server.flush_device()

@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from tests.e2e.harness import TierServer, assert_same_bytes, largest_difference, random_prompt
+from tests.e2e.test_plans import write_profile
 
 WHOLE = 896  # of 900 tokens, in whole chunks
 
 
 def test_an_fp8_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, costs = tiny_model(), tmp_path / "costs.json"
+    # Hidden states would be cheapest, and restoring always pays.
+    write_profile(model, costs, fixed=1, hidden=1, kv=2, project=0.1, run=1000, kv_dtype_bytes=1)
     arguments = [
-        *("--model-path", str(tiny_model()), "--dtype", "float32", "--max-total-tokens", "4096"),
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "4096"),
+        *("--hcache-profile", str(costs)),
         *("--kv-cache-dtype", "fp8_e4m3", "--hcache-method", "auto", "--enable-cache-report"),
         *("--hcache-dirs", str(tmp_path / "disk"), "--hcache-disk-size", "1GB"),
         *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),

@@ -107,6 +107,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("leval")
     switches = folder / "switches"
     switches.mkdir()
+    (switches / "always_restore").touch()
     config = folder / "hcache.yaml"
     config.write_text(TIER_CONFIG)
     common = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,25 @@ LAYERS = 6
 
 
 def write_profile(
-    model: Path, path: Path, *, fixed: float, hidden: float, kv: float, project: float, run: float
+    model: Path,
+    path: Path,
+    *,
+    fixed: float,
+    hidden: float,
+    kv: float,
+    project: float,
+    run: float,
+    kv_dtype_bytes: int = 4,
 ) -> Profile:
     """Costs of one layer in microseconds: ``fixed`` a read, the others a token."""
+    shape = ModelShape.from_config(json.loads((model / "config.json").read_text()), model.name, "float32")
     reads = TierCurves(
         hidden=CostCurve(fixed_s=fixed * 1e-6, per_token_s=hidden * 1e-6),
         kv=CostCurve(fixed_s=fixed * 1e-6, per_token_s=kv * 1e-6),
     )
     profile = Profile(
         source=ProfileSource.MEASURED,
-        model=ModelShape.from_config(json.loads((model / "config.json").read_text()), model.name, "float32"),
+        model=replace(shape, kv_dtype_bytes=kv_dtype_bytes),
         machine="made up",
         tiers={"host": reads, "disk": reads},
         compute=ComputeCurves(

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.harness import TierServer, assert_same_bytes, random_prompt
+from tests.e2e.test_plans import write_profile
 
 WHOLE = 896  # of 900 tokens, in whole chunks
 
@@ -31,15 +32,18 @@ def test_quantised_weights(
 ) -> None:
     """In eight bits by torchao: the one way of quantising that SGLang runs on any CPU."""
     monkeypatch.setenv("HCACHE_TEST_TORCHAO", "1")
+    model, costs = tiny_model(), tmp_path / "costs.json"
+    # Without quantised weights, auto would store hidden states; and restoring always pays.
+    write_profile(model, costs, fixed=1, hidden=1, kv=2, project=0.1, run=1000)
     arguments = [
-        # As many heads of K and V as of queries: without quantised weights, auto stores hidden states.
-        *("--model-path", str(tiny_model()), "--dtype", "float32", "--max-total-tokens", "4096"),
+        *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "4096"),
+        *("--hcache-profile", str(costs)),
         *("--torchao-config", "int8wo", "--hcache-method", "auto", "--enable-cache-report"),
         *("--hcache-dirs", str(tmp_path / "disk"), "--hcache-disk-size", "1GB"),
         *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
     ]
     prompt = random_prompt(1, 900)
-    plain = values_of_the_first_layer(tiny_model(), prompt)
+    plain = values_of_the_first_layer(model, prompt)
     with TierServer(tmp_path / "first", arguments) as server:
         assert set(server.state()["layers"]) == {"kv"}
         assert "weights are quantised (torchao int8wo)" in server.process.log_text()

@@ -6,14 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt, wait_for
+from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt, wait_for
 
 POOL_TOKENS = 4096
 
@@ -177,11 +177,12 @@ def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
         for thread in threads:
             thread.start()
         wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore to run")
-        for index in range(len(prompts)):
-            server.post("/abort_request", {"rid": f"abort-{index}"})
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        with server.switched_on("linger_restore"):  # else all may be over before they are aborted
+            for index in range(len(prompts)):
+                server.post("/abort_request", {"rid": f"abort-{index}"})
+            for thread in threads:
+                thread.join(120)
+                assert not thread.is_alive()
     wait_for(lambda: server.counter("restore.cancelled") > cancelled_before, "a restore to be cancelled")
     server.assert_nothing_left()
     for prompt, reference in zip(prompts, references, strict=True):
@@ -252,6 +253,7 @@ def test_what_is_restored_runs_although_a_prompt_before_found_no_room(server: Ti
     history = random_prompt(10, 600)
     server.ask(history)
     server.to_tiers()
+    over: list[Future[Answer]] = []
     with ThreadPoolExecutor(3) as threads:
         with server.switched_on("linger_restore"):
             running = threads.submit(server.ask, random_prompt(91, 64), tokens=700)
@@ -260,11 +262,12 @@ def test_what_is_restored_runs_although_a_prompt_before_found_no_room(server: Ti
             wait_for(lambda: server.state()["requests"]["running"] == 1, "its restore to run")
             large = threads.submit(server.ask, random_prompt(92, 3400))
             wait_for(lambda: server.state()["requests"]["resolved"] == 1, "a large prompt to wait")
+            for each in (running, large, returning):
+                each.add_done_callback(over.append)
             time.sleep(0.5)
         assert returning.result(120).restored == 576
-        assert not running.done()
-        assert not large.done()
         assert running.result(120).retractions == large.result(120).retractions == 0
+    assert over[0] is returning
     server.flush_device()
 
 

@@ -197,7 +197,7 @@ def test_priorities(server: TierServer) -> None:
             }
             for number in range(1, len(prompts), 2):
                 asked[number].result(timeout=120)
-            assert waiting(server) == len(restored)
+            wait_for(lambda: waiting(server) == len(restored), "the others to be queued")
         answers = [asked[number].result(timeout=120) for number in range(len(prompts))]
     for prompt, answer, reference in zip(prompts, answers, references, strict=True):
         assert largest_difference(answer, reference) <= TOLERANCE

@@ -5,6 +5,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice.
 * ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
 * ``keep_costs``: what restores and prefills take, and restores that do not start, change no predictions.
+* ``always_restore``: whatever could be restored is, though recomputing may be predicted to be faster.
 * ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
@@ -153,6 +154,13 @@ def _patch_learning(switches):
 
     for name in ("restored", "prefilled", "declined"):
         setattr(RestoreGate, name, unless_kept(getattr(RestoreGate, name)))
+
+    pays = RestoreGate.pays
+
+    def always(self, *of_what):
+        return pays(self, *of_what) or (switches / "always_restore").exists()
+
+    RestoreGate.pays = always
 
 
 def _patch_reads(switches):

@@ -139,7 +139,7 @@ def test_where_nothing_can_be_handed_over_nothing_is_under_way(
 # -- with the assembler --------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_same_is_saved_as_by_one_thread(seed: int) -> None:
     """Also where host memory or staging is short, and where prompts begin alike."""
