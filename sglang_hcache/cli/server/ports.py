@@ -10,6 +10,7 @@ from sglang_hcache.core.errors import HCacheError
 LOCAL_HOST = "127.0.0.1"
 # Below Linux's range of ephemeral ports, so that no outgoing connection takes the port before the server does.
 _PORTS = range(20_000, 32_000)
+_LAST_PORT = 2**16 - 1
 
 
 def try_to_listen(host: str, port: int | str) -> int:
@@ -17,7 +18,10 @@ def try_to_listen(host: str, port: int | str) -> int:
 
     Raises:
         OSError: it would not get one. ``socket.gaierror``: ``host`` is no address.
+        OverflowError: there is no such port.
     """
+    if str(port).isdecimal() and int(port) > _LAST_PORT:  # getaddrinfo would take the rest of a division
+        raise OverflowError(f"port {port}")
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not in TIME_WAIT

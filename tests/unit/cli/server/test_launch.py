@@ -159,6 +159,7 @@ def test_a_port_in_use_is_told_at_once():
         port = str(other.getsockname()[1])
         assert port_in_use([*MODEL, "--port", port]) == f"127.0.0.1:{port}"
         assert port_in_use([*MODEL, f"--port={port}", "--host", "0.0.0.0"]) == f"0.0.0.0:{port}"
+        assert port_in_use([*MODEL, "--port", str(int(port) + 2**16)]) is None, "there is no such port"
     assert port_in_use([*MODEL, "--port", "0"]) is None
 
 
