@@ -337,9 +337,8 @@ def test_dark_as_the_system_and_by_the_switch(open_tab: Callable[..., Tab], scre
 
 
 def test_the_demo(open_tab: Callable[..., Tab], tmp_path: Path, screenshots: Path) -> None:
-    switches = (
-        tmp_path / "switches"
-    )  # by them a restore is neither declined nor late, however busy the machine is
+    # By them a restore is neither declined nor late, however busy the machine is
+    switches = tmp_path / "switches"
     switches.mkdir()
     (switches / "always_restore").touch()
     demo = ChatProcess(tmp_path / "demo", ["demo", "--chat"], HCACHE_TEST_SWITCHES=str(switches))

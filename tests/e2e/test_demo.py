@@ -26,9 +26,8 @@ def left_in(folder: Path) -> list[Path]:
 def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
     temporary, store = tmp_path / "tmp", tmp_path / "store"
     temporary.mkdir()
-    switches = (
-        tmp_path / "switches"
-    )  # the plugin gives restores time, on a machine that is busy with something else
+    # The plugin gives restores time, on a machine that is busy with something else
+    switches = tmp_path / "switches"
     switches.mkdir()
     (switches / "always_restore").touch()
     command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--dirs", str(store)]
