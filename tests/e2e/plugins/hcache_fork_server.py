@@ -4,17 +4,21 @@ FD is a socket. A message is JSON with ``arguments``, ``environment`` and ``fold
 its log; the answer is the server's process id. It ends when the other side does.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 
 import setproctitle
 
 _PROGRAM = "sglang.launch_server"
+_PR_SET_PDEATHSIG = 1
 _IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -45,18 +49,27 @@ def _forked(connection):
             raise SystemExit
         reading, writing = os.pipe()
         if (between := os.fork()) == 0:
+            parent = os.getpid()
             if (server := os.fork()) == 0:
                 os.close(reading)
                 os.close(writing)
+                _end_with_next_parent(parent)
                 return json.loads(message), descriptors[0]
             os.write(writing, str(server).encode())
-            os._exit(
-                0
-            )  # so that the server becomes a child of the process that asked, which has said it wants it
+            # So that the server becomes a child of the process that asked, which has said it wants it.
+            os._exit(0)
         os.waitpid(between, 0)
         connection.send(os.read(reading, 100))
         for descriptor in (reading, writing, *descriptors):
             os.close(descriptor)
+
+
+def _end_with_next_parent(parent):
+    """Be killed when the process that asked is, too. It is the parent after ``parent``."""
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise SystemExit("prctl failed")
 
 
 def _become(log, arguments, environment, folder):
