@@ -18,6 +18,8 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
+from sglang_hcache.cli.server.client import ChatClient
+
 HCACHE = Path(sys.executable).parent / "hcache"
 PATIENCE_MS = 120_000.0  # machines that run tests are slow, and busy
 _SOURCES = re.compile(r"by source: ([\d,]+) GPU, ([\d,]+) host, ([\d,]+) disk, ([\d,]+) recomputed")
@@ -83,8 +85,8 @@ class ChatProcess:
         """What the server that it talks to says of its tier."""
         found = re.search(r" talks to (http://[^;]+);", self.log.read_text())
         assert found is not None
-        info = httpx.get(f"{found[1]}/server_info", trust_env=False, timeout=60).json()
-        return info["internal_states"][0]["hcache"]
+        with ChatClient(found[1]) as client:
+            return client.tier_state()
 
     def kill(self) -> None:
         """Whatever became of it, and whatever it started."""
