@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
+
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.paths import whole_path
+
+
+def named_path(text: str) -> Path:
+    """The path ``text``, for typer to parse an argument with.
+
+    Raises:
+        typer.BadParameter: it is empty. To ``Path`` that is the current folder, which nobody meant.
+    """
+    if not text:
+        raise typer.BadParameter("the name is empty; is a variable of your shell not set?")
+    return Path(text)
 
 
 def given_path(name: str, path: str | Path) -> Path:

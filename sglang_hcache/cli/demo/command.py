@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
-from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.paths import given_path, named_path
 
 
 def demo(
@@ -24,7 +24,9 @@ def demo(
     keep: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep model, disk tier and logs here; a second run finds them again."
+            metavar="DIR",
+            parser=named_path,
+            help="Keep model, disk tier and logs here; a second run finds them again.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print measurements as JSON, no table.")] = False,

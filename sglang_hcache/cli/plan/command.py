@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sglang_hcache.cli.options import AsJson
+from sglang_hcache.cli.paths import named_path
 from sglang_hcache.cli.plan.model import NAMES
 from sglang_hcache.core.errors import ConfigError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
     from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
 
-_FASTEST = 1e9
-"""GB/s and TFLOP/s; the slowest is as far below 1."""
+_MOST = 10**9
+"""Tokens, layers, GB/s and TFLOP/s; the slowest rates are as far below 1. Times that follow from others are none."""
 
 Model = Annotated[
     str,
@@ -48,6 +48,7 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
+        parser=named_path,
         help="Measured costs, from `hcache profile`, in place of MODEL, --io-gbps and --tflops.",
     ),
 ]
@@ -79,7 +80,11 @@ KVCacheDtypeName = Annotated[
 ]
 Picture = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Also draw the plan's two timelines as a picture (needs matplotlib)."),
+    typer.Option(
+        metavar="FILE",
+        parser=named_path,
+        help="Also draw the plan's two timelines as a picture (needs matplotlib).",
+    ),
 ]
 
 
@@ -118,8 +123,8 @@ def plan(
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
-    _check_positive(tokens=tokens, buffers=buffers)
-    _check_rates(io_gbps=io_gbps, tflops=tflops)
+    _check_between(1, _MOST, tokens=tokens, buffers=buffers)
+    _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops)
     planned = _model(model, dtype, kv_cache_dtype)
     costs = _profile(planned, io_gbps, tflops, profile)
     why_not_hidden = None if planned is None else planned.why_not_hidden
@@ -145,21 +150,11 @@ def _kind(method: str) -> PlanKind:
         raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}") from None
 
 
-def _check_rates(**values: float | None) -> None:
-    """Of machines that there may be: times that follow from others are none."""
-    _check_positive(**values)
+def _check_between(least: float, most: float, **values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not 1 / _FASTEST <= value <= _FASTEST:
+        if value is not None and not least <= value <= most:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag}: {value:g} is not allowed; give a number between {1 / _FASTEST:g} and {_FASTEST:g}"
-            )
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not allowed; give a number above 0")
+            raise ConfigError(f"{flag}: {value} is not allowed; give a number between {least:g} and {most:g}")
 
 
 def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglang_hcache.cli.options import AsJson
-from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.paths import given_path, named_path
 from sglang_hcache.cli.server import tier_flags
 from sglang_hcache.cli.server.arguments import arguments_in_file, values_of
 from sglang_hcache.core.config import TIER_FLAG, HCacheConfig, flag_of, profile_dir, tier_mode
@@ -40,6 +40,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
+        parser=named_path,
         help="Where to save the profile; give it to servers with --hcache-profile FILE. Default: where servers look "
         "by themselves, ~/.cache/sglang-hcache/profiles.",
         show_default=False,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.options import AsJson
-from sglang_hcache.cli.paths import given_path
+from sglang_hcache.cli.paths import given_path, named_path
 from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
 
@@ -33,7 +33,12 @@ Dirs = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="The file of --hcache-config: its `dirs`, in place of DIR"),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        parser=named_path,
+        help="The file of --hcache-config: its `dirs`, in place of DIR",
+    ),
 ]
 
 

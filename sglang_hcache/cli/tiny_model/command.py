@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
+from sglang_hcache.cli.paths import named_path
 from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel
 
 _USUAL = TinyModel()
 
 
 def tiny_model(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=named_path, help="New or empty folder for the model.")
+    ],
     family: Annotated[str, typer.Option(help=f"{', '.join(FAMILIES)}.")] = _USUAL.family,
     layers: Annotated[int, typer.Option(help="Decoder layers.", min=1)] = _USUAL.layers,
     hidden: Annotated[int, typer.Option(help="Hidden size.", min=1)] = _USUAL.hidden,

@@ -40,3 +40,21 @@ def test_a_home_that_nobody_has_is_named(name: str, command: list[str]) -> None:
     assert "nobody knows this home directory" in str(result.exception)
     with pytest.raises(ConfigError, match=name):
         given_path(name, NOBODYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("DIR", ["tiny-model", ""]),
+        ("--keep", ["demo", "--keep", ""]),
+        ("--out", ["profile", "--model-path", "x", "--out", ""]),
+        ("--config", ["store", "stat", "--config", ""]),
+        ("--profile", ["plan", "--profile", ""]),
+        ("--png", ["plan", "llama2-7b", "--io-gbps", "1", "--tflops", "1", "--png", ""]),
+    ],
+)
+def test_an_empty_name_is_not_the_current_folder(name: str, command: list[str]) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+    assert result.exit_code == 2
+    assert name in result.output
+    assert "the name is empty" in result.output

@@ -264,7 +264,8 @@ def test_tier_of_a_profile(plan_json, tmp_path):
             ["{dir}/plain.json", *RATES],
             "MODEL: {dir}/plain.json: dtype 'int8' is not allowed; allowed: float32",
         ),
-        (["llama2-7b", *RATES, "--tokens", "0"], "--tokens: 0 is not allowed; give a number above 0"),
+        (["llama2-7b", *RATES, "--tokens", "0"], "--tokens: 0 is not allowed; give a number between 1 and"),
+        (["llama2-7b", *RATES, "--tokens", "1" + 400 * "0"], "--tokens: 1000"),
         (["llama2-7b", "--io-gbps", "nan", "--tflops", "1"], "--io-gbps: nan is not allowed"),
         (["llama2-7b", "--io-gbps", "1", "--tflops", "-1"], "--tflops: -1.0 is not allowed"),
         (
