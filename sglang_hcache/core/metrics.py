@@ -112,7 +112,10 @@ COUNTERS = (
         "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
     ),
     CounterMetric(
-        "disk_events", "What the disk tier had to cope with.", "events", "event",
+        "disk_events",
+        "What the disk tier had to cope with. rest: after a restore from it was too slow, nothing is restored for up "
+        "to 30 s.",
+        "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
             "store.directory_trips": "directory_sick", "store.directory_recoveries": "directory_back",
@@ -120,6 +123,7 @@ COUNTERS = (
             "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
             "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
+            "restore.rests": "rest",
         },
     ),
     CounterMetric(

@@ -28,7 +28,7 @@ LABELS = {"model_name": "m", "tp_rank": "0"}
 NOT_EXPORTED = {
     "lookup.requests",  # hits and misses
     "restore.tokens",  # by tier
-    "restore.layers_recomputed", "restore.rests", "restore.pins_given_back", "restore.tickets_pruned",
+    "restore.layers_recomputed", "restore.pins_given_back", "restore.tickets_pruned",
     "restore.stopped_for_room",
     "capture.requests_out_of_order",
     "demote.requests_dropped", "demote.runs_failed",
