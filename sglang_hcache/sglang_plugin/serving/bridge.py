@@ -203,16 +203,12 @@ class Bridge:
         """The pass failed."""
         self._passes.abandon()
 
-    def save_from_pool(
-        self, rid: str, tokens: array[int], slots: torch.Tensor, *, is_last: bool = False
-    ) -> None:
-        """The next rows of a captured request, which earlier passes have left in the pool.
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows can be saved now. Others are dropped."""
+        return self._ring.has_room(count)
 
-        Args:
-            is_last: they cannot be asked for again. Others are left for a later call while staging is full.
-        """
-        if not is_last and not self._ring.has_room(len(tokens)):
-            return
+    def save_from_pool(self, rid: str, tokens: array[int], slots: torch.Tensor) -> None:
+        """The next rows of a captured request, which earlier passes have left in the pool."""
         begin = self.captured[rid]
         self.captured[rid] = begin + len(tokens)
         self._passes.begin(torch.tensor(tokens), slots)

@@ -59,14 +59,15 @@ def save_decoded(batch: ScheduleBatch, bridge: Bridge) -> None:
         saved = bridge.captured.get(req.rid)
         if saved is not None and req.kv_committed_len // CHUNK_TOKENS > saved // CHUNK_TOKENS:
             end = saved - saved % CHUNK_TOKENS + CHUNK_TOKENS
-            bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, batch.req_to_token_pool))
+            if bridge.has_room(end - saved):  # else before a later pass
+                bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, batch.req_to_token_pool))
 
 
 def save_rest(req: Req, end: int, pool: ReqToTokenPool, bridge: Bridge) -> None:
     """What a request has computed before position ``end``, as far as it is not saved yet: its slots go now."""
     saved = bridge.captured.get(req.rid, end)
     if bridge.saves_decoded_later and saved < end:
-        bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, pool), is_last=True)
+        bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, pool))
 
 
 def _rows_in_pool(req: Req, begin: int, end: int, pool: ReqToTokenPool) -> tuple[array[int], torch.Tensor]:

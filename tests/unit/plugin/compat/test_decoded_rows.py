@@ -272,7 +272,10 @@ def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
     wait_until_staged(scheduler)
     taken = scheduler.bridge._ring.reserve(1)
     assert taken is not None
-    scheduler.decode(one, passes=70)
+    with Calls() as names:
+        scheduler.decode(one, passes=70)
+    assert "has_room" in names
+    assert "_rows_in_pool" not in names, "nobody wants them yet"
     scheduler.bridge._ring.release(taken)
     scheduler.decode(one, passes=2)
     wait_until_staged(scheduler)
