@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
@@ -18,8 +20,11 @@ logger = logging.getLogger(__name__)
 
 _FAILURES_ALLOWED = 2
 """Chunks are quarantined at this many errors: else one bad sector would delay every restore of them."""
+_HANGS_ALLOWED = 3
+"""And at this many if the last one is a hang. It is mostly the device's, but a drive may try a bad sector for longer
+than anybody waits, each time, and its whole directory would be out each time."""
 
-_OF_NO_RUN = OWN_ERRNOS | GONE_ERRNOS | {errno.ENOENT, errno.ECANCELED}
+_OF_NO_RUN = OWN_ERRNOS | (GONE_ERRNOS - {errno.ETIMEDOUT}) | {errno.ENOENT, errno.ECANCELED}
 """What says nothing of a run's bytes. Of the rest a bad sector may be any: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
 
 
@@ -30,10 +35,14 @@ class Judge:
         self._catalog = catalog
         self._ledger = ledger
         self._observer = observer
+        self._lock = threading.Lock()
 
-    def judge(self, failures: Sequence[SliceFailure]) -> None:
-        """What one call could not read. What the device's health explains is left to that."""
-        failed: set[int] = set()
+    def judge(self, failures: Sequence[SliceFailure], began: float) -> None:
+        """What one call could not read. What the device's health explains is left to that.
+
+        Args:
+            began: when it did, by the monotonic clock.
+        """
         for failure in failures:
             item, run = failure.item, failure.item.run
             if isinstance(failure.error, CorruptExtentError):
@@ -45,10 +54,17 @@ class Judge:
                     logger.warning("hcache: a stored run is forgotten: %s", failure.error)
                     self.forget_row(run)
             elif failure.error_number is not None and failure.error_number not in _OF_NO_RUN:
-                run.failures += run.number not in failed  # once, of however many layers
-                failed.add(run.number)
-                if run.failures >= _FAILURES_ALLOWED:
+                is_hang = failure.error_number == errno.ETIMEDOUT
+                if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):
                     self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
+
+    def _count_failure(self, run: StoredRun, began: float) -> int:
+        """Of ``run``, with this one: one of however many layers, and of however many reads that ran together."""
+        with self._lock:
+            if began > run.failed_at:
+                run.failures += 1
+                run.failed_at = time.monotonic()
+            return run.failures
 
     def forget_row(self, run: StoredRun) -> None:
         """Remove a run that is not in the catalog from the index as well."""

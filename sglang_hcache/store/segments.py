@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from sglang_hcache.store.volumes.volume import Volume
 class StoredRun:
     """A run that is stored, or being written. Identity matters: one object per row of the index."""
 
-    __slots__ = ("dropped", "failures", "number", "place", "quarantined", "segment")
+    __slots__ = ("dropped", "failed_at", "failures", "number", "place", "quarantined", "segment")
 
     def __init__(self, place: RunPlace, segment: Segment, number: int) -> None:
         self.place = place
@@ -26,7 +27,9 @@ class StoredRun:
         """Of its row in the index; grows with age."""
         self.dropped = False
         self.failures = 0
-        """Reads that ended in an error such as EIO."""
+        """Reads that ended in an error such as EIO, or hung."""
+        self.failed_at = -math.inf
+        """When the last one of them did."""
         self.quarantined: dict[int, str] = {}
         """Chunks that are not served any more, and why."""
 

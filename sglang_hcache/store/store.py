@@ -211,8 +211,9 @@ class DiskStore:
                 raise ValueError(f"layer {layer} of {len(lease.chunk_layer_bytes)}")
             check_bytes(out, len(lease.keys) * lease.chunk_layer_bytes[layer], f"memory of layer {layer}")
         with self._operations.one(), lease.reading():
+            began = time.monotonic()
             failures = self._reader.read(lease.slices, into)
-            self._judge.judge(failures)
+            self._judge.judge(failures, began)
         if failures:
             late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
             raise next(late, failures[0].error)
