@@ -27,6 +27,7 @@ from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
@@ -123,6 +124,19 @@ def test_the_back_off_doubles_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) ->
         waits.append(breaker._retry_at - 100)
         breaker.still_sick("x")
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("method", ["create_segment", "trim_segment"])
+def test_files_that_cannot_be_made_or_cut_are_failed_writes(tmp_path: Path, method: str) -> None:
+    """What such a directory has is served on; as failed reads they would take it out."""
+    directory: Any = MagicMock()
+    getattr(directory, method).side_effect = OSError(errno.EIO, "I/O error")
+    volume = Volume(directory, 0, health(tmp_path), 60.0)
+    for _ in range(3):
+        with pytest.raises(StoreIOError):
+            getattr(volume, method)(1, 4096)
+    assert volume.health.condition is Condition.READ_ONLY
+    assert volume.close(60.0)
 
 
 # -- hanging -----------------------------------------------------------------------------------------
@@ -369,6 +383,32 @@ def test_an_index_that_has_moved_leaves_no_other_one_where_it_was(
     read_keys(store, (*OLD, *NEW))
     store.close()
     read_keys(open_store(config), (*OLD, *NEW))
+
+
+def test_where_the_index_is_now_is_written_down_as_soon_as_that_works_and_no_more(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    written: list[Path] = []
+    write = StoreDirectory.write_superblock
+
+    def fail_once(directory: StoreDirectory, block: Any) -> None:
+        written.append(directory.path)
+        if len(written) == 1:
+            raise OSError(errno.EIO, "I/O error")
+        write(directory, block)
+
+    def noted() -> int | None:
+        block = StoreDirectory(config.dirs[1]).read_superblock()
+        return None if block is None else block.identity.index_stripe
+
+    monkeypatch.setattr(StoreDirectory, "write_superblock", fail_once)
+    monkeypatch.setattr(Health, "is_due", lambda self: False)
+    Inside(store).volumes[0].health.take_out("the test says so")
+    wait_until(lambda: noted() == 1)
+    Inside(store).ledger.move_if_needed()  # as each round of the keeper does
+    assert written == [config.dirs[1]] * 2
 
 
 def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later(
