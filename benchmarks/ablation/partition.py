@@ -36,12 +36,12 @@ from restoring.settings import split_tier
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import Split, make_plan
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline, Read, Step, layers_of_steps
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.store import DiskStore
@@ -85,18 +85,16 @@ class _BothForms:
 class _TokenPipeline(LayerPipeline):
     """The server's pipeline, with two steps a layer: its hidden states, then its K and V."""
 
-    splits: list[TokenSplit]
-
-    def _replace_buffers(self) -> None:
+    def __init__(self, tiers: Any, restorer: LayerRestorer) -> None:
         # Two of these buffers hold what one of the server's holds.
-        while len(self._spare) < 2 * NUM_BUFFERS:
-            self._spare.append(host_buffer(self._buffer_bytes))
+        super().__init__(tiers, restorer, BLOCK_CHUNKS, num_buffers=2 * NUM_BUFFERS)
+        self.splits: list[TokenSplit] = []
 
-    def _steps(self, job: RestoreJob) -> Iterator[Step]:
+    def steps(self, job: RestoreJob) -> Iterator[Step]:
         block_start = 0
         for number, split in enumerate(self.splits):
             blocks = job.blocks[2 * number : 2 * number + 2]
-            most_bytes = min(self._most_bytes(block) for block in blocks if block.keys)
+            most_bytes = min(self.most_bytes(block) for block in blocks if block.keys)
             of_forms = [
                 self.layer_bytes(block, range(form, self.layout.num_layers, 2)).values()
                 for form, block in enumerate(blocks)
@@ -110,9 +108,9 @@ class _TokenPipeline(LayerPipeline):
                         yield Step(blocks[part], block_start + begin, steps)
             block_start += split.total
 
-    def _rows(self, read: Read, layer: int) -> StoredRows:
+    def rows(self, read: Read, layer: int) -> StoredRows:
         """Of the chunk that both forms have, each form's rows."""
-        chunks = super()._rows(read, layer)
+        chunks = super().rows(read, layer)
         split = self.splits[read.step.first_token // BLOCK_TOKENS]
         first, begin, end = 0, 0, split.hidden
         if layer % 2:
@@ -127,7 +125,7 @@ class TokenWise:
         self._rig = rig
         self._over = threading.Event()
         self._both = both = _BothForms(rig, disk)
-        self._pipeline = _TokenPipeline(both, rig.restorer, BLOCK_CHUNKS)  # type: ignore[arg-type]
+        self._pipeline = _TokenPipeline(both, rig.restorer)
         self._engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
 
     def restore(self, splits: list[TokenSplit], *, check: bool = False) -> tuple[float, float]:

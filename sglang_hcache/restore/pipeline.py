@@ -146,6 +146,7 @@ class LayerPipeline:
     Args:
         block_chunks: most chunks of a job's block.
         memory: makes the buffers that are read into.
+        num_buffers: of them.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class LayerPipeline:
         restorer: LayerRestorer,
         block_chunks: int,
         memory: HostMemory = host_buffer,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.layout = tiers.layout
         self._tiers = tiers
@@ -163,6 +165,7 @@ class LayerPipeline:
         self.most_read = min(STEP_BYTES, self._buffer_bytes)
         """Bytes of a step of several layers."""
         self._memory = memory
+        self._num_buffers = num_buffers
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._left: list[Read] = []
         """Reads that went on when their job was over."""
@@ -177,7 +180,7 @@ class LayerPipeline:
         """
         self._replace_buffers()
         self._restorer.after(job.fence)
-        steps, reads, writes = deque(self._steps(job)), deque[Read](), deque[_Write]()
+        steps, reads, writes = deque(self.steps(job)), deque[Read](), deque[_Write]()
         try:
             while steps or reads or writes:
                 while steps and (steps[0].block.is_in_place or self._spare):
@@ -209,22 +212,25 @@ class LayerPipeline:
         for read in left:
             if not read.has_ended():
                 self._left.append(read)
-            elif read.frees_buffer() and len(self._spare) < NUM_BUFFERS:
+            elif read.frees_buffer() and len(self._spare) < self._num_buffers:
                 self._give_back(read)
 
     def _replace_buffers(self) -> None:
         """Before a job: pinned memory is never freed, so what can be used again is."""
         self._take_back()
         # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
-        while len(self._spare) < NUM_BUFFERS:
+        while len(self._spare) < self._num_buffers:
             self._spare.append(self._memory(self._buffer_bytes))
 
-    def _steps(self, job: RestoreJob) -> Iterator[Step]:
+    # -- what a comparison does otherwise --------------------------------------------------------
+
+    def steps(self, job: RestoreJob) -> Iterator[Step]:
+        """What is read and restored together, in order."""
         first_token = 0
         for block in job.blocks:
             begins = first_token == 0 and not block.is_in_place
             layer_bytes = self.layer_bytes(block, job.layers)
-            for layers in layers_of_steps(layer_bytes, self._most_bytes(block), begins=begins):
+            for layers in layers_of_steps(layer_bytes, self.most_bytes(block), begins=begins):
                 yield Step(block, first_token, layers)
             first_token += CHUNK_TOKENS * len(block.keys)
 
@@ -233,8 +239,23 @@ class LayerPipeline:
         sizes = self.layout.chunk_layer_bytes
         return {layer: len(block.keys) * sizes[layer] for layer in layers}
 
-    def _most_bytes(self, block: ChunkLease) -> float:
+    def most_bytes(self, block: ChunkLease) -> float:
+        """Of a step of several layers of ``block``."""
         return math.inf if block.is_in_place else self.most_read
+
+    def rows(self, read: Read, layer: int) -> StoredRows:
+        """One layer of a step, once it was read."""
+        method = self.layout.methods[layer]
+        memory, chunks = (
+            (read.into[layer], ((0, len(read.step.block.keys)),))
+            if read.into
+            else self._tiers.rows_in_place(read.step.block, layer)
+        )
+        rows = torch.from_numpy(memory.reshape(-1, self.layout.row_bytes[layer])).view(self._restorer.dtype)
+        spans = tuple((CHUNK_TOKENS * first, CHUNK_TOKENS * count) for first, count in chunks)
+        return StoredRows(layer, method, rows, spans)
+
+    # -- a step after the other ------------------------------------------------------------------
 
     def _begin(self, step: Step) -> Read:
         if step.block.is_in_place:
@@ -250,23 +271,11 @@ class LayerPipeline:
     def _start(self, job: RestoreJob, write: _Write) -> None:
         """Begin to bring back the rows of a step that was read."""
         began, step = time.monotonic(), write.read.step
-        stored = [self._rows(write.read, layer) for layer in step.layers]
+        stored = [self.rows(write.read, layer) for layer in step.layers]
         first, end = step.first_token, step.first_token + len(stored[0])
         positions = self._restorer.positions(job.first_position + first, job.first_position + end)
         write.parts.extend(self._restorer.start(stored, positions, job.slots[first:end], job.check))
         job.written_s += time.monotonic() - began
-
-    def _rows(self, read: Read, layer: int) -> StoredRows:
-        """One layer of a step."""
-        method = self.layout.methods[layer]
-        memory, chunks = (
-            (read.into[layer], ((0, len(read.step.block.keys)),))
-            if read.into
-            else self._tiers.rows_in_place(read.step.block, layer)
-        )
-        rows = torch.from_numpy(memory.reshape(-1, self.layout.row_bytes[layer])).view(self._restorer.dtype)
-        spans = tuple((CHUNK_TOKENS * first, CHUNK_TOKENS * count) for first, count in chunks)
-        return StoredRows(layer, method, rows, spans)
 
     def _finish(self, job: RestoreJob, write: _Write) -> None:
         job.check()
