@@ -24,13 +24,13 @@ from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows, Writing
-from sglang_hcache.tier.tiered import ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
 
 NUM_BUFFERS = 4
 """Steps in memory at once: some are restored, the others are read."""
 NUM_READERS = NUM_BUFFERS - 1
-"""Steps that are read at once. With as many as there are buffers, all arrive at about the same time: the first one
-late, and while it is restored there is no buffer to read into."""
+"""Steps of each tier that are read at once. With as many as there are buffers, all arrive at about the same time: the
+first one late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _FEWEST_STEPS = 6
@@ -160,7 +160,11 @@ class LayerPipeline:
         self.layout = tiers.layout
         self._tiers = tiers
         self._restorer = restorer
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
+        # Each tier has its own: a disk that hangs must not hold up what comes from host memory.
+        self._readers = {
+            tier: ThreadPoolExecutor(NUM_READERS, thread_name_prefix=f"hcache-read-{tier}")
+            for tier in (HOST, DISK)
+        }
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
         self.most_read = min(STEP_BYTES, self._buffer_bytes)
         """Bytes of a step of several layers."""
@@ -201,7 +205,8 @@ class LayerPipeline:
 
     def close(self) -> None:
         """Begin with no more reads. One that hangs is not waited for."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for readers in self._readers.values():
+            readers.shutdown(wait=False, cancel_futures=True)
 
     def _take_back(self) -> None:
         """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it.
@@ -262,7 +267,8 @@ class LayerPipeline:
             return Read(step)
         buffer = self._spare.pop()
         into = parts_of(buffer, self.layer_bytes(step.block, step.layers))
-        return Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
+        readers = self._readers[DISK if DISK in step.block.sources else HOST]
+        return Read(step, buffer, into, readers.submit(self._tiers.read_layers, step.block, into))
 
     def _give_back(self, read: Read) -> None:
         if read.buffer is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from sglang_hcache.core.errors import (
     StoreIOError,
     StoreTimeoutError,
 )
+from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, layers_of_steps
+from sglang_hcache.tier.tiered import DISK, ChunkLease
 from tests.unit.restore.bench import BLOCK_CHUNKS, LAYERS, PATIENCE_S, SLOTS, Bench, DoubleAndPosition
 from tests.unit.restore.delayed_streams import DelayedStreams
 
@@ -217,6 +221,24 @@ def test_there_are_never_more_buffers_than_are_read_into(bench: Bench) -> None:
     bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
     assert bench.run().state is RestoreState.DONE
     assert len(pipeline._spare) == NUM_BUFFERS
+
+
+def test_a_disk_that_hangs_does_not_hold_up_restores_from_host_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, lease = threading.Event(), bench.tiers.lease
+
+    def on_disk(keys: Sequence[ChunkKey]) -> ChunkLease:
+        return replace(lease(keys), sources=(DISK,) * len(keys))
+
+    bench.tiers.before_read = lambda _layer: release.wait(3 * PATIENCE_S)  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tiers, "lease", on_disk)
+        reads_left_behind(bench)
+    bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
+    job = bench.run()
+    release.set()
+    assert job.state is RestoreState.DONE
 
 
 def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:
