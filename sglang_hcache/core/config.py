@@ -138,7 +138,8 @@ class HCacheConfig(BaseModel):
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
     """Seconds that a restore may run; then it is given up and its request recomputed. One that is predicted to run
     longer does not start. Where nothing is predicted (``kv``, ``hidden``, or no costs), waiting for earlier restores
-    counts too. At most 3600. After a restore from disk that was itself too slow, nothing is restored for up to 30 s."""
+    counts too. At most 3600. After a restore from disk that was itself too slow, nothing is
+    restored from there for up to 30 s."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
     15 s after it asked them to stop."""

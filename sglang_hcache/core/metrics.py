@@ -113,8 +113,8 @@ COUNTERS = (
     ),
     CounterMetric(
         "disk_events",
-        "What the disk tier had to cope with. rest: after a restore from it was too slow, nothing is restored for up "
-        "to 30 s.",
+        "What the disk tier had to cope with. rest: after a restore from it was too slow, nothing is restored from "
+        "there for up to 30 s.",
         "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",

@@ -4,7 +4,7 @@ A request's ticket::
 
     RESOLVED -- a tier continues what the device has --> PENDING
     PENDING --- slots were found, the job is queued ---> RUNNING
-    PENDING --- its chunks are gone, the tiers rest ---> RESOLVED
+    PENDING --- its chunks are gone, the disk rests ---> RESOLVED
     PENDING --- no slots, would not pay ---------------> RESOLVED for good
     RUNNING --- done, put into the tree ---------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
@@ -12,7 +12,7 @@ A request's ticket::
     PINNED ---- too old, or the queue stands still ----> RESOLVED
     RESOLVED or PINNED: admitted, and the ticket ends
 
-When the tree has evicted something, or the tiers' rest is over, a RESOLVED ticket is looked up again, unless it is so
+When the tree has evicted something, or the disk's rest is over, a RESOLVED ticket is looked up again, unless it is so
 for good.
 
 * RESOLVED: nothing to wait for; the request may be admitted.
@@ -203,18 +203,16 @@ class RestoreCoordinator:
         """PENDING if a tier continues the device's prefix, else RESOLVED.
 
         Returns:
-            False if the tiers were not asked: the device has all whole chunks, or nothing is to be restored now.
+            False if the tiers were not asked: the device has all whole chunks, or the disk rests.
         """
         ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._rest.is_on
         ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
-        on_device = ticket.on_device // CHUNK_TOKENS
-        is_asked = on_device < len(ticket.keys) and not ticket.is_unasked
-        is_hit = is_asked and ticket.keys[on_device] in self._tiers
+        is_hit = self._tiers.match(ticket.following, in_memory=ticket.is_unasked) > 0
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
             self._look_again = 0.0
             ticket.enter(phase)
-        return is_asked
+        return is_hit or (bool(ticket.following) and not ticket.is_unasked)
 
     def _start_pending(self) -> None:
         """Start restores in the order in which SGLang admits requests, until one finds no room.
@@ -252,7 +250,8 @@ class RestoreCoordinator:
 
     def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
-        if self._rest.is_on:
+        is_resting = self._rest.is_on
+        if is_resting and not self._tiers.match(ticket.following, in_memory=True):
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return True
@@ -265,9 +264,10 @@ class RestoreCoordinator:
         if missing and self.running.restores(missing[0]):
             ticket.awaits = missing[0]
             return True  # somebody restores them already; look again when that is over
-        keys = missing[: self._tiers.match(missing)]
+        keys = missing[: self._tiers.match(missing, in_memory=is_resting)]
         ticket.on_device = len(match)
         if not keys:
+            ticket.is_unasked = is_resting
             ticket.enter(Phase.RESOLVED)
             return True
         count, decision = CHUNK_TOKENS * len(keys), self._launcher.decide(keys, len(match))

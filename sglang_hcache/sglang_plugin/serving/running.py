@@ -91,7 +91,7 @@ def _predicted_s(restore: Restore) -> float:
 
 
 class Rest:
-    """After a restore that was late none starts for a while, in which the tier may recover.
+    """After a restore from the disk that was late none from there starts for a while, in which it may recover.
 
     Else everyone would wait for the deadline of one after the other.
     """

@@ -123,7 +123,7 @@ class Ticket:
     """Leading tokens of the prompt that were on the device when that was last looked at."""
     seen_evictions: int = 0
     is_unasked: bool = False
-    """Settled while the tiers rested: they have not been asked."""
+    """Looked up while the disk rested, which has not been asked."""
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
     refused_since: float | None = None
@@ -147,6 +147,12 @@ class Ticket:
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""
         self.refused = time.monotonic(), count
+
+    @property
+    def following(self) -> list[ChunkKey]:
+        """The chunk behind those that the device has; none if it has all whole ones."""
+        first = self.on_device // CHUNK_TOKENS
+        return self.keys[first : first + 1]
 
     @property
     def least_room(self) -> int:

@@ -665,13 +665,22 @@ def test_new_weights_end_everything(world: World) -> None:
 
 def end_late(world: World, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """The restore of "late", the first of two prefixes on disk, runs for so long and is too late."""
-    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    as_if_on_disk(world, monkeypatch, [*tokens(1, 4), *tokens(2, 4)])
     for name in (1, 2):
         world.store(tokens(name, 4))
     world.queue("late", tokens(1, 4))
     world.coordinator.tick()
     world.engine.end(RestoreState.FAILED, late_after_s=seconds)
     world.coordinator.tick()
+
+
+def as_if_on_disk(world: World, monkeypatch: pytest.MonkeyPatch, prompt: list[int]) -> None:
+    """Whoever asks does not find the chunks of ``prompt``, of one token each, in host memory; a restore brings them."""
+    away = {key for name in set(prompt) for key in chunk_keys(ROOT, tokens(name, 4))}
+    known = world.tiers.host._entries
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    monkeypatch.setattr(HostTier, "__contains__", lambda _, key: key in known and key not in away)
+    monkeypatch.setattr(TieredStore, "__contains__", lambda _, key: key in known)
 
 
 def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
@@ -710,9 +719,31 @@ def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: 
     assert len(world.engine.jobs) == 1
 
 
+def test_what_is_in_host_memory_is_restored_while_the_disk_rests(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_late(world, monkeypatch, 10.0)
+    world.store(tokens(3, 4))
+    for index, key in enumerate(more := chunk_keys(ROOT, tokens(3, 4) + tokens(4, 2))[4:]):
+        slot = world.tiers.host.reserve()
+        assert slot is not None
+        world.tiers.seal(slot, ChunkInfo(key, bytes(32), 4 + index, bytes(16)))
+    in_memory = HostTier.__contains__
+    monkeypatch.setattr(HostTier, "__contains__", lambda tier, key: key not in more and in_memory(tier, key))
+    world.queue("next", tokens(3, 4) + tokens(4, 2))
+    assert not world.coordinator.may_be_admitted("next")
+    world.coordinator.tick()
+    (job,) = world.engine.jobs
+    assert job.num_tokens == 4 * CHUNK_TOKENS, "without those that are on disk"
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("next")
+    assert not world.engine.jobs
+
+
 def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one prefix wait for the first one's restore; they must not be late one after the other."""
-    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+    as_if_on_disk(world, monkeypatch, tokens(1, 4))
     world.store(tokens(1, 4))
     for rid in ("late", "second", "third"):
         world.queue(rid, tokens(1, 4))
