@@ -293,12 +293,13 @@ class Assembler:
         if first + count > taken.count:
             self._drop_chunk(request, "capture.chunks_dropped_staging_full")
             return
-        slot = request.chunk.slot if filled else self._reserve(request)
+        if not filled:
+            request.chunk.slot = self._reserve(request)
+        slot = request.chunk.slot  # known before the copy: after an error it is given back
         if slot is None:
             self._drop_chunk(request, "capture.chunks_dropped_host_full")
             return
         self._copy_rows(taken, slot, first, filled, count)
-        request.chunk.slot = slot
 
     def _copy_rows(self, taken: _Pass, slot: int, first: int, filled: int, count: int) -> None:
         for chunks, rows in zip(self._chunks, taken.groups, strict=True):

@@ -249,6 +249,16 @@ def test_a_failed_event_leaves_no_beginning(path: SavePath, monkeypatch: pytest.
     assert path.tiers.host.counts() == (64, 0, 0)
 
 
+def test_a_copy_that_fails_costs_no_slot(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.begin("a", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(path.assembler, "_copy_rows", lambda *_: 1 / 0)
+        path.forward([("a", 0, [1] * 10)])
+        path.settle()
+    assert path.counters["capture.errors"] == 1
+    assert path.tiers.host.counts() == (64, 0, 0)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_branching_conversations_never_get_wrong_rows(seed: int) -> None:
