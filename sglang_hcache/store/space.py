@@ -97,7 +97,7 @@ class Space:
             return StoredRun(place, segment, self._catalog.take_run_number())
 
     def abandon(self, run: StoredRun, error: BaseException) -> None:
-        """Give back the room of a run whose writing ended with ``error``; the caller still unpins.
+        """Give back the room and the pin of a run whose writing ended with ``error``.
 
         If its files gave the error, the next run goes to new ones. What is in flight keeps its room, for it may be
         written yet.
@@ -110,11 +110,14 @@ class Space:
                 segment.give_back(run.place)
             if is_of_files and segment is self._active:
                 self._seal_active()
-            if not segment.runs and (segment is not self._active or not any(segment.used)):
+            is_used = segment.runs or segment.pins > 1  # another run is being written to it
+            if not is_used and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
                 self._remover.retire(segment, only_unpinned=False)
             if isinstance(error, StoreFullError):
                 self._eviction.relieve(segment.members)
+            if self._catalog.unpin([segment]):
+                self._remover.retry()
 
     def evict_one(self) -> bool:
         """Remove the least dear segment; False if none can go."""

@@ -160,8 +160,7 @@ class DiskStore:
             except BaseException as error:
                 self._space.abandon(stored, error)
                 raise
-            finally:
-                self._unpin([stored.segment])
+            self._unpin([stored.segment])
         self._tally.count("store.chunks_written", len(run.keys))
         self._tally.count("store.bytes_written", stored.place.shape.payload_bytes)
 

@@ -15,6 +15,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.memory import ByteArray
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -24,6 +25,7 @@ from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
     make_run,
+    payload_of,
     physical_bytes,
     read_keys,
     small_config,
@@ -412,12 +414,10 @@ def test_room_of_a_failed_run_is_used_again_unless_it_may_be_written_or_lies_bef
 ) -> None:
     store = open_store(small_config(tmp_path, segment=MIB))
     write_keys(store, make_keys(0, 2), (4096, 8192))
-    space, catalog = Inside(store).space, Inside(store).catalog
+    space = Inside(store).space
 
     def reserve() -> StoredRun:
-        run = space.reserve(make_run(make_keys(10, 2), (4096, 8192)))
-        catalog.unpin([run.segment])
-        return run
+        return space.reserve(make_run(make_keys(10, 2), (4096, 8192)))
 
     first = reserve()
     space.abandon(first, ValueError())
@@ -433,6 +433,34 @@ def test_room_of_a_failed_run_is_used_again_unless_it_may_be_written_or_lies_bef
     space.abandon(fifth, StoreIOError("its files are sick"))
     assert reserve().place.segment > fifth.place.segment
     read_keys(store, make_keys(0, 2))
+
+
+@pytest.mark.parametrize("error", [StoreIOError("its files are sick"), ValueError()])
+def test_a_write_that_fails_does_not_cost_the_other_one_in_a_new_segment(
+    tmp_path: Path, open_store: OpenStore, error: Exception
+) -> None:
+    config = small_config(tmp_path, 2, segment=MIB)
+    store = open_store(config)
+    other, layers = make_run(make_keys(0, 2), (4096, 8192)), (4096, 8192)
+
+    def payload(layer: int) -> list[ByteArray]:
+        """Meanwhile another write begins and fails."""
+        if layer == 0:
+            with pytest.raises(type(error)):
+                store.write_run(make_run(make_keys(10, 2), layers), fail)
+        return payload_of(other)(layer)
+
+    def fail(layer: int) -> list[ByteArray]:
+        raise error
+
+    store.write_run(other, payload)
+    read_keys(store, other.keys)
+    with pytest.raises(type(error)):
+        store.write_run(make_run(make_keys(20, 2), layers), fail)
+    store.clear()
+    with pytest.raises(type(error)):  # alone in its segment
+        store.write_run(make_run(make_keys(20, 2), layers), fail)
+    wait_until(lambda: not any(list(path.glob("*.seg")) for path in config.dirs))
 
 
 def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:
