@@ -159,13 +159,17 @@ class Index:
         """
         execute = self._connection.execute
         with self._lock, self._translated():
-            rows = execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run").fetchall()
+            runs: dict[int, RunPlace] = {}
+            bad: list[int] = []
+            for fields in execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run"):
+                place = decode(fields, shapes)
+                if place is None:
+                    bad.append(fields[0])
+                else:
+                    runs[fields[0]] = place
             recency = decode_recency(execute("SELECT segment, last_used, score FROM segments"))
             quarantined = decode_quarantine(execute("SELECT run, chunk, reason FROM quarantine"))
-        decoded = {fields[0]: decode(fields, shapes) for fields in rows}
-        good = {number: place for number, place in decoded.items() if place is not None}
-        bad = [number for number, place in decoded.items() if place is None]
-        return IndexContents(good, bad, recency, quarantined)
+        return IndexContents(runs, bad, recency, quarantined)
 
     def insert(self, runs: Mapping[int, RunPlace], recency: Mapping[int, Recency]) -> None:
         """Commit runs, by number, together with ``recency`` (at most 64 of both).
