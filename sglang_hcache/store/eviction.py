@@ -72,15 +72,13 @@ class Eviction:
     def make_room(self, file_bytes: int, members: Sequence[int]) -> str:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""
         need = file_bytes + FILE_SLACK_BYTES
-        over = self.used_bytes() + need * len(members) - self._config.segments_budget_bytes
-        if over > 0 and over > sum(self._free_space.freeable().values()):
-            return (
-                f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
-                "nothing can be evicted now"
-            )
-        while self.used_bytes() + need * len(members) > self._config.segments_budget_bytes:
-            if not self._evict_to_gain():
-                return "nothing can be evicted now"
+        budget = self._config.segments_budget_bytes - need * len(members)
+        while (over := self.used_bytes() - budget) > 0:
+            if over > sum(self._free_space.freeable().values()) or not self._evict_to_gain():
+                return (
+                    f"the disk tier is full: {format_bytes(self._config.size_bytes)} (--hcache-disk-size), and "
+                    "nothing can be evicted now"
+                )
         if not self._keep_floor(need, members):
             return f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
         return ""

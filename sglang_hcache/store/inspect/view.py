@@ -18,6 +18,7 @@ from sglang_hcache.core.errors import StoreError, StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
+from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -30,22 +31,14 @@ from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.looking import Sight, look_at
+from sglang_hcache.store.volumes.volume import sizes_of
 
 
 @dataclass(frozen=True, slots=True)
-class DirectoryInfo:
-    """One directory of the store."""
+class DirectoryInfo(DirectoryStats):
+    """One directory of the store. Its condition is what the server says if one runs, else as it looks now."""
 
-    path: Path
     stripe: int
-    condition: str
-    """``healthy``, ``read-only`` or ``out``: what the server says if one runs, else as it looks now."""
-    reason: str
-    """Why it is not healthy."""
-    physical_bytes: int
-    """Allocated blocks of everything in it, as ``du`` counts; 0 if it cannot be asked."""
-    free_bytes: int
-    """Free space of its file system for this user; -1 if it cannot be asked."""
     segments: int
     """Segment files in it."""
 
@@ -151,15 +144,10 @@ class StoreView:
         """Every directory, by stripe; asks the file systems."""
         told = self._told_health()
         found = []
-        for item in self.sight.seen:
-            volume, directory = item.volume, item.directory
+        for volume in self.volumes:
             try:
-                physical, free, segments = volume.call(
-                    lambda directory=directory: (  # type: ignore[misc]
-                        directory.physical_bytes(), directory.free_bytes(), len(directory.segment_sizes())
-                    ),
-                    "cannot ask",
-                )  # fmt: skip
+                physical, free = sizes_of(volume)
+                segments = len(volume.segment_sizes())
             except StoreError as error:
                 volume.health.take_out(str(error))
                 physical, free, segments = 0, -1, 0
@@ -167,7 +155,7 @@ class StoreView:
             if volume.health.readable:
                 condition, reason = told.get(volume.stripe, _mounted(volume.path))
             found.append(
-                DirectoryInfo(volume.path, volume.stripe, condition, reason, physical, free, segments)
+                DirectoryInfo(volume.path, condition, reason, physical, free, volume.stripe, segments)
             )
         return found
 

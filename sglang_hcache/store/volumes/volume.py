@@ -130,13 +130,21 @@ class Volume:
         return idle
 
 
+def sizes_of(volume: Volume) -> tuple[int, int]:
+    """Allocated bytes of a directory, and free ones of its file system. Raises StoreError.
+
+    In many calls: whoever opens a file to read it must not wait until thousands have been asked for their size.
+    """
+    parts, physical = volume.directory.allocated(), 0
+    while (part := volume.call(partial(next, parts, None), "cannot ask for sizes")) is not None:
+        physical += part
+    return physical, volume.call(volume.directory.free_bytes, "cannot ask for free space")
+
+
 def volume_stats(volume: Volume) -> DirectoryStats:
     """How a directory is, as far as it answers."""
-    directory, health = volume.directory, volume.health
     try:
-        physical, free = volume.call(
-            lambda: (directory.physical_bytes(), directory.free_bytes()), "statistics"
-        )
+        physical, free = sizes_of(volume)
     except StoreError:
         physical, free = 0, -1
-    return DirectoryStats(volume.path, str(health.condition), health.reason, physical, free)
+    return DirectoryStats(volume.path, str(volume.health.condition), volume.health.reason, physical, free)
