@@ -7,14 +7,9 @@ O_DIRECT does.
 
 from __future__ import annotations
 
-import errno
 import os
-import queue
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError
@@ -22,15 +17,13 @@ from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.workers import WorkerPool
-from sglang_hcache.store.volumes.health import GONE_ERRNOS
+from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
 
 _SCAN_THREADS = 8
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
-_LOOK_S = 0.05
-"""So often threads are looked after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,104 +42,46 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: Sha
     taken out, and no more is read there. Files that cannot be read hold no runs.
 
     Raises:
-        OSError: the system gives no thread.
+        OSError: the system gives no thread, no file or no memory.
     """
-    todo = deque(numbers)
-    done: _Done = queue.SimpleQueue()
-    found: dict[int, list[RunPlace]] = {}
-    scanners = [_Scanner(todo, done, volumes, shapes) for _ in range(min(_SCAN_THREADS, len(todo)))]
-    while len(found) < len(numbers):
-        with suppress(queue.Empty):
-            number, places = done.get(timeout=_LOOK_S)
-            if isinstance(places, Exception):
-                todo.clear()
-                raise places
-            found[number] = places
-        for index, scanner in enumerate(scanners):
-            if scanner.is_given_up():
-                todo.append(scanner.number)
-                scanners[index] = _Scanner(todo, done, volumes, shapes)
-    return [place for number in numbers for place in found[number]]
+    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="hcache-scan") as pool:
+        found = pool.map(lambda number: _scan(number, volumes, shapes), numbers)
+        return [place for places in found for place in places]
 
 
-_Done = queue.SimpleQueue[tuple[int, list[RunPlace] | Exception]]
+def _scan(number: int, volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunPlace]:
+    parts: dict[bytes, dict[int, Part]] = {}
+    for volume in volumes:
+        if volume.health.readable:
+            for part in _parts_in(volume, number, shapes.num_stripes):
+                parts.setdefault(part.first.run_id, {})[volume.stripe] = part
+    runs = (_join(found, shapes) for found in parts.values())
+    return sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
 
 
-class _Scanner:
-    """Scans one segment after the other on a thread of its own, which a device that hangs may keep."""
+def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part]:
+    """What a segment's file in one directory holds, up to where it cannot be read."""
+    health = volume.health
+    lane = Lane("hcache-scan", health.hangs, health.returned)
+    found: list[Part] = []
 
-    def __init__(self, todo: deque[int], done: _Done, volumes: Sequence[Volume], shapes: ShapeTable) -> None:
-        self.number = -1
-        """What it scans."""
-        self._todo = todo
-        self._done = done
-        self._volumes = volumes
-        self._shapes = shapes
-        self._lock = threading.Lock()
-        self._where: Volume | None = None
-        self._since = 0.0
-        self._late = False
-        pool = WorkerPool("hcache-scan", 1)
-        pool.submit(self._run)
-        pool.close(0.0)  # it ends behind this job
+    def read() -> None:
+        file = _File(volume.directory.open_to_read(number, False), lane.goes_on)
+        parts = _scan_file(file, number, volume.stripe, num_stripes)
+        while (part := next(parts, None)) is not None:
+            found.append(part)
 
-    def is_given_up(self) -> bool:
-        """Whether one of its calls takes longer than it may. Then its directory is taken out, and it stops."""
-        with self._lock:
-            volume = self._where
-            if volume is None or time.monotonic() - self._since < volume.patience_s:
-                return False
-            self._late = True
-            volume.health.hangs()
-        reason = f"no answer within {volume.patience_s:g} s"
-        volume.health.failed(TimeoutError(errno.ETIMEDOUT, reason), writing=False)
-        return True
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self.number = self._todo.popleft()
-            except IndexError:
-                return
-            places: list[RunPlace] | Exception
-            try:
-                places = self._scan()
-            except Exception as error:  # our bug, or no memory: for the caller, who waits
-                places = error
-            if self._late:
-                return  # others do it
-            self._done.put((self.number, places))
-
-    def _scan(self) -> list[RunPlace]:
-        parts: dict[bytes, dict[int, Part]] = {}
-        for volume in self._volumes:
-            if self._late or not volume.health.readable:
-                continue
-            with self._lock:
-                self._where, self._since = volume, time.monotonic()
-            try:
-                self._read(volume, parts)
-            except OSError as error:
-                if error.errno in GONE_ERRNOS:
-                    volume.health.failed(error, writing=False)
-            finally:
-                with self._lock:
-                    self._where = None
-                if self._late:
-                    volume.health.returned()
-        runs = (_join(found, self._shapes) for found in parts.values())
-        return sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
-
-    def _read(self, volume: Volume, parts: dict[bytes, dict[int, Part]]) -> None:
-        file = _File(volume.directory.open_to_read(self.number, False), self._go_on)
-        for part in _scan_file(file, self.number, volume.stripe, self._shapes.num_stripes):
-            parts.setdefault(part.first.run_id, {})[volume.stripe] = part
-
-    def _go_on(self) -> None:
-        """A call has ended. Raises OSError if it was given up."""
-        self._since = time.monotonic()
-        if self._late:
-            raise OSError(errno.ECANCELED, "given up")
+    try:
+        lane.call(read, volume.patience_s)
+    except OSError as error:
+        if error.errno in OWN_ERRNOS:
+            raise  # it says nothing of the file, which would be deleted as one without runs
+        if error.errno in GONE_ERRNOS:
+            health.failed(error, writing=False)
+            return []
+    finally:
+        lane.close(0.0)
+    return found
 
 
 class _File:

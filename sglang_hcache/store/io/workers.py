@@ -77,9 +77,20 @@ class Lane:
     """Calls that may hang, one at a time on a thread of their own, with a deadline.
 
     While a call hangs, further ones fail at once. Safe from several threads.
+
+    Args:
+        on_hang: called when a call is given up.
+        on_return: called when a call that was given up has ended, on its thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_hang: Callable[[], None] = lambda: None,
+        on_return: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_hang = on_hang
+        self._on_return = on_return
         self._pool = WorkerPool(name, 1)
         self._lock = threading.Lock()
         self._running_since: float | None = None
@@ -110,6 +121,13 @@ class Lane:
                     )
                     raise TimeoutError(errno.ETIMEDOUT, reason) from None
 
+    def goes_on(self) -> None:
+        """The running call, which calls this, has its time anew. Raises OSError if it was given up: it must end."""
+        with self._lock:
+            if self._stuck:
+                raise OSError(errno.ECANCELED, "given up")
+            self._running_since = time.monotonic()
+
     def post(self, function: Callable[[], object]) -> None:
         """Have ``function()`` called some time. Never waits; on a closed lane it is called at once."""
         try:
@@ -124,8 +142,9 @@ class Lane:
     def _overruns(self, timeout_s: float) -> bool:
         with self._lock:
             since = self._running_since
-            if since is not None and time.monotonic() - since >= timeout_s:
+            if since is not None and time.monotonic() - since >= timeout_s and not self._stuck:
                 self._stuck = True
+                self._on_hang()
             return self._stuck
 
     def _run(self, function: Callable[[], T], future: Future[T]) -> None:
@@ -140,4 +159,6 @@ class Lane:
         finally:
             with self._lock:
                 self._running_since = None
-                self._stuck = False
+                was_stuck, self._stuck = self._stuck, False
+            if was_stuck:
+                self._on_return()

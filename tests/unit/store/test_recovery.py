@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.record import pack_header
+from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.notes import Notes
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
@@ -253,6 +256,25 @@ def test_a_rebuild_wants_all_headers_of_a_part_to_agree(
         file.seek(offset)
         file.write(pack_header(replace(header, **change)))
     assert open_store(closed).stats().runs == RUNS - 1
+
+
+def test_a_rebuild_without_file_descriptors_does_not_take_segments_for_empty_ones(
+    closed: StoreConfig, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (closed.dirs[0] / "index.sqlite").unlink()
+    names = sorted(path.name for path in closed.dirs[0].glob("*.seg"))
+
+    def refuse(self: StoreDirectory, segment: int, direct: bool) -> OpenFile:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "open_to_read", refuse)
+        with pytest.raises(StoreIOError, match="Too many open files"):
+            open_store(closed)
+    assert sorted(path.name for path in closed.dirs[0].glob("*.seg")) == names
+    store = open_store(closed)
+    for number in range(RUNS):
+        read_keys(store, run_keys(number))
 
 
 def test_a_rebuild_finds_runs_behind_a_hole(closed: StoreConfig, open_store: OpenStore) -> None:

@@ -149,6 +149,30 @@ def test_a_call_that_ends_while_it_is_given_up_returns(monkeypatch: pytest.Monke
     lane.close(LONG_S)
 
 
+def test_a_call_that_goes_on_is_told_when_it_was_given_up() -> None:
+    told: list[str] = []
+    given_up, ended = threading.Event(), threading.Event()
+    lane = Lane("test", lambda: told.append("hangs"), lambda: told.append("returned"))
+
+    def hang() -> None:
+        lane.goes_on()
+        given_up.wait(LONG_S)
+        try:
+            lane.goes_on()
+        except OSError:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        lane.call(hang, 0.05)
+    assert told == ["hangs"]
+    with pytest.raises(TimeoutError, match="still hangs"):
+        lane.call(lambda: None, 0.05)
+    given_up.set()
+    assert ended.wait(LONG_S)
+    assert lane.close(LONG_S)
+    assert told == ["hangs", "returned"]
+
+
 def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
     lane, done = Lane("test"), threading.Event()
     lane.post(hang.wait)
