@@ -28,6 +28,13 @@ _OF_NO_RUN = OWN_ERRNOS | (GONE_ERRNOS - {errno.ETIMEDOUT}) | {errno.ENOENT, err
 """What says nothing of a run's bytes. Of the rest a bad sector may be any: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
 
 
+def _is_of_run(failure: SliceFailure) -> bool:
+    """Whether the run's own bytes may be why. Who waits to open a file may wait behind another one that hangs."""
+    number = failure.error_number
+    is_behind = failure.opening and number == errno.ETIMEDOUT
+    return number is not None and number not in _OF_NO_RUN and not is_behind
+
+
 class Judge:
     """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads."""
 
@@ -53,7 +60,7 @@ class Judge:
                 if self._catalog.drop_run(run):
                     logger.warning("hcache: a stored run is forgotten: %s", failure.error)
                     self.forget_row(run)
-            elif failure.error_number is not None and failure.error_number not in _OF_NO_RUN:
+            elif _is_of_run(failure):
                 is_hang = failure.error_number == errno.ETIMEDOUT
                 if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):
                     self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))

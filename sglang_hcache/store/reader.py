@@ -43,6 +43,8 @@ class SliceFailure:
     error: StoreError
     bad_chunks: tuple[int, ...] = ()
     """Chunks of the run that are damaged, if it is known which."""
+    opening: bool = False
+    """Its file could not be opened."""
 
     @property
     def error_number(self) -> int | None:
@@ -107,7 +109,7 @@ class LayerReader:
                 try:
                     file = item.run.segment.file(item.run.place.shape.stripe(layer))
                 except StoreError as error:
-                    failures.append(SliceFailure(item, error))
+                    failures.append(SliceFailure(item, error, opening=True))
                     continue
                 wanted.append((item, layer, target, file, _plan(item, layer, target, file)))
         scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for *_, plan in wanted))

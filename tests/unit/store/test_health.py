@@ -241,6 +241,22 @@ def test_reads_that_hang_together_say_no_more_of_their_chunks_than_one(
     assert Inside(store).run_of(OLD[0]).failures == 1
 
 
+def test_chunks_are_not_to_blame_for_another_call_that_hangs(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, 1))
+    write_keys(store, OLD, LAYERS)
+    volume = Inside(store).volumes[0]
+    for _ in range(3):
+        go_on, patience_s = threading.Event(), volume.patience_s
+        volume._lane.post(lambda go_on=go_on: go_on.wait(120))
+        volume.patience_s = 0.2
+        with pytest.raises(StoreTimeoutError, match="earlier call"):
+            read_keys(store, OLD)
+        volume.patience_s = patience_s
+        go_on.set()
+        wait_until(lambda: all_well(store))
+    read_keys(store, OLD)
+
+
 def test_a_slow_disk_has_more_time_for_what_is_large(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
