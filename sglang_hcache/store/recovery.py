@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What :func:`recover` found."""
+    """What :meth:`Recovery.run` found."""
 
     ledger: Ledger
     catalog: Catalog
@@ -49,20 +49,6 @@ class Recovered:
     """Named values of the index."""
 
 
-def recover(
-    config: StoreConfig,
-    volumes: Sequence[Volume],
-    identity: StoreIdentity,
-    observer: Observer,
-) -> Recovered:
-    """Bring index, memory and files into agreement; deletes rows but no files.
-
-    Raises:
-        StoreError: no directory can be read.
-    """
-    return _Recovery(config, volumes, identity, observer).run()
-
-
 @dataclass(frozen=True, slots=True)
 class _FoundIndex:
     index: Index | None
@@ -73,7 +59,9 @@ class _FoundIndex:
     """Runs are missing: segments were not read yet, or not all."""
 
 
-class _Recovery:
+class Recovery:
+    """Brings index, memory and files into agreement; deletes rows but no files."""
+
     def __init__(
         self,
         config: StoreConfig,
@@ -94,6 +82,7 @@ class _Recovery:
         return self._volumes[self._identity.index_stripe]
 
     def run(self) -> Recovered:
+        """Once. Raises StoreError if no directory can be read, OSError if this process lacks something."""
         found = self._find_index()
         try:
             return self._agreed(self._with_files(found) if found.is_partial else found)

@@ -31,7 +31,7 @@ from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.operations import Operations
 from sglang_hcache.store.reader import LayerReader
-from sglang_hcache.store.recovery import Recovered, recover
+from sglang_hcache.store.recovery import Recovered, Recovery
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.tally import Tally
@@ -106,7 +106,7 @@ class DiskStore:
         volumes, identity = open_volumes(config, tally)
         try:
             engine = engine or engine_of(config, volumes)
-            return cls(config, volumes, engine, tally, recover(config, volumes, identity, tally))
+            return cls(config, volumes, engine, tally, Recovery(config, volumes, identity, tally).run())
         except BaseException as error:
             if engine is not None:
                 engine.close(_CLOSE_S)
