@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+
+_OF_TERMINALS = (
+    *("LINES", "TERMINAL_WIDTH", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),
+    "GITHUB_ACTIONS",  # for Typer that is a terminal with colours
+)
+"""Variables that say how wide and colourful output may be, of whatever runs the tests."""
 
 
 class WholeFiles(LoadFileScheduling):  # type: ignore[misc]
@@ -29,9 +36,17 @@ def pytest_configure() -> None:
 
     And nobody looks for garbage before all tests are imported, SGLang with them: that would take a third of the time.
     """
+    _forget_the_terminal()
     settings.register_profile("untimed", settings(deadline=None))
     settings.load_profile("untimed")
     gc.disable()
+
+
+def _forget_the_terminal() -> None:
+    """Output is as wide and as plain for all who run the tests. Typer looks only when it is imported."""
+    os.environ["COLUMNS"] = "80"
+    for name in _OF_TERMINALS:
+        os.environ.pop(name, None)
 
 
 def pytest_collection_finish() -> None:

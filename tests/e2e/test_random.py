@@ -145,7 +145,8 @@ class Users:
 
     def _stream(self, body: dict[str, Any], leave_after: int) -> dict[str, Any]:
         answer: dict[str, Any] = {}
-        with httpx.stream("POST", self._server.process.url + "/generate", json=body, timeout=120) as response:
+        url = self._server.process.url + "/generate"
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
             lines = (line for line in response.iter_lines() if line.startswith("data: {"))
             for line in itertools.islice(lines, leave_after):
                 answer = json.loads(line.removeprefix("data: "))

@@ -155,7 +155,8 @@ def test_streaming(server: TierServer) -> None:
 def stream(server: TierServer, prompt: list[int], *, tokens: int) -> Any:
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-    with httpx.stream("POST", server.process.url + "/generate", json=body, timeout=120) as response:
+    url = server.process.url + "/generate"
+    with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,9 @@ def in_terminal(kind: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], int
 
 
 def read_until(terminal: int, words: bytes) -> bytes:
-    """What it writes up to ``words``, to its end or until it is silent for a minute."""
-    text = b""
-    while words not in text and select.select([terminal], [], [], 60.0)[0]:
+    """What it writes up to ``words``, to its end or for a minute."""
+    text, ends = b"", time.monotonic() + 60
+    while words not in text and select.select([terminal], [], [], max(0.0, ends - time.monotonic()))[0]:
         try:
             text += os.read(terminal, 65536)
         except OSError:

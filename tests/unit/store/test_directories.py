@@ -62,7 +62,8 @@ def test_everything_is_private_whatever_the_umask(tmp_path: Path, open_store: Op
 
 def test_a_directory_others_may_read_is_closed(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path)
-    config.dirs[0].mkdir(mode=0o755)
+    config.dirs[0].mkdir()
+    config.dirs[0].chmod(0o755)
     open_store(config)
     assert stat.S_IMODE(config.dirs[0].stat().st_mode) == 0o700
 
@@ -101,7 +102,8 @@ def test_a_directory_with_files_of_something_else_is_left_alone(
 ) -> None:
     config = small_config(tmp_path)
     (folder,) = config.dirs
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
     (folder / "thesis.tex").write_text("")
     with pytest.raises(StoreFormatError, match=problem):
         use(config)
