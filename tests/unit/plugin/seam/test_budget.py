@@ -101,3 +101,12 @@ def test_a_pool_and_the_host_tier_share_a_cpus_memory(monkeypatch: pytest.Monkey
         ConfigError, match=r"--hcache-host-size: 15\.0 GB leaves no memory .*--max-total-tokens"
     ):
         pool_share(HCacheConfig.from_settings({"host_size": "15GB"}), 0.75)
+
+
+def test_a_pool_leaves_room_for_a_host_tier_that_is_small_beside_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = 2 * 10**12
+    monkeypatch.setattr("sglang_hcache.sglang_plugin.seam.budget.available_host_bytes", lambda: memory)
+    config = HCacheConfig.from_settings({"host_size": "900MB"})
+    assert pool_share(config, 0.9) * memory <= 0.9 * memory - config.host_size
