@@ -268,15 +268,15 @@ def company_rows(
 
 
 def paired_row(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and the median of each round's ratio with its 95 % confidence interval."""
-    ratios = [tier / off for off, tier in zip(times[OFF], times[TIER], strict=True)]
-    ratio, low, high = median_with_interval(ratios)
-    return {
-        "what": what,
-        "unit": "s",
-        **{name: statistics.median(seconds) for name, seconds in times.items()},
-        "ratio": ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "times": times,
-    }
+    """Medians, and the median of each round's ratio with its 95 % confidence interval.
+
+    A time of 0 says nothing: all tokens of an answer came at once, because this process had to wait for a core.
+    """
+    rounds = [pair for pair in zip(times[OFF], times[TIER], strict=True) if all(pair)]
+    row = {"what": what, "unit": "s", "times": times}
+    if not rounds:
+        return row | {OFF: None, TIER: None, "not_measured": "tokens came all at once"}
+    ratio, low, high = median_with_interval([tier / off for off, tier in rounds])
+    offs, tiers = zip(*rounds, strict=True)
+    medians = {OFF: statistics.median(offs), TIER: statistics.median(tiers)}
+    return row | medians | {"ratio": ratio, "ratio_low": low, "ratio_high": high}

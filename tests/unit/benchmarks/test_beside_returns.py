@@ -47,6 +47,18 @@ def test_nothing_came_beside_a_fast_return(bench: Import) -> None:
         assert "not_measured" not in row
 
 
+def test_answers_that_came_all_at_once_have_no_ratio(bench: Import, tmp_path: Path) -> None:
+    paired_row = bench("serving.overhead_requests").paired_row
+    row = paired_row("TBT", {"off": [0.0, 0.01, 0.02], "tier": [0.01, 0.0, 0.03]})
+    assert (row["off"], row["tier"], row["ratio"]) == (0.02, 0.03, pytest.approx(1.5))
+    row = paired_row("TBT", {"off": [0.0, 0.01], "tier": [0.01, 0.0]})
+    assert "ratio" not in row
+    report, console = bench("serving.overhead_report"), Console(record=True, width=200)
+    report.show({"rows": [row]}, console)
+    assert "TBT: not measured: tokens came all at once" in console.export_text()
+    report.write(tmp_path, {"rows": [row]})
+
+
 class Client:
     """A server that restores as much of a prompt as was saved in passes that staging had room for."""
 
