@@ -141,9 +141,10 @@ class PairedRequests:
         history = self._prompt(length - _TAIL)
         device = []
 
-        async def once(client: TokenClient, _: int) -> float:
+        async def once(client: TokenClient, number: int) -> float:
             answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
-            device.append(answer.sources.device)
+            if number >= 0:
+                device.append(answer.sources.device)
             return answer.ttft_s
 
         times = await self._alternate(self._settings.short_rounds, once)
@@ -154,11 +155,11 @@ class PairedRequests:
         history = self._prompt(length)
         restored = []
 
-        async def once(client: TokenClient, _: int) -> float:
+        async def once(client: TokenClient, number: int) -> float:
             await self._have_saved(client, history)
             await client.empty(tiers=False)
             answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
-            if client is self.clients[TIER]:
+            if client is self.clients[TIER] and number >= 0:
                 restored.append(answer.sources.restored)
             return answer.ttft_s
 

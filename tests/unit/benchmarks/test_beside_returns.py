@@ -91,30 +91,52 @@ class Client:
         self._on_device, self._staged = [], 0
 
 
-@pytest.mark.parametrize(("most", "is_measured"), [(5000, True), (3000, False)])
-def test_a_history_is_saved_in_pieces_that_staging_holds(bench: Import, most: int, is_measured: bool) -> None:
-    requests, clients = bench("serving.overhead_requests"), bench("serving.token_client")
+def answer_of(bench: Import) -> Callable[[int, int], Any]:
+    token_answer = bench("serving.token_client").TokenAnswer
 
     def answer(restored: int, tokens: int) -> Any:
-        sources = SimpleNamespace(restored=restored, device=0)
-        return clients.TokenAnswer(
+        return token_answer(
             tokens=(1,) * tokens,
             logprobs=(0.0,) * tokens,
-            sources=sources,
+            sources=SimpleNamespace(restored=restored, device=0),
             ttft_s=0.001,
             gaps_s=(0.001,) * (tokens - 1),
             total_s=0.001 * tokens,
         )
 
+    return answer
+
+
+def asking(bench: Import, settings: Any, pair: dict[str, Any]) -> Any:
+    model = SimpleNamespace(random_prompt=lambda generator, n: list(generator.integers(0, 1000, n)))
+    return bench("serving.overhead_requests").PairedRequests(settings, model, pair)
+
+
+@pytest.mark.parametrize(("most", "is_measured"), [(5000, True), (3000, False)])
+def test_a_history_is_saved_in_pieces_that_staging_holds(bench: Import, most: int, is_measured: bool) -> None:
     settings = SimpleNamespace(
         long_history=LENGTH, rounds=2, decoded=8, warm_up=0, seed=0, histories=(LENGTH,), batches=(1,)
     )
-    model = SimpleNamespace(random_prompt=lambda generator, n: list(generator.integers(0, 1000, n)))
-    pair = {name: Client(answer, most) for name in ("off", "tier")}
-    asked = requests.PairedRequests(settings, model, pair)
+    pair = {name: Client(answer_of(bench), most) for name in ("off", "tier")}
+    asked = asking(bench, settings, pair)
     rows = asyncio.run(asked._company())
     for row in rows:
         assert (row["restored_tokens"] == LENGTH) is is_measured
         assert ("not_measured" not in row) is is_measured
     (row,) = asyncio.run(asked._returning(LENGTH))
     assert (row["restored_tokens"] == LENGTH) is is_measured
+
+
+def test_what_was_restored_is_that_of_the_rounds_that_count(bench: Import) -> None:
+    """``auto`` may decide otherwise in each."""
+    answer, returns = answer_of(bench), [0, 0, LENGTH]
+
+    class Deciding(Client):
+        async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+            await asyncio.sleep(0)
+            return answer(returns.pop(0) if len(prompt) > LENGTH else 0, max_tokens)
+
+    pair = {"off": Client(answer, 5000), "tier": Deciding(answer, 5000)}
+    asked = asking(bench, SimpleNamespace(rounds=1, warm_up=2, seed=0), pair)
+    (row,) = asyncio.run(asked._returning(LENGTH))
+    assert row["restored_tokens"] == LENGTH
