@@ -213,7 +213,7 @@ def test_the_debug_log_tells_the_life_of_a_request(server: TierServer) -> None:
     lives = [line for line in server.process.log_text().splitlines() if "hcache: request " in line]
     first, second = lives[-2:]
     assert "prompt of 230 tokens = 0 device + 0 host + 0 storage + 230 computed" in first
-    assert re.search(r"computed: \+\d\.\d{3} queued with 3 whole chunks, a miss; ", first)
+    assert re.search(r"computed: \+\d+\.\d{3} queued with 3 whole chunks, a miss; ", first)
     assert "prompt of 230 tokens = 0 device + 192 host + 0 storage + 38 computed" in second
     order = (
         "a hit",

@@ -181,7 +181,7 @@ def test_the_baseline_without_a_tier(tiny_model: Callable[..., Path], tmp_path: 
         server.to_tiers()
         again = server.ask(prompt)
         assert again.cached == 0
-        assert largest_difference(first, again) == 0
+        assert largest_difference(first, again) <= TOLERANCE
         assert "nothing is stored or restored" in server.process.log_text()
         server.assert_nothing_left()
     assert not (tmp_path / "disk").exists()

@@ -169,7 +169,7 @@ def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
         server.ask(prompt)
     server.to_tiers()
     cancelled_before = server.counter("restore.cancelled")
-    with server.switched_on("slow_restore"):
+    with server.switched_on("hold_restore"):  # else all may be over before they are aborted
         threads = [
             threading.Thread(target=ask_and_expect_abort, args=(server, prompt, f"abort-{index}"))
             for index, prompt in enumerate(prompts)
@@ -177,12 +177,12 @@ def test_aborts_in_the_middle_of_restores(server: TierServer) -> None:
         for thread in threads:
             thread.start()
         wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore to run")
-        with server.switched_on("linger_restore"):  # else all may be over before they are aborted
-            for index in range(len(prompts)):
-                server.post("/abort_request", {"rid": f"abort-{index}"})
-            for thread in threads:
-                thread.join(120)
-                assert not thread.is_alive()
+        wait_for(lambda: sum(server.state()["requests"].values()) == len(prompts), "all to wait for theirs")
+        for index in range(len(prompts)):
+            server.post("/abort_request", {"rid": f"abort-{index}"})
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
     wait_for(lambda: server.counter("restore.cancelled") > cancelled_before, "a restore to be cancelled")
     server.assert_nothing_left()
     for prompt, reference in zip(prompts, references, strict=True):
@@ -200,7 +200,7 @@ def test_aborts_of_running_requests_leave_nothing(server: TierServer) -> None:
         sampling = {"max_new_tokens": 3000, "ignore_eos": True}
         body = {"input_ids": random_prompt(300 + index, 400), "sampling_params": sampling}
         with pytest.raises(httpx.ReadTimeout):  # the client goes away, SGLang aborts
-            httpx.post(server.process.url + "/generate", json=body, timeout=0.5)
+            httpx.post(server.process.url + "/generate", json=body, timeout=0.5, trust_env=False)
     server.assert_nothing_left()
 
 
@@ -237,9 +237,11 @@ def test_a_running_request_takes_the_room_of_a_restore(server: TierServer) -> No
     stopped = server.counter("restore.stopped_for_room")
     with ThreadPoolExecutor(2) as threads:
         with server.switched_on("linger_restore"):
-            running = threads.submit(server.ask, random_prompt(90, 64), tokens=760)
-            wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
-            returning = threads.submit(server.ask, history)
+            with server.switched_on("slow_passes"):  # else it may be over before the restore begins
+                running = threads.submit(server.ask, random_prompt(90, 64), tokens=760)
+                wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
+                returning = threads.submit(server.ask, history)
+                wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore beside it")
             assert running.result(120).retractions == 0
         assert server.counter("restore.stopped_for_room") > stopped
         restored = returning.result(120)
@@ -255,17 +257,18 @@ def test_what_is_restored_runs_although_a_prompt_before_found_no_room(server: Ti
     server.to_tiers()
     over: list[Future[Answer]] = []
     with ThreadPoolExecutor(3) as threads:
-        with server.switched_on("linger_restore"):
-            running = threads.submit(server.ask, random_prompt(91, 64), tokens=700)
-            wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
-            returning = threads.submit(server.ask, history)
-            wait_for(lambda: server.state()["requests"]["running"] == 1, "its restore to run")
-            large = threads.submit(server.ask, random_prompt(92, 3400))
-            wait_for(lambda: server.state()["requests"]["resolved"] == 1, "a large prompt to wait")
-            for each in (running, large, returning):
-                each.add_done_callback(over.append)
-            time.sleep(0.5)
-        assert returning.result(120).restored == 576
+        with server.switched_on("slow_passes"):  # else the first may be over before what waits behind it
+            with server.switched_on("linger_restore"):
+                running = threads.submit(server.ask, random_prompt(91, 64), tokens=700)
+                wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
+                returning = threads.submit(server.ask, history)
+                wait_for(lambda: server.state()["requests"]["running"] == 1, "its restore to run")
+                large = threads.submit(server.ask, random_prompt(92, 3400))
+                wait_for(lambda: server.state()["requests"]["resolved"] == 1, "a large prompt to wait")
+                for each in (running, large, returning):
+                    each.add_done_callback(over.append)
+                time.sleep(0.5)
+            assert returning.result(120).restored == 576
         assert running.result(120).retractions == large.result(120).retractions == 0
     assert over[0] is returning
     server.flush_device()
@@ -284,7 +287,7 @@ def test_a_failed_restore_is_recomputed(server: TierServer) -> None:
 
 
 def test_metrics_show_the_host_tier(server: TierServer) -> None:
-    metrics = httpx.get(server.process.url + "/metrics", timeout=30).text
+    metrics = httpx.get(server.process.url + "/metrics", timeout=30, trust_env=False).text
     values = {
         line.split("{")[0]: float(line.rsplit(" ", 1)[1])
         for line in metrics.splitlines()

@@ -133,7 +133,7 @@ def test_requests_that_run_or_restore_meanwhile(
     server.ask(waiting)
     server.to_tiers()
     with ThreadPoolExecutor(2) as threads:
-        with server.switched_on("hold_restore"):
+        with server.switched_on("hold_restore"), server.switched_on("slow_passes"):
             running = threads.submit(server.ask, decoded, tokens=400)
             wait_for(lambda: server.state()["captured_requests"] > 0, "a decoding request")
             restoring = threads.submit(server.ask, waiting)

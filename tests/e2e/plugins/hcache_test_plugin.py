@@ -6,7 +6,8 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
 * ``keep_costs``: what restores and prefills take, and restores that do not start, change no predictions.
 * ``always_restore``: whatever could be restored is, though recomputing may be predicted to be faster.
-* ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer, so that a test can abort in the middle.
+* ``slow_restore``: each layer of a restore takes ``_SLOW_S`` longer.
+* ``slow_passes``: each pass of the model takes ``_SLOW_PASS_S`` longer, so that what decodes does so for seconds.
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
@@ -19,7 +20,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 
 Restores get at least ``_PATIENCE_S`` before they are abandoned, for the machine may be busy with something else.
 ``HCACHE_TEST_TORCHAO`` gives torchao the names that SGLang 0.5.17 imports: what it pins has only their successors.
-It also hooks ``ModelRunner.forward`` and a method of weight updates when it is loaded, as plugins for timings do.
+It hooks ``ModelRunner.forward`` and a method of weight updates when it is loaded, as plugins for timings do.
 At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
 When a request whose id begins with ``probe-`` finishes, K and V of its prompt are saved as ``<rid>.pt``.
 """
@@ -32,6 +33,7 @@ import time
 from pathlib import Path
 
 _SLOW_S = 0.15
+_SLOW_PASS_S = 0.05
 _PATIENCE_S = 30.0
 _RETRY_S = 1.0
 _LET_GO_S = 0.05
@@ -59,10 +61,16 @@ def register():
         "sglang.srt.managers.scheduler.publish", lambda *_, **__: _look_and_patch(switches), HookType.AFTER
     )
 
-    for name in ("model_executor.model_runner.ModelRunner.forward", f"{_UPDATER}.update_weights_from_disk"):
-        HookRegistry.register(
-            f"sglang.srt.{name}", lambda original, *a, **k: original(*a, **k), HookType.AROUND
-        )
+    def perhaps_slowly(forward, *args, **kwargs):
+        if (switches / "slow_passes").exists():
+            time.sleep(_SLOW_PASS_S)
+        return forward(*args, **kwargs)
+
+    for name, hook in (
+        ("model_executor.model_runner.ModelRunner.forward", perhaps_slowly),
+        (f"{_UPDATER}.update_weights_from_disk", lambda original, *a, **k: original(*a, **k)),
+    ):
+        HookRegistry.register(f"sglang.srt.{name}", hook, HookType.AROUND)
 
 
 def _name_torchao_as_sglang_does():
