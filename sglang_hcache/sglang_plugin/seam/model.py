@@ -184,7 +184,7 @@ class ServedModel:
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
         """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known."""
         handles = []
-        for layer in layers:
+        for layer in layers if self.attention else ():
             module = self.attention[layer].module
             names = list(inspect.signature(module.forward).parameters)
             if HIDDEN_STATES in names:

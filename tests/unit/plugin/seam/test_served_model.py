@@ -80,6 +80,11 @@ def test_layers_are_watched_where_their_input_is_known() -> None:
     assert seen == [(0, 1.0), (2, 3.0)]
 
 
+def test_a_model_whose_attention_is_outside_of_its_modules_shows_nothing() -> None:
+    """On a GPU layers are watched where K and V are stored, too."""
+    assert replace(model(Layer()), attention=()).watch(range(3), lambda *_: None) == []
+
+
 class RadixAttention(nn.Module):
     """What is read of SGLang's class of this name."""
 
