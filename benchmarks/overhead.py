@@ -6,6 +6,7 @@ capture, decoding, time to the first token, start and memory.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Awaitable
 from dataclasses import asdict
 from functools import partial
@@ -83,6 +84,7 @@ def run(
         host_bytes=settings.host_bytes,
         has_disk=settings.has_disk,
         method=settings.method,
+        tier_arguments=settings.tier_arguments,
         logs=logs or folder,
     )
     found.header = {
@@ -152,6 +154,13 @@ async def _memory(settings: Settings, pair: Pair, tier: TokenClient) -> list[dic
     ]
 
 
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
 app = new_app()
 
 
@@ -219,6 +228,9 @@ def main(
     method: Annotated[
         str, typer.Option(help=f"--hcache-method, of {', '.join(PlanKind)}.")
     ] = PlanKind.AUTO.value,
+    tier_arguments: Annotated[
+        str, typer.Option(help="More arguments of the server with the tier, as a shell has them.")
+    ] = "",
     folder: Folder = None,
     logs: Logs = None,
     out: Out = None,
@@ -243,6 +255,7 @@ def main(
         host_bytes=parse_bytes("--host-size", host_size or ("256MB" if quick else "2GB")),
         has_disk=disk,
         method=method,
+        tier_arguments=_words("--tier-arguments", tier_arguments),
         seed=seed,
     )
     layers, hidden = layers or (6 if quick else 24), hidden or (256 if quick else 512)

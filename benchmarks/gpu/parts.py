@@ -53,7 +53,7 @@ PARTS = (
         30,
         "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
     ),
-    Part("restores", 45, "engine, streams and pinned memory on random layers of every shape; efficiency"),
+    Part("restores", 55, "engine, streams and pinned memory on random layers of every shape; efficiency"),
     Part(
         "saving",
         25,
@@ -70,6 +70,7 @@ PARTS = (
         120,
         "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
+    Part("overhead, prefill graphs", 120, "the same, with CUDA graphs for prefill", is_extra=True),
     Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
@@ -91,31 +92,32 @@ def run_here(name: str, report: Report, logs: Path) -> None:
 def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
     # Imported where they are used: the list of parts is for machines without a GPU as well.
     kind, _, shape = name.partition(" ")
-    if kind == "kernel":
+    if name == "kernel":
         from gpu import kernel
 
         return kernel.measure
-    if kind == "saving":
+    if name == "saving":
         from gpu import saving
 
         return saving.measure
-    if kind == "restores":
+    if name == "restores":
         from gpu import restores
 
         return restores.measure
-    if kind in ("server", "prefill", "overhead", "zipf"):
-        from gpu import serving
+    if kind == "model":
+        from gpu import models
 
-        measure = {
-            "server": serving.measure_server,
-            "prefill": serving.measure_prefill_graphs,
-            "overhead": serving.measure_overhead,
-            "zipf": serving.measure_zipf,
-        }[kind]
-        return functools.partial(measure, logs=logs)
-    from gpu import models
+        return functools.partial(models.measure, shape_named(shape))
+    from gpu import serving
 
-    return functools.partial(models.measure, shape_named(shape))
+    measure = {
+        "server": serving.measure_server,
+        "prefill graphs": serving.measure_prefill_graphs,
+        "overhead": serving.measure_overhead,
+        "overhead, prefill graphs": serving.measure_overhead_of_graphs,
+        "zipf": serving.measure_zipf,
+    }[name]
+    return functools.partial(measure, logs=logs)
 
 
 def run_apart(

@@ -12,10 +12,11 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, its parts are found beside its folder
@@ -41,11 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     ended by Ctrl-C or SIGTERM.
     """
     options = _options(arguments)
-    chosen = [
-        part
-        for part in PARTS
-        if (part.name in options.only if options.only else options.all or not part.is_extra)
-    ]
+    earlier = passed_in(options.resume)
+    chosen = [part for part in _asked_for(options) if part.name not in earlier]
     if options.dry_run:
         _print_plan(chosen)
         return 0
@@ -61,12 +59,38 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return stopping.exit_status
     options.out.mkdir(parents=True, exist_ok=True)
-    return run_all(chosen, options.out, _header())
+    return run_all(chosen, options.out, _header(), earlier)
 
 
-def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> int:
-    """Run parts one after the other; ``gpu.json`` is written anew after every result. The exit status."""
-    results = GpuResults(parts, out, header)
+def _asked_for(options: argparse.Namespace) -> list[Part]:
+    """In the order in which they run."""
+    if options.only:
+        named = {part.name: part for part in PARTS}
+        return [named[name] for name in dict.fromkeys(options.only)]
+    return [part for part in PARTS if options.all or not part.is_extra]
+
+
+def passed_in(earlier: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parts that passed in an earlier run, as its ``gpu.json`` has them, each with the header of its run."""
+    return {
+        name: {"header": earlier["header"], **part}
+        for name, part in earlier.get("parts", {}).items()
+        if part["status"] == "passed"
+    }
+
+
+def run_all(
+    parts: list[Part],
+    out: Path,
+    header: dict[str, Any],
+    earlier: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> int:
+    """Run parts one after the other; ``gpu.json`` is written anew after every result. The exit status.
+
+    Args:
+        earlier: parts that ran before, whose results are kept.
+    """
+    results = GpuResults(parts, out, header, earlier)
     with Stopping() as stopping:
         stopping.until_stopped(lambda: _run_parts(parts, out, results))
         if results.found.measured:
@@ -81,12 +105,16 @@ def run_all(parts: list[Part], out: Path, header: dict[str, Any]) -> int:
 class GpuResults:
     """What ``gpu.json`` holds: the results of each part as they come."""
 
-    def __init__(self, parts: list[Part], out: Path, header: dict[str, Any]) -> None:
+    def __init__(
+        self, parts: list[Part], out: Path, header: dict[str, Any], earlier: Mapping[str, dict[str, Any]]
+    ) -> None:
         self.found = Gathered()
         self.found.header = header
         self.found.expect(part.name for part in parts)
-        self.data: dict[str, Any] = {"header": {}, "parts": {}, "not_shown": NOT_SHOWN}
+        self.data: dict[str, Any] = {"header": {}, "parts": dict(earlier), "not_shown": NOT_SHOWN}
         self._path = out / "gpu.json"
+        if earlier:
+            self.write()  # there may be nothing left to run
 
     def add(self, part: str, name: str, result: dict[str, Any]) -> None:
         """One result of a part that is running."""
@@ -110,9 +138,11 @@ class GpuResults:
         self.write()
 
     def write(self) -> None:
-        """``gpu.json`` with what there is."""
+        """``gpu.json`` with what there is; whole at any moment, for the machine may be taken away."""
         self.data["header"] = self.found.head()
-        write_json(self._path, self.data)
+        new = self._path.with_name(f".{self._path.name}")
+        write_json(new, self.data)
+        new.replace(self._path)
 
 
 def _run_parts(parts: list[Part], out: Path, results: GpuResults) -> None:
@@ -180,7 +210,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("gpu-results"), help=f"folder for gpu.json, gpu.png and {LOGS}"
     )
     parser.add_argument(
-        "--only", action="append", choices=names, help="this part; may be given several times"
+        "--only", action="append", choices=names, help="this part; may be given several times, in any order"
+    )
+    parser.add_argument(
+        "--resume",
+        type=_results,
+        default={},
+        metavar="FILE",
+        help="gpu.json of an earlier run: what passed there is not run again, and its results are kept",
     )
     parser.add_argument(
         "--all", action="store_true", help="also the parts that nine minutes have no room for"
@@ -189,6 +226,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--logs", type=Path, default=Path("logs"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _results(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    if not isinstance(found, dict) or not {"header", "parts"} <= found.keys():
+        raise argparse.ArgumentTypeError(f"{path} is no gpu.json")
+    return found
 
 
 def _print_plan(parts: list[Part]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from common.model import BenchModel, prepare_model
 from common.precision import precision, tame
@@ -26,6 +28,7 @@ from gpu.shapes import Shape, shape_named
 from serving.comparison import Measured, row_of
 from serving.servers import device_arguments
 from serving.token_client import TokenAnswer, TokenClient, ask_servers
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -40,6 +43,7 @@ _STRICT = {
 """SGLang counts its slots all the time, and ends where one is lost or used twice. It keeps room for whole answers: with
 overlap scheduling it loses logprobs of a request that it retracts."""
 _STARTUP_TIMEOUT_S = 300.0
+_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "breakable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,7 @@ def measure_server(
 
 def measure_prefill_graphs(report: Report, logs: Path) -> None:
     """The same with CUDA graphs for prefill: what is behind a hit is short enough for one."""
-    measure_server(report, logs, more=("--cuda-graph-backend-prefill", "breakable"))
+    measure_server(report, logs, more=_PREFILL_GRAPHS)
 
 
 class ServerChecks:
@@ -190,30 +194,51 @@ OVERHEAD = (
 )
 
 
+_ROOM_FOR_13B = 100 * 2**30
+"""Of device memory, for two servers of Llama-2-13B's sizes."""
+
+
 def measure_overhead(
-    report: Report, logs: Path, shape: Shape | None = None, sizes: Sequence[str] = OVERHEAD
+    report: Report,
+    logs: Path,
+    shape: Shape | None = None,
+    sizes: Sequence[str] = OVERHEAD,
+    more: Sequence[str] = (),
 ) -> None:
     """``overhead.py``: a server with the tier, hidden states in host memory, beside one without, in turns.
 
     Args:
         logs: folder for the servers' logs.
-        shape: of the model, whose weights are dummies. Default: Llama-2-13B.
+        shape: of the model, whose weights are dummies. Default: Llama-2-13B, or 7B where two of those do not fit.
         sizes: arguments that say how much is measured.
+        more: arguments of the server with the tier.
     """
+    shape = shape or overhead_shape()
 
     def on_row(row: dict[str, Any]) -> None:
         found = {name: value for name, value in row.items() if name not in ("what", "times")}
-        report(row["what"], found | {"ok": "not_measured" not in row})
+        report(row["what"], {"model": shape.name, **found, "ok": "not_measured" not in row})
 
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         model = Path(name) / "model"
         model.mkdir()
-        write_model(model, shape or shape_named("llama-2-13b"))
+        write_model(model, shape)
         arguments = (
             *("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--starts", "0"),
-            *("--no-disk", "--dir", name, "--logs", str(logs), *sizes),
+            *("--no-disk", "--dir", name, "--logs", str(logs), "--tier-arguments", shlex.join(more), *sizes),
         )
         run_command("overhead", arguments, on_row)
+
+
+def measure_overhead_of_graphs(report: Report, logs: Path) -> None:
+    """The same, where the server with the tier has CUDA graphs for prefill."""
+    measure_overhead(report, logs, more=_PREFILL_GRAPHS)
+
+
+def overhead_shape() -> Shape:
+    """Of a model that two servers have room for."""
+    fits = not has_gpu() or torch.cuda.get_device_properties(0).total_memory > _ROOM_FOR_13B
+    return shape_named("llama-2-13b" if fits else "llama-2-7b")
 
 
 ZIPF = (

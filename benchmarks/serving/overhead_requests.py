@@ -57,6 +57,8 @@ class Settings:
     host_bytes: int
     has_disk: bool
     method: str
+    tier_arguments: tuple[str, ...]
+    """More of them, of the server with the tier."""
     seed: int
 
     @property

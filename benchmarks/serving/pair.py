@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,9 +31,14 @@ def make_pair(
     host_bytes: int,
     has_disk: bool,
     method: str,
+    tier_arguments: Sequence[str],
     logs: Path,
 ) -> Pair:
-    """Two servers that are not started yet; configuration and the disk tier, if any, are in ``folder``."""
+    """Two servers that are not started yet; configuration and the disk tier, if any, are in ``folder``.
+
+    Args:
+        tier_arguments: more of them, of the server with the tier.
+    """
     settings: dict[str, object] = {"host_size": host_bytes, "method": method}
     if has_disk:
         settings |= {"dirs": [str(folder / "disk")], "disk_size": "16GB", "disk_free_floor": "256MiB"}
@@ -49,7 +54,7 @@ def make_pair(
     ]
     own = {
         OFF: arguments_without_tier(),
-        TIER: settings_arguments(folder / "hcache.yaml", settings),
+        TIER: [*settings_arguments(folder / "hcache.yaml", settings), *tier_arguments],
     }
     return {
         name: ServerProcess(

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,73 @@ def test_all_parts_together_keep_to_the_time(bench: Callable[[str], Any]) -> Non
     } == ISSUE_SHAPES
 
 
+def test_parts_run_in_the_order_in_which_they_are_asked_for(
+    bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine may be taken away: what matters most comes first."""
+    assert bench("gpu.run").main(["--dry-run", "--only", "zipf", "--only", "kernel", "--only", "zipf"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if " at most " in line] == ["zipf", "kernel"]
+
+
+def test_a_run_goes_on_where_another_was_cut_off(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What passed there is kept, with what it was of; what did not runs again."""
+    parts, command = bench("gpu.parts"), bench("gpu.run")
+    monkeypatch.setattr(
+        command,
+        "part_command",
+        lambda name, _logs: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]],
+    )
+    monkeypatch.setattr(command, "PARTS", tuple(parts.Part(name, 60.0, "") for name in ("good", "wrong")))
+    monkeypatch.setattr(command, "_header", lambda: {"date": "today"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kept = {"status": "passed", "results": {"old": {"ok": True}}}
+    before = {
+        "header": {"date": "then"},
+        "parts": {"good": kept, "wrong": {"status": "running", "results": {}}},
+    }
+    cut_off = tmp_path / "cut_off.json"
+    cut_off.write_text(json.dumps(before))
+    assert command.main(["--out", str(tmp_path / "new"), "--resume", str(cut_off)]) == 1
+    found = json.loads((tmp_path / "new" / "gpu.json").read_text())
+    assert found["parts"]["good"] == {**kept, "header": {"date": "then"}}
+    assert found["parts"]["wrong"]["status"] == "failed"
+    assert (found["header"]["date"], found["header"]["missing"]) == ("today", [])
+    before["parts"]["wrong"] = kept
+    cut_off.write_text(json.dumps(before))
+    assert command.main(["--out", str(tmp_path / "none"), "--resume", str(cut_off)]) == 0
+    assert json.loads((tmp_path / "none" / "gpu.json").read_text())["parts"].keys() == {"good", "wrong"}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_what_is_no_earlier_run_is_refused(
+    text: str | None, bench: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        bench("gpu.run").main(["--resume", str(path)])
+    assert ended.value.code == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"), [(150e9, "llama-2-13b"), (85e9, "llama-2-7b"), (None, "llama-2-13b")]
+)
+def test_both_servers_of_overhead_fit_on_the_device(
+    memory: float | None, name: str, bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = bench("gpu.serving")
+    monkeypatch.setattr(serving, "has_gpu", lambda: memory is not None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(total_memory=memory)
+    )
+    assert serving.overhead_shape().name == name
+
+
 SERVED = """
 import json, pathlib, sys
 logs = pathlib.Path(sys.argv[1])
@@ -102,8 +170,19 @@ def test_what_parts_ask_of_commands_can_be_asked(
     serving.measure_overhead(lambda *_: None, tmp_path)
     serving.measure_zipf(lambda *_: None, tmp_path)
     overhead, _model, _tiny, logs = seen["overhead"].args
+    assert overhead.tier_arguments == ()
     assert (overhead.method, overhead.has_disk, overhead.starts, logs) == ("hidden", False, 0, tmp_path)
     assert overhead.pool_tokens > 16384 + 16 * (128 + overhead.decoded)
+    serving.measure_overhead_of_graphs(lambda *_: None, tmp_path)
+    of_graphs, *_ = seen["overhead"].args
+    assert of_graphs.tier_arguments == ("--cuda-graph-backend-prefill", "breakable")
+    assert replace(of_graphs, tier_arguments=()) == overhead
+    pair = bench("serving.pair").make_pair(
+        tmp_path, tmp_path, dtype="float16", pool_tokens=1, host_bytes=1, has_disk=False, method="hidden",
+        tier_arguments=of_graphs.tier_arguments, logs=tmp_path,
+    )  # fmt: skip
+    assert pair["tier"]._args[-2:] == of_graphs.tier_arguments
+    assert "breakable" not in pair["off"]._args
     settings, logs = seen["zipf_replay"].args
     assert (settings.disk_size, logs) == (None, tmp_path)
     assert settings.tiny.hidden // settings.tiny.heads == 128
