@@ -32,6 +32,7 @@ from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -95,6 +96,7 @@ class Assembler:
         self._tiers = tiers
         self._observer = observer
         self._copiers = copiers
+        self._may_trace = Throttle()
         self.beginnings = Beginnings(tiers.host)
         self._chunks = _chunk_groups(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
@@ -157,7 +159,8 @@ class Assembler:
             self._handle(event)
         except Exception:
             # A failed event costs its chunks, never the thread.
-            logger.exception("hcache: capture event failed")
+            if self._may_trace():
+                logger.exception("hcache: capture event failed")
             self._observer.count("capture.errors")
             self._drop_all()
         finally:

@@ -36,6 +36,7 @@ class RestoreEngine:
         self._pipeline = pipeline
         self._observer = observer
         self._may_warn = Throttle()
+        self._may_trace = Throttle()  # of its own: what everybody expects must not hide what nobody does
         self._on_over = on_over
         self._stopping = threading.Event()
         self._job: RestoreJob | None = None
@@ -81,7 +82,9 @@ class RestoreEngine:
                 )
             outcome, job.error = RestoreState.FAILED, error
         except Exception as error:
-            logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
+            # Every job of a process that ends fails like this, and there may be hundreds.
+            if self._may_trace():
+                logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
         job.seconds = time.monotonic() - job.started
@@ -91,7 +94,8 @@ class RestoreEngine:
             try:
                 step()
             except Exception:  # or every request that finds something would wait for ever
-                logger.exception("hcache: a restore did not end as it should")
+                if self._may_trace():
+                    logger.exception("hcache: a restore did not end as it should")
                 self._observer.count("restore.errors")
         job.state = outcome  # last: whoever sees it may use the slots again
 

@@ -13,6 +13,7 @@ from sglang_hcache.core.errors import RestoreError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.gate import Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreJob
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
@@ -46,6 +47,7 @@ class Launcher:
         self._observer = observer
         self._block_chunks = block_chunks
         self._gate = gate
+        self._may_trace = Throttle()
 
     def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell."""
@@ -79,7 +81,8 @@ class Launcher:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)
             restore.abandon()
         except Exception:
-            logger.exception("hcache: layers of a restore could not be recomputed")
+            if self._may_trace():
+                logger.exception("hcache: layers of a restore could not be recomputed")
             self._observer.count("restore.errors")
             restore.abandon()
 

@@ -147,6 +147,26 @@ def test_an_error_nobody_foresaw_does_not_end_the_thread(bench: Bench) -> None:
     assert bench.run().state is RestoreState.DONE
 
 
+def test_the_log_tells_once_of_an_error_that_every_job_has(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the process ends: no pool of threads takes work then, and there may be hundreds of jobs."""
+
+    def fail(error: type[Exception]) -> None:
+        def raise_it(_layer: int) -> None:
+            raise error
+
+        bench.tiers.before_read = raise_it  # type: ignore[method-assign]
+        for _ in range(3):
+            assert bench.run().state is RestoreState.FAILED
+
+    fail(StoreIOError)
+    fail(ZeroDivisionError)  # is told of although it comes at once after another one
+    told = [record.exc_info and record.exc_info[0] for record in caplog.records]
+    assert told == [None, ZeroDivisionError]
+    assert bench.counters["restore.errors"] == 3
+
+
 def test_no_memory_for_new_buffers_fails_restores_instead_of_leaving_them_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
