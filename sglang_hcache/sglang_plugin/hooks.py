@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import CacheAwarePolicy
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -22,6 +23,7 @@ from sglang_hcache.sglang_plugin.launch.flags import BACKEND, config_of
 from sglang_hcache.sglang_plugin.seam import hooking
 
 _MANAGERS = "sglang.srt.managers"
+_POLICY = f"{_MANAGERS}.schedule_policy.SchedulePolicy"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -40,6 +42,7 @@ def install(device: str) -> None:
     targets: dict[str, hooking.Hook] = {
         f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
+        f"{_POLICY}._compute_prefix_matches": (_queue_matched, HookType.AROUND),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_decode": (_will_decode, HookType.BEFORE),
@@ -81,12 +84,21 @@ def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: o
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
-    """In place of SGLang's prefetch from its own storage: match on the device, then look into the tiers."""
+    """In place of SGLang's prefetch from its own storage: look what the tiers have behind the device's prefix."""
     batches.keep_apart(req)
-    req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    req.init_next_round_input()  # its tokens; SGLang looks for them in the tree when the request may be admitted
     prompt = batches.prompt_of(req)
     if prompt is not None:
         scheduler.tree_cache.bridge.queue(prompt)
+
+
+def _queue_matched(
+    original: Callable[..., set[str]], policy: Any, queue: list[Any], kind: CacheAwarePolicy
+) -> set[str]:
+    """Not once more in each round, so between all decode passes, for those who wait for their restore."""
+    if kind is CacheAwarePolicy.LPM:  # the other one needs the node of each
+        queue = [req for req in queue if batches.is_matched_anew(req, policy.tree_cache.bridge)]
+    return original(policy, queue, kind)
 
 
 def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object) -> None:

@@ -43,6 +43,11 @@ def prompt_of(req: Req) -> Prompt | None:
     return Prompt(req.rid, tokens[: req._compute_max_prefix_len(len(tokens))], req.extra_key)
 
 
+def is_matched_anew(req: Req, bridge: Bridge) -> bool:
+    """Whether its prefix in the tree matters now: it may be admitted, or has none yet to be sorted by."""
+    return req.last_node is None or bridge.restores.may_be_admitted(req.rid)
+
+
 def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Announce the requests of a new extend batch to the save path."""
     for req in batch.reqs:
