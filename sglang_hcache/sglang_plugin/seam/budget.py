@@ -97,10 +97,15 @@ def pool_share(config: HCacheConfig, sglangs: float) -> float:
     return share
 
 
+def cuts_prompts(server_args: Any) -> bool:
+    """Whether SGLang prefills a long prompt in several passes."""
+    return bool(server_args.chunked_prefill_size and server_args.chunked_prefill_size > 0)
+
+
 def largest_pass_of(server_args: Any) -> int:
-    """Most tokens that SGLang prefills in one pass."""
-    chunked = server_args.chunked_prefill_size
-    return int(chunked if chunked and chunked > 0 else server_args.max_prefill_tokens)
+    """Most tokens that SGLang prefills in one pass; where it cuts no prompts, in one with several of them."""
+    cuts = cuts_prompts(server_args)
+    return int(server_args.chunked_prefill_size if cuts else server_args.max_prefill_tokens)
 
 
 def staged_passes_of(server_args: Any) -> int:

@@ -133,9 +133,11 @@ class Device:
     scheduler: SchedulerView
     forward: ForwardModel
     largest_pass: int
-    """Most tokens of one prefill pass."""
+    """Most tokens of one prefill pass; where SGLang cuts no prompts, of one with several of them."""
     beside: DeviceBuffers | None
     """Memory of a device beside the CPU; None on a CPU."""
+    cuts_prompts: bool = True
+    """Whether SGLang prefills a long prompt in several passes."""
     staged_passes: int = 2
     """Passes that follow each other and have rows in staging at the same time."""
 

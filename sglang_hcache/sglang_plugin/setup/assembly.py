@@ -76,7 +76,7 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         weights = model.weights()
         stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
-        budget = _budget(config, layout, device.largest_pass, device.staged_passes)
+        budget = _budget(config, layout, device, model.context_length)
         tiers = _tiers(config, layout, budget, disk, counters, device)
         gate = None
         if profile is not None and config.method in _PREDICTED:
@@ -139,15 +139,20 @@ def _profile(
     return find_profile(config, bench)
 
 
-def _budget(config: HCacheConfig, layout: StateLayout, largest_pass: int, staged_passes: int) -> HostBudget:
+def _budget(config: HCacheConfig, layout: StateLayout, device: Device, context_length: int) -> HostBudget:
     if config.method is PlanKind.RECOMPUTE:
         return HostBudget.least()
+    largest_pass, staged_passes = device.largest_pass, device.staged_passes
     budget = HostBudget.of(config, layout, largest_pass, staged_passes)
-    remedy = "raise --hcache-host-size or staging_size, or lower --chunked-prefill-size"
-    if budget.ring_rows < largest_pass:
+    longest, remedy = largest_pass, "or lower --chunked-prefill-size"
+    if not device.cuts_prompts:
+        longest = max(largest_pass, min(context_length, device.tree.capacity()))
+        remedy = "or cut long prompts with --chunked-prefill-size"
+    remedy = f"raise --hcache-host-size or staging_size, {remedy}"
+    if budget.ring_rows < longest:
         logger.warning(
             "hcache: staging holds %d tokens, a prefill pass may have %d, and the rest is not saved; %s",
-            budget.ring_rows, largest_pass, remedy,
+            budget.ring_rows, longest, remedy,
         )  # fmt: skip
     elif budget.ring_rows < staged_passes * largest_pass:
         logger.warning(

@@ -28,7 +28,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_lif
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.launch.flags import config_of
 from sglang_hcache.sglang_plugin.launch.support import prefill_graphs_told
-from sglang_hcache.sglang_plugin.seam.budget import largest_pass_of, staged_passes_of
+from sglang_hcache.sglang_plugin.seam.budget import cuts_prompts, largest_pass_of, staged_passes_of
 from sglang_hcache.sglang_plugin.seam.model import (
     ROUNDED,
     ServedModel,
@@ -114,6 +114,7 @@ class HCacheRadixCache(RadixCache):
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
             beside=self._runner.hcache_buffers,
+            cuts_prompts=cuts_prompts(self._server_args),
             staged_passes=staged_passes_of(self._server_args),
         )
         config = config_of(self._server_args)

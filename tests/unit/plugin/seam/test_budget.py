@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -73,9 +74,36 @@ def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
 def test_the_log_says_where_staging_is_too_small(
     largest_pass: int, passes: int, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, largest_pass, passes)
+    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, device(largest_pass, passes), 8192)
     assert [warning in message for message in caplog.messages if warning] == [True] * (warning is not None)
     assert bool(caplog.messages) is (warning is not None)
+
+
+@pytest.mark.parametrize(
+    ("context_length", "pool", "most"),
+    [(3000, 10_000, 0), (8192, 3000, 0), (8192, 10_000, 8192), (8192, 5000, 5000)],
+)
+def test_a_pass_may_have_a_whole_prompt_where_none_is_cut(
+    context_length: int, pool: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``--chunked-prefill-size -1``: SGLang takes the first prompt, whatever ``--max-prefill-tokens`` says."""
+    whole = device(1500, 2, cuts_prompts=False, pool=pool)
+    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, whole, context_length)
+    if not most:
+        assert not caplog.messages
+        return
+    (message,) = caplog.messages
+    assert f"staging holds 3000 tokens, a prefill pass may have {most}, and the rest is not saved" in message
+    assert message.endswith("or cut long prompts with --chunked-prefill-size")
+
+
+def device(largest_pass: int, passes: int, *, cuts_prompts: bool = True, pool: int = 10_000) -> Any:
+    return SimpleNamespace(
+        largest_pass=largest_pass,
+        staged_passes=passes,
+        cuts_prompts=cuts_prompts,
+        tree=SimpleNamespace(capacity=lambda: pool),
+    )
 
 
 def test_passes_may_be_shorter_than_a_chunk() -> None:
