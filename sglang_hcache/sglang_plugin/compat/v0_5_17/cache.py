@@ -97,7 +97,6 @@ class HCacheRadixCache(RadixCache):
         self.ongoing_load_back: dict[str, object] = {}
         self.ongoing_backup: dict[str, object] = {}
         self.enable_storage = True
-        self.hicache_storage_pass_prefix_keys = False
 
     def build_tier(
         self, scheduler: SchedulerView, forward_of: Callable[[Any, HCacheRadixCache], ForwardModel]
@@ -253,12 +252,6 @@ class HCacheRadixCache(RadixCache):
 
     def release_aborted_request(self, rid: str) -> None:
         self.bridge.restores.drop(rid)
-
-    def terminate_prefetch(self, rid: str) -> None:
-        self.bridge.restores.drop(rid)
-
-    def is_backuped(self, _node: TreeNode) -> bool:
-        return False
 
     def clear_storage_backend(self) -> bool:
         self.bridge.clear()
