@@ -94,6 +94,10 @@ REFUSALS = {
         ["--lora-paths", "one=/nowhere", "--max-lora-rank", "8", "--lora-target-modules", "all"],
         ("--lora-paths",),
     ),
+    "bits without a radix cache": Refusal(
+        ["--enable-deterministic-inference", "--hcache-method", "kv", "--attention-backend", "flashinfer"],
+        ("--enable-deterministic-inference", "--attention-backend", "triton"),
+    ),
     "embeddings": Refusal(["--is-embedding"], ("LlamaForCausalLM", "no text generation")),
     "sessions": Refusal(["--enable-streaming-session"], ("--enable-streaming-session",)),
     "sessions in the tree": Refusal(["--enable-session-radix-cache"], ("--enable-session-radix-cache",)),
@@ -119,6 +123,21 @@ REFUSALS = {
             "max_position_embeddings": 2048,
             "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
             "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 256},
+        },
+    ),
+    "prompts that see themselves whole": Refusal(
+        [],
+        ("this model", "without a radix cache"),
+        {
+            "architectures": ["HrmTextForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
         },
     ),
     "mla": Refusal(

@@ -66,7 +66,14 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
         _warn_about_no_directory(args, config)
         support.check_arguments(args, cls)
         _map_onto_sglang(args, config)
-        server_args = original(cls, args, *rest)
+        try:
+            server_args = original(cls, args, *rest)
+        except ValueError as error:
+            # That two flags exclude each other, neither of which anybody has given.
+            if "disable-radix-cache" not in str(error):
+                raise
+            is_deterministic = bool(args.enable_deterministic_inference or args.rl_on_policy_target)
+            raise ConfigError(support.without_radix_cache(is_deterministic)) from error
         support.check_server_args(server_args, config)
         _look_ahead(config)
         _leave_host_memory(args, server_args, config)

@@ -75,7 +75,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     prefill = server_args.cuda_graph_config.prefill
     problems += device_problems(str(server_args.device), str(prefill.backend), max(prefill.bs or (0,)))
     if server_args.disable_radix_cache:
-        problems.append(f"{_FLAG} does not support this model: SGLang serves it without a radix cache")
+        problems.append(without_radix_cache(is_deterministic=False))
     if server_args.enable_deterministic_inference:
         problems += determinism_problems(config.method)
     if getattr(server_args, "enable_streaming_session", False):
@@ -110,6 +110,19 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     HostBudget.of(config, layout, largest_pass_of(server_args), staged_passes_of(server_args))
+
+
+def without_radix_cache(is_deterministic: bool) -> str:
+    """Why SGLang serves without a radix cache, although nobody has asked it to."""
+    if not is_deterministic:
+        return f"{_FLAG} does not support this model: SGLang serves it without a radix cache"
+    from sglang.srt.server_args import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+    backends = ", ".join(RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND)
+    return (
+        f"{_FLAG} cannot be used with --enable-deterministic-inference and this attention backend: SGLang serves "
+        f"without a radix cache then; choose one with --attention-backend: {backends}"
+    )
 
 
 def device_problems(device: str, prefill_graphs: str, largest_graph: int) -> list[str]:
