@@ -35,9 +35,12 @@ _READING_CHECKS = ("snapshot", "compare", "checksum")
 def install(device: str) -> None:
     """Register the backend and apply the hooks; those for a CPU, or for CUDA, only if ``device`` is one.
 
+    Does not return where the server's main process has ended.
+
     Raises:
         ConfigError: as :func:`hooking.apply`.
     """
+    stopping.end_with_parent()
     register_radix_cache_backend(BACKEND, create_cache)
     targets: dict[str, hooking.Hook] = {
         f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +40,19 @@ def install() -> None:
     )
 
 
+def end_with_parent() -> None:
+    """SIGKILL ends this process of SGLang's with the one that started it, also if it ended while we imported modules.
+
+    SGLang asks for the signal only after that, and then nobody sends it: its detokenizer would wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:  # SGLang did not start us
+        return
+    kill_itself_when_parent_died()
+    if os.getppid() != parent.pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def leave_signals_to_parent() -> None:
     """Ignore Ctrl-C, SIGTERM and SIGHUP, in a process that SIGKILL ends with its parent. For its main thread."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -53,7 +68,7 @@ def _launch_detokenizer(
 
 def _run_below_parent(run: Callable[..., None], *args: Any) -> None:
     """What such a process runs: no plugin is loaded there, so it is not hooked."""
-    kill_itself_when_parent_died()  # first: who ignores signals must not be left behind
+    end_with_parent()  # first: who ignores signals must not be left behind
     leave_signals_to_parent()
     run(*args)
 

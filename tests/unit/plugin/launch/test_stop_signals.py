@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGHUP of a server's main process. That the others leave it to that one: ``tests/e2e/test_restart.py``."""
+"""Ctrl-C and SIGHUP of a server's main process, and its end. That others leave signals to it: ``e2e/test_restart.py``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 MAIN = """
 import gc
 gc.disable()  # imports take less time
-import asyncio, os, signal, sys
+import asyncio, multiprocessing, os, signal, sys, time
 from types import SimpleNamespace
-from sglang_hcache.sglang_plugin.launch.stopping import _stop_on_interrupt
+from sglang_hcache.sglang_plugin.launch.stopping import _run_below_parent, _stop_on_interrupt
 
 async def serve():
     told = SimpleNamespace(sigterm_handler=lambda number: print("told", int(number), flush=True))
@@ -23,7 +23,31 @@ async def serve():
     print("ready", os.getpid(), flush=True)
     await asyncio.sleep(600)
 
+def detokenizer(main, answer):
+    os.write(answer, b"began, ")
+    while os.getppid() == main:  # as if it still imported modules
+        time.sleep(0.01)
+    _run_below_parent(lambda: os.write(answer, b"runs without a main process, "))
+
+def killed_while_others_import():
+    answer, theirs = os.pipe()
+    if main := os.fork():
+        os.close(theirs)
+        said = os.read(answer, 100)
+        os.kill(main, signal.SIGKILL)
+        os.waitpid(main, 0)
+        while more := os.read(answer, 100):
+            said += more
+        print(said.decode() + "ended", flush=True)
+        return
+    multiprocessing.get_context("fork").Process(target=detokenizer, args=(os.getpid(), theirs)).start()
+    os.close(theirs)
+    time.sleep(600)
+
 for what_is_done_on_a_hangup in sys.stdin:
+    if what_is_done_on_a_hangup.strip() == "killed while others import":
+        killed_while_others_import()
+        continue
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         print("ended", os.waitstatus_to_exitcode(status), flush=True)
@@ -48,6 +72,12 @@ class Mains:
         word, pid = self.said().split()
         assert word == "ready"
         return int(pid)
+
+    def be_killed_while_others_import(self) -> str:
+        """What a main process's detokenizer did then."""
+        assert self._parent.stdin is not None
+        print("killed while others import", file=self._parent.stdin, flush=True)
+        return self.said()
 
     def said(self) -> str:
         assert self._parent.stdout is not None
@@ -90,3 +120,7 @@ def test_nohup_is_obeyed(mains: Mains) -> None:
     os.kill(main, signal.SIGINT)
     assert mains.said() == f"told {int(signal.SIGINT)}"
     mains.end(main)
+
+
+def test_others_end_with_it_also_if_they_still_import(mains: Mains) -> None:
+    assert mains.be_killed_while_others_import() == "began, ended"
