@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import yaml
 
 from sglang_hcache.cli.server.arguments import values_of
+from sglang_hcache.cli.server.guard import Guard
 from sglang_hcache.cli.server.launch import prepare_launch
 from sglang_hcache.cli.server.ports import LOCAL_HOST, free_port
 from sglang_hcache.core.errors import HCacheError
@@ -49,7 +50,8 @@ def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
 class ServerProcess:
     """One server, from ``start`` to ``stop`` or ``kill``; as a context manager it leaves no process behind.
 
-    The server leads a session and process group of its own, so a Ctrl-C in the terminal reaches only us.
+    The server leads a session and process group of its own, so a Ctrl-C in the terminal reaches only us. If we are
+    killed, all of the group is too.
 
     Args:
         args: arguments of ``hcache serve`` without ``--host`` and ``--port``; the tier is on unless
@@ -75,6 +77,7 @@ class ServerProcess:
         self._extra_env = dict(extra_env)
         self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._port = 0
         self._log_start = 0
 
@@ -136,6 +139,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._guard = Guard(self._process.pid)
 
     def _addresses(self) -> list[str]:
         # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
@@ -215,6 +219,8 @@ class ServerProcess:
                 raise ServerProcessError(f"processes of group {group} outlive SIGKILL: {members}")
             time.sleep(0.02)
             self._process.poll()
+        if self._guard is not None:  # before the group's number is anybody else's
+            self._guard.dismiss()
         self._process.wait()
 
     def __enter__(self) -> ServerProcess:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -146,3 +150,33 @@ def test_members_of_a_group_whose_leader_died_are_ended(run: Callable[[str], Non
     assert not _is_gone(child)
     server.stop()
     assert _is_gone(child)
+
+
+STARTER = """
+import os, pathlib, sys
+from sglang_hcache.cli.server import process
+code, log = sys.argv[1:]
+process.prepare_launch = lambda args: ([sys.executable, "-c", code, *args], dict(os.environ))
+server = process.ServerProcess([], log=pathlib.Path(log))
+server.start()
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ends_with_who_started_it(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    command = [sys.executable, "-c", STARTER, SERVER, str(log)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        server = psutil.Process(int(starter.stdout.readline()))
+        (child,) = server.children()
+        starter.kill()
+    deadline = time.monotonic() + 60
+    try:
+        while not (_is_gone(server) and _is_gone(child)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGHUP of a server's main process, and its end. That others leave signals to it: ``e2e/test_restart.py``."""
+"""Ctrl-C, SIGHUP and the end of a server's main process. Others leave signals to it: ``tests/e2e/test_restart.py``."""
 
 from __future__ import annotations
 
