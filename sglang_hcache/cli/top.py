@@ -38,6 +38,7 @@ _RATES = (
     ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
     ("  restores failed", "restore.failed", "bad"),
     ("  restores late", "restore.late", "bad"),
+    ("  rests after one too slow", "restore.rests", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),

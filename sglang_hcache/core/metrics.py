@@ -114,7 +114,7 @@ COUNTERS = (
     CounterMetric(
         "disk_events",
         "What the disk tier had to cope with. rest: after a restore from it was too slow, nothing is restored from "
-        "there for up to 30 s.",
+        "there for up to 30 s. demotion_late, demotion_failed: chunks were not written in time, and will be later.",
         "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
@@ -124,6 +124,7 @@ COUNTERS = (
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
             "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
             "restore.rests": "rest",
+            "demote.requests_dropped": "demotion_late", "demote.runs_failed": "demotion_failed",
         },
     ),
     CounterMetric(

@@ -192,7 +192,7 @@ def test_prometheus_evaluates_the_alerts(prometheus: dashboard.Prometheus | None
     if prometheus is None:
         pytest.skip("prometheus is not installed: apt-get install prometheus")
     wait_for(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), "alerts to be evaluated")
-    assert len(prometheus.rules()) == 5
+    assert len(prometheus.rules()) == 6
 
 
 def test_the_dashboard_knows_every_metric() -> None:

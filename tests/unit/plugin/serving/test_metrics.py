@@ -31,7 +31,6 @@ NOT_EXPORTED = {
     "restore.layers_recomputed", "restore.pins_given_back", "restore.tickets_pruned",
     "restore.stopped_for_room",
     "capture.requests_out_of_order",
-    "demote.requests_dropped", "demote.runs_failed",
     "store.chunks_written",  # demoted
     "store.runs_recovered",
 }  # fmt: skip
