@@ -26,7 +26,7 @@ from sglang_hcache.cli.terminal import redraws
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.units import format_bytes
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 16
 _LONGEST_S = 3600
 _RATES = (
     ("requests that looked", "lookup.requests", ""),
@@ -38,7 +38,7 @@ _RATES = (
     ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
     ("  restores failed", "restore.failed", "bad"),
     ("  restores late", "restore.late", "bad"),
-    ("  rests after one too slow", "restore.rests", "bad"),
+    ("  rests: the disk was too slow", "restore.rests", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
@@ -193,7 +193,7 @@ def _telling(counters: Mapping[str, int]) -> list[tuple[str, str, str]]:
 def _title(url: str, state: Mapping[str, Any]) -> Text:
     waiting = ", ".join(f"{count} {phase}" for phase, count in state["requests"].items() if count)
     text = Text.assemble((url, "bold"), f"  namespace {state['namespace'] or 'not known yet: new weights'}")
-    text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} are saved")
+    text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} being saved")
     text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
     text.append("; saving" if state["saving"] else "")
     return text

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.chat.server import AnswerOptions
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import spinner_for
@@ -63,10 +63,11 @@ def run_chat_demo(
         demo_folder(keep) as folder,
         servers_scratch() as scratch,
     ):
+        folders = tier_folders(dirs, folder)
         model = folder / "model"
         if not (model / "config.json").exists():
             write_tiny_model(model, MODEL)
-        server = _server(folder, model, dirs or (folder / "tier",), scratch)
+        server = _server(folder, model, folders, scratch)
         try:
             with console.status("Starting a server with a random model", spinner=spinner_for(console)):
                 server.start()

@@ -53,11 +53,28 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
             yield Path(folder)
         return
-    folder_kept = given_path("--keep", keep)
+    yield _writable("--keep", given_path("--keep", keep))
+
+
+def tier_folders(dirs: Sequence[Path], folder: Path) -> tuple[Path, ...]:
+    """Of the disk tier: ``dirs``, or one in the demo's ``folder``.
+
+    Raises:
+        ConfigError: one of ``dirs`` cannot be made or written into.
+    """
+    return tuple(_writable("--dirs", each) for each in dirs) or (folder / "tier",)
+
+
+def _writable(flag: str, folder: Path) -> Path:
+    """``folder``, made if it is not there: said now, and not by a server that takes long to start.
+
+    Raises:
+        ConfigError: it cannot be made or written into.
+    """
     try:
-        folder_kept.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError(f"--keep: cannot make {folder_kept}: {error.strerror}") from None
-    if not os.access(folder_kept, os.W_OK):
-        raise ConfigError(f"--keep: cannot write into {folder_kept}")
-    yield folder_kept
+        raise ConfigError(f"{flag}: cannot make {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag}: cannot write into {folder}")
+    return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
@@ -104,13 +104,13 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         demo_folder(settings.keep) as folder,
         servers_scratch() as scratch,
     ):
+        dirs = tier_folders(settings.dirs, folder)
         model = folder / "model"
         if not (model / "config.json").exists():
             view.status("Writing a random model")
             write_tiny_model(model, MODEL)
         scripts = write_scripts(settings.conversations, settings.turns)
         sizes = _Sizes.of(_prompt_lengths(scripts, model))
-        dirs = settings.dirs or (folder / "tier",)
         tier, reference = _servers(folder, model, sizes, dirs, scratch)
         try:
             view.status("Starting two servers, with and without the tier")

@@ -45,6 +45,12 @@ def _print_help(wanted: bool) -> None:
     raise typer.Exit
 
 
+def _names_model_or_help(flag: str) -> bool:
+    """Or the file that may name one. SGLang takes abbreviations."""
+    is_short = len(flag) >= len("--model-p") and "--model-path".startswith(flag)
+    return is_short or flag == "--model" or flag.startswith(("--config", "-h", "--he"))
+
+
 def serve(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[SGLang arguments...]")] = None,
     show_help: Annotated[bool, typer.Option("--help", callback=_print_help, is_eager=True)] = False,
@@ -59,9 +65,8 @@ def serve(
     from sglang_hcache.cli.server.launch import become_server
 
     given = arguments or []
-    if not any(
-        one.startswith(("--mo", "--config", "-h", "--he")) for one in given
-    ):  # SGLang says so on 300 lines
+    names = [one.partition("=")[0] for one in given]
+    if not any(map(_names_model_or_help, names)):  # SGLang says so on 300 lines
         raise ConfigError(
             "--model-path is missing: name the model; `hcache serve --help` lists the tier's flags"
         )

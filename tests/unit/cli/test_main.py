@@ -59,7 +59,14 @@ def test_our_errors_are_lines_and_status_2(monkeypatch, capsys):
     monkeypatch.setattr(launch, "become_server", refuse)
     assert run(monkeypatch, "serve", "--model", "m") == 2
     assert capsys.readouterr().err == "hcache: error: first\nhcache: error: second\n"
-    assert run(monkeypatch, "serve", "--port", "1") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--port", "1"], ["m"], ["--modelpath", "m"], ["--model-impl", "auto"]]
+)
+def test_serve_says_that_it_needs_a_model(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(launch, "become_server", pytest.fail)
+    assert run(monkeypatch, "serve", *arguments) == 2
     assert capsys.readouterr().err.startswith("hcache: error: --model-path is missing")
 
 

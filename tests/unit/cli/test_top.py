@@ -69,7 +69,7 @@ def test_sizes_and_health() -> None:
     assert "5 in host memory only" in " ".join(found["host"])
     assert "1,234" in found["disk"]
     assert found["/b: out: EIO"]
-    assert "2 pending" in " ".join(found["requests: 2 pending; 1 are saved; slots in flight: 640"])
+    assert "2 pending" in " ".join(found["requests: 2 pending; 1 being saved; slots in flight: 640"])
 
 
 def test_totals_and_rates() -> None:

@@ -145,6 +145,18 @@ def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("page", [[], ["--chat"]])
+@pytest.mark.parametrize("flag", ["--dirs", "--keep"])
+def test_a_folder_that_cannot_be_made_is_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str, page: list[str]
+) -> None:
+    monkeypatch.setattr(ServerProcess, "launch", pytest.fail)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", *page, "--port", "0", flag, str(tmp_path / "file" / "tier")])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"{flag}: cannot make {tmp_path}/file/tier: ")
+
+
 def test_scripts() -> None:
     scripts = write_scripts(9, 5)
     assert scripts == write_scripts(9, 5)
