@@ -101,7 +101,8 @@ class Ledger:
         """If the index or its directory failed: write the index anew where writing works."""
         if not self._is_published:
             with self._lock:
-                self._publish()
+                if not self._is_published:  # nobody has meanwhile
+                    self._publish()
         home = self._volumes[self._identity.index_stripe]
         self._lost |= not home.health.readable
         if home.health.writable and not self._lost:
