@@ -16,6 +16,16 @@ from sglang_hcache.cli.server.launch import prepare_launch
 
 ON = ["--hierarchical-cache", "hcache"]
 CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+"""Of a model's ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +122,9 @@ REFUSALS = {
         [],
         ("Qwen2VLForConditionalGeneration", "multimodal input"),
         {
+            **SMALL,
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "vocab_size": 512,
-            "max_position_embeddings": 2048,
             "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
             "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": 256},
         },
@@ -129,28 +133,18 @@ REFUSALS = {
         [],
         ("this model", "without a radix cache"),
         {
+            **SMALL,
             "architectures": ["HrmTextForCausalLM"],
             "model_type": "llama",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "vocab_size": 512,
-            "max_position_embeddings": 2048,
         },
     ),
     "mla": Refusal(
         [],
         ("DeepseekV2ForCausalLM", "attention kind MLA"),
         {
+            **SMALL,
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
             "kv_lora_rank": 64,
             "q_lora_rank": None,
             "qk_nope_head_dim": 32,
@@ -158,26 +152,18 @@ REFUSALS = {
             "v_head_dim": 32,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
-            "vocab_size": 512,
-            "max_position_embeddings": 2048,
         },
     ),
     "sliding window": Refusal(
         [],
         ("MistralForCausalLM", "layers that keep a sliding window only"),
         {
+            **SMALL,
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
             "sliding_window": 128,
             "is_hybrid_swa": True,
             "hybrid_layer_pattern": [1, 0],
-            "vocab_size": 512,
-            "max_position_embeddings": 2048,
         },
     ),
 }

@@ -76,11 +76,7 @@ def test_a_run_goes_on_where_another_was_cut_off(
 ) -> None:
     """What passed there is kept, with what it was of; what did not runs again."""
     parts, command = bench("gpu.parts"), bench("gpu.run")
-    monkeypatch.setattr(
-        command,
-        "part_command",
-        lambda name, _logs: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]],
-    )
+    monkeypatch.setattr(command, "part_command", run_script)
     monkeypatch.setattr(command, "PARTS", tuple(parts.Part(name, 60.0, "") for name in ("good", "wrong")))
     monkeypatch.setattr(command, "_header", lambda: {"date": "today"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -240,6 +236,11 @@ def leap(monkeypatch: pytest.MonkeyPatch, parts: Any, seconds: float, is_time: C
     monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
 
 
+def run_script(name: str, _logs: Path) -> list[str]:
+    """In place of ``part_command``."""
+    return [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]]
+
+
 def test_one_part_stops_no_other(
     bench: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -247,11 +248,7 @@ def test_one_part_stops_no_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts, command = bench("gpu.parts"), bench("gpu.run")
-    monkeypatch.setattr(
-        command,
-        "part_command",
-        lambda name, _logs: [sys.executable, "-c", "import json, time\n" + SCRIPTS[name]],
-    )
+    monkeypatch.setattr(command, "part_command", run_script)
     seen: list[dict[str, Any]] = []
     write = command.write_json
 
