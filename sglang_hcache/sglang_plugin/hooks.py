@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy
 from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils import get_num_new_pages
 
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
@@ -26,6 +28,7 @@ _MANAGERS = "sglang.srt.managers"
 _POLICY = f"{_MANAGERS}.schedule_policy.SchedulePolicy"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
+_DECODE_PAGES = "sglang.srt.mem_cache.allocation.alloc_paged_token_slots_decode"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _READING_CHECKS = ("snapshot", "compare", "checksum")
@@ -49,6 +52,7 @@ def install(device: str) -> None:
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_decode": (_will_decode, HookType.BEFORE),
+        _DECODE_PAGES: (_pages_taken, HookType.AROUND),
         f"{_RUNNER}.load_model": (_model_loaded, HookType.AFTER),
         f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
@@ -114,6 +118,21 @@ def _will_decode(batch: Any, *_args: object, **_kwargs: object) -> None:
     bridge = batch.tree_cache.bridge
     if bridge.saves_decoded_later:
         batches.save_decoded(batch, bridge)
+
+
+def _pages_taken(
+    original: Callable[..., torch.Tensor],
+    tree_cache: Any,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """SGLang wants a free page for each request that decodes; few of them come to the end of theirs at once."""
+    page_size = tree_cache.page_size
+    pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=page_size, decode=True)
+    with tree_cache.taking(page_size * pages):
+        return original(tree_cache, seq_lens, seq_lens_cpu, *args, **kwargs)
 
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:

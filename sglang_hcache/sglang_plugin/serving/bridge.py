@@ -81,7 +81,7 @@ class Bridge:
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, counters, copiers)
-        beside = device.beside
+        self._beside = beside = device.beside
         tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
         replayed = None if beside is None else beside.replayed
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
@@ -243,6 +243,9 @@ class Bridge:
         it is told not to). It is not where the same ones are back, as after an update that failed.
         """
         self.restores.invalidate()
+        if self._beside is not None:
+            # What is captured of a pass that the device still computes is taken for what the old weights make of it.
+            self._beside.stage.fence().wait()
         self.captured.clear()
         self._assembler.publish(RequestEnds(None))
         self._namespace = None  # read anew at the next use: some trainers send weights in many pieces

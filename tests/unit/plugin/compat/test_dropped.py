@@ -29,7 +29,7 @@ class Tree(HCacheRadixCache):
         self.told: list[Told] = []
         self.gone: list[tuple[tuple[int, ...], str | None]] = []
         """Prefixes that end at a multiple of 64 in a node that went."""
-        self.evictions, self._dropped = 0, Dropped()
+        self.evictions, self._dropped, self._enough = 0, Dropped(), float("inf")
         self._bridge: Any = None
         allocator: Any = SimpleNamespace(
             device="cpu", available_size=lambda: 0, free_segment=lambda *_, **__: None

@@ -89,6 +89,15 @@ def served() -> Iterator[Served]:
     made.bridge.close()
 
 
+def test_weights_wait_for_the_pass_that_a_device_still_computes(served: Served) -> None:
+    """Its rows are saved as what the old ones make of it."""
+    waited: list[bool] = []
+    mark = SimpleNamespace(wait=lambda: waited.append(True))
+    served.bridge._beside = SimpleNamespace(stage=SimpleNamespace(fence=lambda: mark))  # type: ignore[assignment]
+    served.bridge.weights_will_change()
+    assert waited
+
+
 def test_a_bridge_begins_with_an_empty_device(served: Served) -> None:
     served.update("b")
     served.serve()
