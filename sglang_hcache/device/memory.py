@@ -31,9 +31,12 @@ _MOST_COMMITTING = 8
 def host_buffer(num_bytes: int) -> npt.NDArray[np.uint8]:
     """``num_bytes`` of zeroed, page-aligned host memory, uint8, 1-D. Pages are committed when first touched.
 
-    Alignment lets the disk tier read and write it with O_DIRECT.
+    Alignment lets the disk tier read and write it with O_DIRECT. Core dumps leave it out: it is large, and what is in
+    it is as private as prompts.
     """
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_DONTDUMP)
     if num_bytes >= _WORTH_HUGE_PAGES:
         # One page fault for 2 MiB, not 512; a kernel without huge pages says no, and nothing is lost.
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from typing import Any
@@ -16,10 +17,15 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def aligned_empty(size: int) -> ByteArray:
-    """A new byte array of ``size`` bytes whose memory begins at a multiple of 4096. Pages are zero."""
+    """A new byte array of ``size`` bytes whose memory begins at a multiple of 4096. Pages are zero.
+
+    Core dumps leave it out: chunks are as private as prompts.
+    """
     if size < 0:
         raise ValueError(f"negative size {size}")
     pages = mmap.mmap(-1, max(round_up(size), BLOCK))
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_DONTDUMP)
     return np.frombuffer(pages, dtype=np.uint8)[:size]
 
 

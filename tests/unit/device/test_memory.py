@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.device import memory
 from sglang_hcache.device.memory import PinnedMemory, available_host_bytes, host_buffer
+from sglang_hcache.store import aligned_empty
 
 
 def test_buffers_are_zeroed_and_begin_at_a_page() -> None:
@@ -20,6 +24,33 @@ def test_buffers_are_zeroed_and_begin_at_a_page() -> None:
         assert buffer.ctypes.data % 4096 == 0
         assert not buffer.any()
         buffer[:] = 1
+
+
+def kernel_flags(address: int) -> list[str]:
+    """What the kernel says of this process's mapping at ``address``."""
+    flags: dict[range, list[str]] = {}
+    place = range(0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if name == "VmFlags:":
+            flags[place] = rest
+        elif not name.endswith(":"):
+            place = range(*(int(end, 16) for end in name.split("-")))
+    return next(found for place, found in flags.items() if address in place)
+
+
+@pytest.mark.parametrize("make", [host_buffer, aligned_empty])
+@pytest.mark.parametrize("size", [8192, 5 * 2**20])
+def test_core_dumps_leave_buffers_out(make: Callable[[int], npt.NDArray[np.uint8]], size: int) -> None:
+    plain = mmap.mmap(-1, size)
+    try:
+        plain.madvise(mmap.MADV_DONTDUMP)
+    except OSError:
+        pytest.skip("this kernel puts everything into core dumps")
+    buffer = make(size)
+    first = buffer.ctypes.data
+    assert "dd" in kernel_flags(first)
+    assert "dd" in kernel_flags(first + buffer.nbytes - 1)
 
 
 def test_pinned_memory_is_registered_where_it_is_as_long_as_it_is_used() -> None:
