@@ -26,7 +26,7 @@ from pydantic import (
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
-from sglang_hcache.core.paths import real_place, whole_path
+from sglang_hcache.core.paths import check_distinct, whole_path
 from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
 
 TIER_FLAG = "--hierarchical-cache"
@@ -163,11 +163,8 @@ class HCacheConfig(BaseModel):
     @field_validator("dirs")
     @classmethod
     def _distinct_dirs(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        places = [real_place(path) for path in value]
-        if len(set(places)) != len(places):
-            raise ValueError("the same directory is named twice")
-        if any(one in other.parents for one in places for other in places):
-            raise ValueError("one directory is inside of another")
+        """By their names: a disk that hangs would not say where links lead (``store.look_ahead`` asks it)."""
+        check_distinct([Path(os.path.normpath(path)) for path in value])
         return value
 
     @field_validator("staging_size", "segment_size")

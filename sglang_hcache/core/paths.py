@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -30,3 +31,14 @@ def real_place(path: Path) -> Path:
         if error.errno == errno.ELOOP:  # resolve() says so up to Python 3.12 only
             raise ValueError(f"a symbolic link of {path} leads back to itself") from None
     return path.resolve()
+
+
+def check_distinct(places: Sequence[Path]) -> None:
+    """
+    Raises:
+        ValueError: two of them are the same directory, or one is inside of another.
+    """
+    if len(set(places)) != len(places):
+        raise ValueError("the same directory is named twice")
+    if any(one in other.parents for one in places for other in places):
+        raise ValueError("one directory is inside of another")

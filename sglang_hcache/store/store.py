@@ -103,8 +103,9 @@ class DiskStore:
             ConfigError: the engine cannot be used here.
         """
         tally = Tally(observer)
-        volumes, identity = open_volumes(config, tally)
+        volumes: Sequence[Volume] = ()
         try:
+            volumes, identity = open_volumes(config, tally)
             engine = engine or engine_of(config, volumes)
             return cls(config, volumes, engine, tally, Recovery(config, volumes, identity, tally).run())
         except BaseException as error:

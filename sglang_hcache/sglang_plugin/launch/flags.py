@@ -22,6 +22,7 @@ from sglang_hcache.core.config import (
     tier_mode,
 )
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
+from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin.launch import stopping, support
 from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
 from sglang_hcache.sglang_plugin.seam.budget import pool_share
@@ -164,13 +165,20 @@ def _look_ahead(config: HCacheConfig) -> None:
         ConfigError: a directory or the floor will be refused.
     """
     try:
-        holders = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
+        ahead = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
     except StoreFormatError as error:
         raise ConfigError(str(error)) from None
-    for path, holder in holders.items():  # no error yet: until then the server that has it may end
+    for path, holder in ahead.holders.items():  # no error yet: until then the server that has it may end
         logger.warning(
             "hcache: %s is in use by process %s: if it still is when the model is loaded, this server does not "
             "start; stop that process or use other directories (--hcache-dirs)",
             path,
             holder,
+        )
+    if ahead.most_bytes is not None and ahead.most_bytes < config.disk_size:
+        logger.warning(
+            "hcache: --hcache-disk-size: %s is more than the disk tier will ever get: all that the file systems of "
+            "--hcache-dirs have above --hcache-disk-free-floor is %s",
+            format_bytes(config.disk_size),
+            format_bytes(ahead.most_bytes),
         )

@@ -273,7 +273,8 @@ class StoreDirectory:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StoreFormatError(
                 f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
-                f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs"
+                f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs. If Kubernetes did that "
+                "(fsGroup), use a volume without fsGroup, or fsGroupChangePolicy: OnRootMismatch"
             )
         strangers = self.strangers()
         if strangers and not (path / SUPERBLOCK_NAME).exists():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.paths import check_distinct, real_place
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
@@ -19,6 +21,7 @@ from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
+from sglang_hcache.store.volumes.opening import agreed_at_start
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
@@ -35,17 +38,21 @@ class SeenDirectory(StoreDirectory):
     def open_segment(self, segment: int) -> OpenFile:
         return self.open_to_read(segment, self.direct)
 
-    def total_bytes(self) -> int:
-        """Size of the file system where the directory is, or would be. Raises OSError."""
-        found = os.statvfs(self.place())
-        return found.f_blocks * found.f_frsize
+    def file_system_size(self) -> tuple[int, int]:
+        """Device number and size, bytes, of the file system where the directory is, or would be. Raises OSError."""
+        place = self.place()
+        found = os.statvfs(place)
+        return place.stat().st_dev, found.f_blocks * found.f_frsize
 
     def check_writable(self) -> None:
-        """Whether files may be made here, or the directory itself. Raises OSError."""
+        """Whether the directory can be made, or, if it is ours, made writable. Raises OSError."""
         place = self.place()
-        if not os.access(place, os.W_OK | os.X_OK):
-            is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
-            number = errno.EROFS if is_read_only else errno.EACCES
+        number = 0
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            number = errno.EROFS
+        elif place != self.path and not os.access(place, os.W_OK | os.X_OK):
+            number = errno.EACCES
+        if number:
             raise OSError(number, os.strerror(number), str(place))
 
     def try_direct(self) -> None:
@@ -95,6 +102,31 @@ class Seen(Found):
     directory: SeenDirectory
     exists: bool = False
     """Whether there is a directory that answers, whatever is in it."""
+
+
+@dataclass(slots=True)
+class _Candidate(Found):
+    """A directory before a start."""
+
+    place: Path | None = None
+    """Where its path leads; None: that does not answer."""
+    device: int | None = None
+    """Of its file system; None: it does not answer."""
+    total_bytes: int = 0
+    holder: str | None = None
+    error: OSError | None = None
+    damage: StoreFormatError | None = None
+    """Why its superblock cannot be understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a start will find."""
+
+    holders: dict[Path, str]
+    """Who has directories locked: process ids."""
+    most_bytes: int | None
+    """What their file systems have above the floor, when nothing else is on them; None if one does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,40 +187,75 @@ def close_all(seen: Sequence[Seen]) -> None:
         item.volume.close(_CLOSE_S)
 
 
-def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -> dict[Path, str]:
-    """Who has ``dirs`` locked, by directory: process ids. What else a start would be refused for is an error now.
+def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -> Ahead:
+    """What a start will find in ``dirs``; what it would be refused for is an error now.
 
     What does not answer in time is left to the start.
 
     Raises:
-        StoreFormatError: a directory is not ours to use, or none can be written.
-        ConfigError: its file system is smaller than the floor.
+        StoreFormatError: a directory is not ours to use, they are not one store of this format, or one that is needed
+            cannot be written.
+        ConfigError: its file system is smaller than the floor, or two of them are not two directories.
     """
-    holders = {}
-    refused: dict[Path, OSError] = {}
-    for path in dirs:
-        directory = SeenDirectory(path)
-        volume = Volume(directory, 0, SilentHealth(path), patience_s)
+    found = [_look_before_start(path, free_floor_bytes, patience_s) for path in dirs]
+    with _naming_dirs():
+        check_distinct([item.place for item in found if item.place is not None])
+    if all(item.superblock is None for item in found):
+        _check_new(found)
+    else:  # it goes on with those that are well
+        agreed_at_start(found)
+    rooms = {item.device: item.total_bytes - free_floor_bytes for item in found}
+    holders = {item.volume.path: item.holder for item in found if item.holder is not None}
+    return Ahead(holders, None if None in rooms else sum(rooms.values()))
+
+
+def _look_before_start(path: Path, free_floor_bytes: int, patience_s: float) -> _Candidate:
+    directory = SeenDirectory(path)
+    volume = Volume(directory, 0, SilentHealth(path), patience_s)
+    found = _Candidate(volume)
+    try:
+        with _naming_dirs():
+            found.place = volume.probe(partial(real_place, path))
+        found.device, found.total_bytes = volume.probe(directory.file_system_size)
+        if free_floor_bytes >= found.total_bytes:
+            raise ConfigError(
+                f"--hcache-disk-free-floor: {format_bytes(free_floor_bytes)} is not allowed; the file system of "
+                f"{path} has {format_bytes(found.total_bytes)}"
+            )
+        volume.probe(directory.check_writable)
+        volume.probe(directory.check_ours)
+        found.holder = volume.probe(directory.lock.holder)
         try:
-            total = volume.probe(directory.total_bytes)
-            if free_floor_bytes >= total:
-                raise ConfigError(
-                    f"--hcache-disk-free-floor: {format_bytes(free_floor_bytes)} is not allowed; the file system of "
-                    f"{path} has {format_bytes(total)}"
-                )
-            volume.probe(directory.check_writable)
-            volume.probe(directory.check_ours)
-            if (holder := volume.probe(directory.lock.holder)) is not None:
-                holders[path] = holder
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EROFS):
-                refused[path] = error
-        finally:
-            volume.close(patience_s)
-    if dirs and len(refused) == len(dirs):  # a store that exists goes on with those that are well
-        path, why = next(iter(refused.items()))
+            found.superblock = volume.probe(directory.read_superblock)
+        except StoreFormatError as error:
+            found.damage = error
+    except FileNotFoundError:
+        pass  # it will be made
+    except OSError as error:
+        found.error = error
+    finally:
+        volume.close(patience_s)
+    return found
+
+
+@contextlib.contextmanager
+def _naming_dirs() -> Iterator[None]:
+    """A ValueError is one of the flag's value. Raises ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"--hcache-dirs: {error}") from None
+
+
+def _check_new(found: Sequence[_Candidate]) -> None:
+    """Of a store that does not exist yet every directory must be usable. Raises StoreFormatError."""
+    for item in found:
+        if item.damage is not None:
+            raise item.damage
+    sick = {item.volume.path: item.error for item in found if item.error is not None}
+    if sick and all(error.errno in (errno.EACCES, errno.EROFS) for error in sick.values()):
+        path, why = next(iter(sick.items()))
         raise StoreFormatError(f"cannot write to {path} (--hcache-dirs): {why}")
-    return holders
 
 
 def _look(path: Path) -> Seen:

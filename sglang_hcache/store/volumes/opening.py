@@ -59,7 +59,7 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         found = _acquire_all(volumes)
         known = [item for item in found if item.superblock is not None]
         _check_damage(found, bool(known))
-        identity = _agreed(found) if known else _new_identity(volumes, config)
+        identity = agreed_at_start(found) if known else _new_identity(volumes, config)
         volumes = [item.volume for item in in_place(found, identity.num_stripes)]
         for volume in volumes:
             if volume.health.readable:
@@ -153,7 +153,8 @@ def _check_damage(found: Sequence[_Found], is_known: bool) -> None:
             )
 
 
-def _agreed(found: Sequence[_Found]) -> StoreIdentity:
+def agreed_at_start(found: Sequence[Found]) -> StoreIdentity:
+    """As :func:`agreed`, for a server. Raises StoreFormatError."""
     try:
         return agreed(found)
     except StoreFormatError as error:

@@ -95,24 +95,10 @@ def test_an_empty_name_is_a_variable_that_is_not_set(dirs: object) -> None:
     assert HCacheConfig.from_settings({"dirs": []}).dirs == ()
 
 
-def test_directories_are_distinct_wherever_links_lead(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    for dirs, problem in (
-        (["a", "a/../a"], "named twice"),
-        (["a", "link"], "named twice"),
-        (["a", "a/b"], "inside of"),
-        (["link/b", "a"], "inside of"),
-    ):
+def test_directories_are_distinct() -> None:
+    for dirs, problem in ((["/a", "/b/../a"], "named twice"), (["/a", "/a/b"], "inside of")):
         with pytest.raises(ConfigError, match=problem):
-            HCacheConfig.from_settings({"dirs": [str(tmp_path / name) for name in dirs]})
-
-
-@pytest.mark.parametrize("name", ["circle", "circle/below", "elsewhere"])
-def test_a_directory_that_leads_nowhere(tmp_path: Path, name: str) -> None:
-    (tmp_path / "circle").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").symlink_to("circle")
-    with pytest.raises(ConfigError, match=r"^--hcache-dirs: .* not allowed; a symbolic link of .* to itself"):
-        HCacheConfig.from_settings({"dirs": ["/a", str(tmp_path / name)]})
+            HCacheConfig.from_settings({"dirs": dirs})
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:

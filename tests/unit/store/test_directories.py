@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.volumes import directory as plain_directory
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.looking import SeenDirectory
 from sglang_hcache.store.volumes.volume import volume_stats
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
@@ -73,7 +76,7 @@ def test_a_directory_others_may_write_is_refused(tmp_path: Path, mode: int) -> N
     config = small_config(tmp_path)
     config.dirs[0].mkdir()
     config.dirs[0].chmod(mode)
-    open_fails(config, StoreFormatError, "can be written by other users.*chmod 700")
+    open_fails(config, StoreFormatError, "can be written by other users.*chmod 700 .*fsGroup")
 
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +115,11 @@ def test_a_directory_with_files_of_something_else_is_left_alone(
 
 
 def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_store: OpenStore) -> None:
-    mine, none = small_config(tmp_path / "mine").dirs[0], tmp_path / "none" / "yet"
-    open_store(small_config(tmp_path / "mine"))
-    assert look_ahead((none, mine), 0, patience_s=5) == {mine: str(os.getpid())}
+    config, none = small_config(tmp_path / "mine", 2), tmp_path / "none" / "yet"
+    open_store(config)
+    taken = dict.fromkeys(config.dirs, str(os.getpid()))
+    assert look_ahead(config.dirs, 0, patience_s=5).holders == taken
+    assert look_ahead((none,), 0, patience_s=5).holders == {}
     assert not none.parent.exists()
     with pytest.raises(
         ConfigError, match=r"--hcache-disk-free-floor: 9000000\.0 TB is not allowed; .*yet has"
@@ -122,15 +127,107 @@ def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_
         look_ahead((none,), 9 * 10**18, patience_s=5)
 
 
-def test_looking_ahead_refuses_if_none_can_be_written(
+def test_looking_ahead_tells_what_the_file_systems_could_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirs = (tmp_path / "a", tmp_path / "b")
+    found = os.statvfs(tmp_path)
+    assert look_ahead(dirs, 1000, patience_s=5).most_bytes == found.f_blocks * found.f_frsize - 1000
+    sizes = {"a": (1, 5000), "b": (2, 7000)}
+    monkeypatch.setattr(SeenDirectory, "file_system_size", lambda self: sizes[self.path.name])
+    assert look_ahead(dirs, 1000, patience_s=5).most_bytes == 4000 + 6000
+
+    def late(_: SeenDirectory) -> tuple[int, int]:
+        raise TimeoutError
+
+    monkeypatch.setattr(SeenDirectory, "file_system_size", late)
+    assert look_ahead(dirs, 1000, patience_s=5).most_bytes is None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_directory_that_takes_no_writes_is_judged_alike_by_looking_ahead_and_by_opening(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
+) -> None:
+    """A new store needs them all; one that exists goes on without it."""
+    config = small_config(tmp_path, 2)
+    if is_known:
+        open_store(config).close()
+    chmod, statvfs, bad = os.chmod, os.statvfs, config.dirs[1]
+    bad.mkdir(exist_ok=True)
+
+    def read_only_chmod(path: Path, mode: int) -> None:
+        if path == bad:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        chmod(path, mode)
+
+    def read_only_statvfs(path: Path) -> Any:
+        found = statvfs(path)
+        names = ("f_flag", "f_blocks", "f_frsize", "f_bavail", "f_fsid")
+        values = {name: getattr(found, name) for name in names}
+        return SimpleNamespace(**{**values, "f_flag": found.f_flag | (os.ST_RDONLY if path == bad else 0)})
+
+    monkeypatch.setattr("os.chmod", read_only_chmod)
+    monkeypatch.setattr("os.statvfs", read_only_statvfs)
+    if is_known:
+        assert look_ahead(config.dirs, 0, patience_s=5).holders == {}
+        assert [item.condition for item in open_store(config).last_stats.directories] == ["healthy", "out"]
+    else:
+        with pytest.raises(StoreFormatError, match=r"cannot write to .*disk1 .*Read-only"):
+            look_ahead(config.dirs, 0, patience_s=5)
+        open_fails(config, StoreIOError, "cannot use .*disk1 .*Read-only")
+
+
+def test_a_directory_of_ours_that_is_closed_to_us_is_opened(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, none = small_config(tmp_path / "mine").dirs[0], tmp_path / "none" / "yet"
-    open_store(small_config(tmp_path / "mine"))
+    """By looking ahead as well as by the start, which gives it mode 0700."""
+    config = small_config(tmp_path)
+    config.dirs[0].mkdir()
+    monkeypatch.setattr("os.access", lambda *_: False)  # of a user who is not root
+    assert look_ahead(config.dirs, 0, patience_s=5).holders == {}
+    open_store(config)
+
+
+def test_looking_ahead_refuses_a_place_where_nothing_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.access", lambda place, _mode: place != tmp_path)
-    assert look_ahead((none, mine), 0, patience_s=5), "one that is well is enough"
     with pytest.raises(StoreFormatError, match=r"cannot write to .*none/yet \(--hcache-dirs\): .*denied"):
-        look_ahead((none,), 0, patience_s=5)
+        look_ahead((tmp_path / "none" / "yet",), 0, patience_s=5)
+
+
+def test_directories_are_distinct_wherever_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for names, problem in ((("a", "link"), "named twice"), (("link/b", "a"), "inside of")):
+        with pytest.raises(ConfigError, match=f"^--hcache-dirs: .*{problem}"):
+            look_ahead([tmp_path / name for name in names], 0, patience_s=5)
+
+
+@pytest.mark.parametrize("name", ["circle", "circle/below", "elsewhere"])
+def test_a_directory_that_leads_nowhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").symlink_to("circle")
+    with pytest.raises(ConfigError, match=r"^--hcache-dirs: a symbolic link of .* to itself"):
+        look_ahead([tmp_path / "a", tmp_path / name], 0, patience_s=5)
+
+
+def test_looking_ahead_refuses_what_is_not_this_store(tmp_path: Path, open_store: OpenStore) -> None:
+    """What a start refuses is known before the model is loaded."""
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    for dirs in (config.dirs[:1], (*config.dirs, tmp_path / "another")):
+        with pytest.raises(StoreFormatError, match="--hcache-dirs: this store has 2 directories"):
+            look_ahead(dirs, 0, patience_s=5)
+    first, second = (path / "superblock.json" for path in config.dirs)
+    good = first.read_bytes()
+    first.write_bytes(good.replace(b'"format_version": 2', b'"format_version": 3'))
+    with pytest.raises(StoreFormatError, match="has store format 3, this version reads 2"):
+        look_ahead(config.dirs, 0, patience_s=5)
+    first.write_bytes(b"{}")
+    look_ahead(config.dirs, 0, patience_s=5)  # the other one says what the store is
+    second.write_bytes(b"{}")
+    with pytest.raises(StoreFormatError, match="is damaged"):
+        look_ahead(config.dirs, 0, patience_s=5)
 
 
 def test_others_are_told_the_process_that_they_can_stop(tmp_path: Path, open_store: OpenStore) -> None:

@@ -1,0 +1,51 @@
+"""A disk that answers nothing at all, from before the start on: a FUSE file system that nobody serves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.seam.budget import store_config
+from sglang_hcache.store import DiskStore
+
+_MNT_DETACH = 2
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Path]:
+    """Where it is mounted. Whoever asks for anything there waits until the test is over."""
+    libc, point = ctypes.CDLL(None, use_errno=True), tmp_path / "hung"
+    point.mkdir()
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        pytest.skip(f"no FUSE: {error}")
+    options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
+    if libc.mount(b"hung", bytes(point), b"fuse", 0, options.encode()):
+        os.close(device)
+        pytest.skip(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield point
+    finally:
+        os.close(device)  # all that waits fails
+        libc.umount2(bytes(point), _MNT_DETACH)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_start_waits_for_no_disk(tmp_path: Path, hung: Path, *, is_alone: bool) -> None:
+    dirs = hung / "hcache" if is_alone else f"{tmp_path / 'well'},{hung / 'hcache'}"
+    sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0, "io_timeout_s": 0.2}
+    config = HCacheConfig.from_settings({"dirs": str(dirs), **sizes, "io_engine": "posix"})
+    flags._look_ahead(config)  # it may answer when the model is loaded
+    settings = store_config(config)
+    assert settings is not None
+    with pytest.raises(StoreIOError, match=r"cannot use .*hcache \(--hcache-dirs\): no answer within 0.2 s"):
+        DiskStore.open(settings, Counters())
