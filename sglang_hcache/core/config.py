@@ -49,6 +49,11 @@ class WritePolicy(StrEnum):
     WRITE_THROUGH = "write_through"
 
 
+class DiskAtStart(StrEnum):
+    REQUIRED = "required"
+    OPTIONAL = "optional"
+
+
 class IOEngineName(StrEnum):
     AUTO = "auto"
     NIXL = "nixl"
@@ -87,6 +92,11 @@ class HCacheConfig(BaseModel):
     disk_free_floor: Size = 8 * 10**9
     """Free space to leave on each file system. If other data fills the disk, the tier deletes its own chunks to keep
     this much free."""
+    disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
+    """What happens if the disk tier cannot be opened: in use by another process, disks that are out, read-only or hang,
+    another user's directory, another format. required: the server does not start. optional: a warning says why, and the
+    server runs with its host tier alone until the next start. For servers that an orchestrator starts again and
+    again."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together. On a CPU it is committed as it fills, on a GPU
     pinned whole at start."""

@@ -145,7 +145,7 @@ class DirectoryStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The store as the keeper saw it last, a moment ago."""
+    """The store as the keeper saw it last, a moment ago; or one that could not be opened."""
 
     chunks: int
     """Distinct chunk keys."""
@@ -162,7 +162,26 @@ class StoreStats:
     """Bytes written in the last 24 hours."""
     write_budget_bytes: int | None
     engine: str
-    """What reads and writes: ``posix`` or ``nixl``."""
+    """What reads and writes: ``posix`` or ``nixl``; ``none`` if it was not opened."""
     totals: Mapping[str, int]
     """Counts since the store was created, by event."""
     directories: tuple[DirectoryStats, ...]
+
+    @classmethod
+    def not_opened(cls, config: StoreConfig, why: str) -> StoreStats:
+        """Of a store that a server does without: all of its directories are out."""
+        reason = f"not used until the next start: {why}"
+        return cls(
+            chunks=0,
+            runs=0,
+            segments=0,
+            quarantined=0,
+            physical_bytes=0,
+            reserved_bytes=0,
+            cap_bytes=config.size_bytes,
+            written_today_bytes=0,
+            write_budget_bytes=config.write_budget_bytes,
+            engine="none",
+            totals={},
+            directories=tuple(DirectoryStats(path, "out", reason, 0, -1) for path in config.dirs),
+        )

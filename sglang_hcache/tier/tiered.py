@@ -85,6 +85,7 @@ class TieredStore:
     Args:
         host: the host tier.
         disk: the disk tier, or None to run without one.
+        left_out: of a disk tier that could not be opened, and that the server does without.
         run_chunks: most chunks of one disk run.
         piece_chunks: a prefix whose pieces in host memory are shorter, on average, is copied together before it is
             restored.
@@ -99,10 +100,12 @@ class TieredStore:
         write_policy: WritePolicy,
         run_chunks: int,
         piece_chunks: int = PIECE_CHUNKS,
+        left_out: StoreStats | None = None,
     ) -> None:
         self.host = host
         self._piece_chunks = piece_chunks
         self.disk = disk
+        self._left_out = left_out
         self.layout: StateLayout = host.layout
         self._observer = observer
         self._promoter = Promoter(host, observer)
@@ -263,8 +266,8 @@ class TieredStore:
 
     @property
     def disk_stats(self) -> StoreStats | None:
-        """The disk tier's numbers, sizes at most a moment old; None without a disk tier."""
-        return None if self.disk is None else self.disk.last_stats
+        """The disk tier's numbers, sizes at most a moment old, or of one that is left out; None if nobody wants one."""
+        return self._left_out if self.disk is None else self.disk.last_stats
 
     def flush(self, timeout_s: float) -> bool:
         """Write all chunks that exist only in host memory; False if time ran out first."""

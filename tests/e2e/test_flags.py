@@ -43,6 +43,9 @@ REFUSALS = {
         ["--hcache-write-policy", "never"], ("--hcache-write-policy", "'never'", "write_through")
     ),
     "method": Refusal(["--hcache-method", "magic"], ("--hcache-method", "'magic'", "hidden", "hybrid")),
+    "disk at start": Refusal(
+        ["--hcache-disk-at-start", "maybe"], ("--hcache-disk-at-start", "'maybe'", "optional")
+    ),
     "engine": Refusal(["--hcache-io-engine", "uring"], ("--hcache-io-engine", "'uring'", "posix")),
     "too much memory": Refusal(
         ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")
@@ -56,6 +59,10 @@ REFUSALS = {
         ("--hcache-disk-free-floor", "9999.0 TB", "the file system of /a has"),
     ),
     "not ours": Refusal(["--hcache-dirs", "{folder}"], ("holds other files ('typo.yaml')", "--hcache-dirs")),
+    "too high a floor, and do without": Refusal(
+        ["--hcache-dirs", "/a", "--hcache-disk-free-floor", "9999TB", "--hcache-disk-at-start", "optional"],
+        ("--hcache-disk-free-floor", "9999.0 TB", "the file system of /a has"),
+    ),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
     "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
@@ -192,6 +199,9 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "flags": [*base, *ON, "--hcache-dirs", "/a,/b", "--hcache-host-size", "512MiB"],
         "file": [*base, *ON, "--hcache-config", str(settings), "--hcache-disk-size", "9GB"],
         "typo": [*base, *ON, "--hcache-config", str(folder / "typo.yaml")],
+        "not ours, and do without": [
+            *(*base, *ON, "--hcache-dirs", str(folder / "taken"), "--hcache-disk-at-start", "optional")
+        ],
         "overlap": [*base[:-1], *ON],
         "small": [*base, *ON, "--hcache-host-size", "100MB"],
         "large": [*base, *ON, "--hcache-host-size", "1GB"],
@@ -237,6 +247,10 @@ def test_a_typo_in_the_file_is_refused(results: dict[str, Any]) -> None:
     assert results["typo"]["exit"] == 2
     assert "hots_size" in results["typo"]["stderr"]
     assert "host_size" in results["typo"]["stderr"]
+
+
+def test_a_disk_tier_that_may_be_missing_does_not_end_the_start(results: dict[str, Any]) -> None:
+    assert results["not ours, and do without"]["exit"] is None
 
 
 def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:

@@ -115,6 +115,27 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         assert signal_all(server, signal.SIGTERM, signal.SIGHUP) == 14  # systemd with SendSIGHUP=yes
 
 
+def check_without_disk(server: TierServer) -> None:
+    """It serves, from its host tier alone, and says why."""
+    with server:
+        reason = f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)"
+        log = server.process.log_text()
+        assert log.index("this server runs without its disk tier") < log.index("Load weight begin")
+        assert re.search(rf"runs without it until its next start .*{re.escape(reason)}", log)
+        assert "no disk tier (it cannot be opened)" in log
+        prompt = random_prompt(7, 500)
+        before = server.ask(prompt)
+        server.to_tiers()
+        after = server.ask(prompt)
+        assert (after.host, after.disk) == (448, 0)
+        assert largest_difference(after, before) <= TOLERANCE
+        state = server.state()
+        assert state["host"]["clean"] == 7, "nothing waits for a disk"
+        assert state["host"]["dirty"] == 0
+        assert [item["condition"] for item in state["disk"]["directories"]] == ["out", "out"]
+        assert reason in state["disk"]["directories"][0]["reason"]
+
+
 def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     from sglang_hcache.cli.server.process import ServerProcessError
     from sglang_hcache.core.observer import Counters
@@ -131,5 +152,6 @@ def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path
         log = server.process.log_text()
         assert log.index("if it still is when the model is loaded") < log.index("Load weight begin")
         assert f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)" in log
+        check_without_disk(server_on(tmp_path, tiny_model(), "--hcache-disk-at-start", "optional"))
     finally:
         holder.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.launch import flags
-from sglang_hcache.sglang_plugin.seam.budget import store_config
-from sglang_hcache.store import DiskStore
+from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
 
 _MNT_DETACH = 2
 
@@ -40,12 +40,19 @@ def hung(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_a_start_waits_for_no_disk(tmp_path: Path, hung: Path, *, is_alone: bool) -> None:
+def test_a_start_waits_for_no_disk(
+    tmp_path: Path, hung: Path, caplog: pytest.LogCaptureFixture, *, is_alone: bool
+) -> None:
     dirs = hung / "hcache" if is_alone else f"{tmp_path / 'well'},{hung / 'hcache'}"
     sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0, "io_timeout_s": 0.2}
-    config = HCacheConfig.from_settings({"dirs": str(dirs), **sizes, "io_engine": "posix"})
+    given = {"dirs": str(dirs), **sizes, "io_engine": "posix"}
+    config = HCacheConfig.from_settings(given)
     flags._look_ahead(config)  # it may answer when the model is loaded
-    settings = store_config(config)
-    assert settings is not None
     with pytest.raises(StoreIOError, match=r"cannot use .*hcache \(--hcache-dirs\): no answer within 0.2 s"):
-        DiskStore.open(settings, Counters())
+        _open_disk(config, 64, Counters())
+    config = HCacheConfig.from_settings({**given, "disk_at_start": "optional"})
+    with caplog.at_level(logging.WARNING):
+        store, left_out = _open_disk(config, 64, Counters())
+    assert store is None
+    assert left_out is not None
+    assert "runs without it until its next start" in caplog.text

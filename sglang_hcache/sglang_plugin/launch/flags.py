@@ -16,6 +16,7 @@ from sglang_hcache.core.config import (
     FLAG_FIELDS,
     TIER_FLAG,
     TIER_MODES,
+    DiskAtStart,
     HCacheConfig,
     flag_help,
     flag_of,
@@ -37,7 +38,7 @@ _PREFILL_GRAPHS = (4, 8, 16, 32, 64, 128, 256, 512)
 one takes no longer than they do."""
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
-    *("write_policy", "io_engine"),
+    *("disk_at_start", "write_policy", "io_engine"),
 )
 
 
@@ -164,16 +165,25 @@ def _look_ahead(config: HCacheConfig) -> None:
     Raises:
         ConfigError: a directory or the floor will be refused.
     """
+    is_optional = config.disk_at_start is DiskAtStart.OPTIONAL
     try:
         ahead = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
     except StoreFormatError as error:
-        raise ConfigError(str(error)) from None
+        if not is_optional:
+            raise ConfigError(str(error)) from None
+        logger.warning(
+            "hcache: if that is still so when the model is loaded, this server runs without its disk tier "
+            "(--hcache-disk-at-start optional): %s",
+            error,
+        )
+        return
     for path, holder in ahead.holders.items():  # no error yet: until then the server that has it may end
         logger.warning(
-            "hcache: %s is in use by process %s: if it still is when the model is loaded, this server does not "
-            "start; stop that process or use other directories (--hcache-dirs)",
+            "hcache: %s is in use by process %s: if it still is when the model is loaded, this server %s; "
+            "stop that process or use other directories (--hcache-dirs)",
             path,
             holder,
+            "runs without its disk tier" if is_optional else "does not start",
         )
     if ahead.most_bytes is not None and ahead.most_bytes < config.disk_size:
         logger.warning(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
-from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.config import DiskAtStart, HCacheConfig
+from sglang_hcache.core.errors import ConfigError, StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.units import format_bytes, format_duration
@@ -25,7 +26,7 @@ from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGau
 from sglang_hcache.sglang_plugin.setup import selfcheck
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
 from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
 
@@ -46,16 +47,18 @@ simulation of conversations chunks lie alone before long without groups; with gr
 again, of eight up to 15 %, for slots behind a prefix wait for it to go on."""
 
 
-def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: str) -> Bridge:
+def assemble(
+    config: HCacheConfig, model: ServedModel, device: Device, machine: Callable[[Sequence[Path]], str]
+) -> Bridge:
     """Build a tier; while nobody is served yet.
 
     Args:
-        machine: as in a profile.
+        machine: its name in a profile, with these directories.
 
     Raises:
         ConfigError: the configuration does not fit the model or the machine.
         SelfCheckError: what is restored is not what the model wrote.
-        StoreError: the disk tier cannot be opened.
+        StoreError: the disk tier cannot be opened, and the server shall not start without.
     """
     labels = device.scheduler.metric_labels()
     counters = Counters(MetricsObserver(labels) if labels is not None else None)
@@ -67,17 +70,17 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
         if restorer.projector is None:
             config = config.without_hidden_states()
     with ExitStack() as undo:
-        settings = store_config(config, model.shape.hidden_size)
-        disk = None
-        if settings is not None and config.method is not PlanKind.RECOMPUTE:
-            disk = DiskStore.open(settings, counters)
+        disk, left_out = _open_disk(config, model.shape.hidden_size, counters)
+        if disk is not None:
             undo.callback(disk.close)
-        profile = _profile(config, model, device, restorer, disk, machine)
+        if left_out is not None:
+            config = config.model_copy(update={"dirs": ()})
+        profile = _profile(config, model, device, restorer, disk, machine(config.dirs))
         weights = model.weights()
         stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
         budget = _budget(config, layout, device, model.context_length)
-        tiers = _tiers(config, layout, budget, disk, counters, device)
+        tiers = _tiers(config, layout, budget, disk, left_out, counters, device)
         gate = None
         if profile is not None and config.method in _PREDICTED:
             may_recompute = check is not None and check.may_recompute
@@ -93,6 +96,27 @@ def assemble(config: HCacheConfig, model: ServedModel, device: Device, machine: 
     if gate is not None:
         _log_prediction(gate)
     return bridge
+
+
+def _open_disk(
+    config: HCacheConfig, hidden_size: int, counters: Counters
+) -> tuple[DiskStore | None, StoreStats | None]:
+    """The disk tier, or what to tell of the one that this server does without."""
+    settings = store_config(config, hidden_size)
+    if settings is None or config.method is PlanKind.RECOMPUTE:
+        return None, None
+    try:
+        return DiskStore.open(settings, counters), None
+    except StoreError as error:
+        if (
+            config.disk_at_start is DiskAtStart.REQUIRED or config.save_profile is not None
+        ):  # it is to be measured
+            raise
+        logger.warning(
+            "hcache: the disk tier cannot be opened; this server runs without it until its next start "
+            "(--hcache-disk-at-start optional): %s", error,
+        )  # fmt: skip
+        return None, StoreStats.not_opened(settings, str(error))
 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
@@ -167,6 +191,7 @@ def _tiers(
     layout: StateLayout,
     budget: HostBudget,
     disk: DiskStore | None,
+    left_out: StoreStats | None,
     counters: Counters,
     device: Device,
 ) -> TieredStore:
@@ -182,6 +207,7 @@ def _tiers(
         write_policy=config.write_policy,
         run_chunks=run_chunks,
         piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
+        left_out=left_out,
     )
 
 
@@ -224,7 +250,9 @@ def _log_model(
 def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> None:
     disk = "no disk tier (give --hcache-dirs for one)"
     stats = tiers.disk_stats
-    if stats is not None:
+    if stats is not None and tiers.disk is None:
+        disk = "no disk tier (it cannot be opened)"
+    elif stats is not None:
         disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
         if config.disk_max_age is not None:
             disk += f", each kept for {format_duration(config.disk_max_age)} at most"

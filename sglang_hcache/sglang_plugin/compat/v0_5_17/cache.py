@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +124,7 @@ class HCacheRadixCache(RadixCache):
         quantization = quantization_of(self._model_config, self._server_args.torchao_config)
         computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), quantization)))
         device_is = device_name(self._runner.device, self._runner.gpu_id)
-        machine = machine_name(device_is, computes_by, config.dirs)
+        machine = partial(machine_name, device_is, computes_by)
         bits = promised_bits(self._server_args)
         model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization, bits)
         self._bridge = assemble(config, model, device, machine)

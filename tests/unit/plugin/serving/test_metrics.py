@@ -17,7 +17,7 @@ from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, describe
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -88,6 +88,23 @@ def test_all_metrics_are_there_from_the_start(tiers: TieredStore) -> None:
     assert 'sglang:hcache_restores_total{model_name="m",result="late",tp_rank="0"} 0.0' in text
     assert 'sglang:hcache_tier_capacity_bytes{model_name="m",tier="host",tp_rank="0"} 16384.0' in text
     assert len(GAUGES) == text.count("# TYPE sglang:hcache_tier") + 2
+
+
+def test_directories_of_a_disk_tier_that_is_left_out_are_not_healthy(tmp_path: Path) -> None:
+    """So that the same alert tells of them."""
+    layout, config = StateLayout((Method.HIDDEN,), (64,)), small_config(tmp_path, 2)
+    host = HostTier(np.zeros(4 * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=False)
+    left_out = StoreStats.not_opened(config, "no reason")
+    policy = WritePolicy.WRITE_BACK
+    tiers = TieredStore(host, None, Counters(), write_policy=policy, run_chunks=1, left_out=left_out)
+    registry = CollectorRegistry()
+    gauges = TierGauges(LABELS, tiers, registry)
+    gauges.look()
+    gauges.close()
+    for path in config.dirs:
+        where = {**LABELS, "directory": str(path)}
+        assert registry.get_sample_value("sglang:hcache_directory_healthy", where) == 0
+    assert registry.get_sample_value("sglang:hcache_tier_chunks", {**LABELS, "tier": "disk"}) == 0
 
 
 def test_events_and_measures_reach_their_metric() -> None:

@@ -1,0 +1,137 @@
+"""A disk tier that cannot be opened: the start ends, or goes on without it and says so."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError, StoreLockedError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.volumes.directory import StoreDirectory
+
+
+def settings(folder: Path, **more: object) -> HCacheConfig:
+    sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0, "io_timeout_s": 0.3}
+    dirs = f"{folder / 'one'},{folder / 'two'}"
+    return HCacheConfig.from_settings({"dirs": dirs, "io_engine": "posix", **sizes, **more})
+
+
+def open_disk(config: HCacheConfig) -> DiskStore:
+    store, left_out = _open_disk(config, 64, Counters())
+    assert store is not None
+    assert left_out is None
+    return store
+
+
+def of_another_format(folder: Path) -> None:
+    open_disk(settings(folder)).close()
+    for path in folder.glob("*/superblock.json"):
+        path.write_bytes(path.read_bytes().replace(b'"format_version": ', b'"format_version": 9'))
+
+
+def writable_by_others(folder: Path) -> None:
+    (folder / "two").mkdir(mode=0o700)
+    (folder / "two").chmod(0o2770)
+
+
+def with_other_files(folder: Path) -> None:
+    (folder / "one").mkdir()
+    (folder / "one" / "thesis.tex").touch()
+
+
+@pytest.mark.parametrize("spoil", [of_another_format, writable_by_others, with_other_files])
+def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ConfigError):
+        flags._look_ahead(settings(tmp_path))
+    with pytest.raises(StoreFormatError):
+        _open_disk(settings(tmp_path), 64, Counters())
+    config = settings(tmp_path, disk_at_start="optional")
+    with caplog.at_level(logging.WARNING):
+        flags._look_ahead(config)
+        store, left_out = _open_disk(config, 64, Counters())
+    assert store is None
+    assert left_out is not None
+    assert [(item.path, item.condition) for item in left_out.directories] == [
+        (path, "out") for path in config.dirs
+    ]
+    early, late = caplog.messages
+    assert "runs without its disk tier (--hcache-disk-at-start optional): " in early
+    why = early.partition("optional): ")[2]
+    assert late.endswith(why)
+    assert left_out.directories[0].reason == f"not used until the next start: {why}"
+
+
+def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holder = open_disk(settings(tmp_path))
+    config = settings(tmp_path, disk_at_start="optional")
+    flags._look_ahead(config)
+    assert "if it still is when the model is loaded, this server runs without its disk tier" in caplog.text
+    assert _open_disk(config, 64, Counters())[0] is None
+    for strict in (settings(tmp_path), settings(tmp_path, disk_at_start="optional", save_profile="/x.json")):
+        with pytest.raises(StoreLockedError):
+            _open_disk(strict, 64, Counters())
+    holder.close()
+    open_disk(config).close()
+
+
+def gone(_: object) -> None:
+    raise OSError(errno.EIO, "gone")
+
+
+def late(_: object) -> None:
+    raise TimeoutError(errno.ETIMEDOUT, "late")
+
+
+@pytest.mark.parametrize("method", ["acquire", "segment_sizes", "file_system", "probe"])
+@pytest.mark.parametrize("fails", [gone, late])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_disks_that_fail_while_the_tier_is_opened(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    fails: Callable[[object], None],
+    *,
+    is_known: bool,
+) -> None:
+    """Wherever it happens, the error is one that the start knows."""
+    if is_known:
+        open_disk(settings(tmp_path)).close()
+    monkeypatch.setattr(StoreDirectory, method, fails)
+    config = settings(tmp_path, disk_at_start="optional")
+    store, left_out = _open_disk(config, 64, Counters())
+    if store is None:
+        assert left_out is not None
+        with pytest.raises(StoreError):
+            _open_disk(settings(tmp_path), 64, Counters())
+    else:
+        store.close()
+        assert is_known, method
+
+
+def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--hcache-disk-free-floor"):
+        flags._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"))
+    with pytest.raises(ConfigError, match="--hcache-disk-size"):
+        _open_disk(
+            settings(tmp_path, disk_at_start="optional", disk_size="4MB", segment_size="1MiB"), 64, Counters()
+        )
+
+
+def test_a_size_that_no_disk_here_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flags._look_ahead(settings(tmp_path, disk_size="9999TB"))
+    assert "--hcache-disk-size: 9999.0 TB is more than" in caplog.text
+    assert "--hcache-disk-free-floor is" in caplog.text
+    caplog.clear()
+    flags._look_ahead(settings(tmp_path))
+    assert not caplog.messages
