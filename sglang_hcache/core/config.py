@@ -27,7 +27,13 @@ from pydantic import (
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.paths import check_distinct, whole_path
-from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
+from sglang_hcache.core.units import (
+    format_bytes,
+    format_duration,
+    parse_duration,
+    parse_size,
+    parse_size_or_percent,
+)
 
 TIER_FLAG = "--hierarchical-cache"
 TIER_MODES = ("off", "hcache")
@@ -63,6 +69,9 @@ class IOEngineName(StrEnum):
 Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; input may be text such as ``8GB`` or ``512MiB``."""
 
+SizeOrPercent = Annotated[int | str, BeforeValidator(parse_size_or_percent)]
+"""The same, or text such as ``10%``."""
+
 Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
 """Seconds; outside it is text such as ``12h`` or ``30d``, for a number alone would be a guess."""
 
@@ -89,9 +98,9 @@ class HCacheConfig(BaseModel):
     only, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
     """Hard cap on the disk tier's physical bytes, all directories together, index included."""
-    disk_free_floor: Size = 8 * 10**9
-    """Free space to leave on each file system. If other data fills the disk, the tier deletes its own chunks to keep
-    this much free."""
+    disk_free_floor: SizeOrPercent = 8 * 10**9
+    """Free space to leave on each file system, or a share of its size, such as 10%. If other data fills the disk, the
+    tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
     """What happens if the disk tier cannot be opened: in use by another process, disks that are out, read-only or hang,
     another user's directory, another format. required: the server does not start. optional: a warning says why, and the
@@ -236,7 +245,7 @@ FLAG_FIELDS = tuple(name for name in HCacheConfig.model_fields if name not in FI
 SIZE_FIELDS = frozenset(
     name
     for name, kind in get_annotations(HCacheConfig, eval_str=True).items()
-    if Size in (kind, *get_args(kind))
+    if kind == SizeOrPercent or Size in (kind, *get_args(kind))
 )
 """Fields in bytes, which may be given with a unit."""
 

@@ -47,6 +47,23 @@ def _with_unit(text: object) -> int:
     return int(Decimal(match.group(1)) * factor)
 
 
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+def parse_size_or_percent(text: str | int) -> int | str:
+    """Bytes meant by ``text``, or a share of something as text such as ``"10%"``.
+
+    Raises:
+        ValueError: as :func:`parse_size`; or 100 % and more.
+    """
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return parse_size(text)
+    if float(match.group(1)) >= 100:
+        raise ValueError("a share is less than 100%")
+    return f"{match.group(1)}%"
+
+
 _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,12 @@ class StoreConfig:
     size_bytes: int
     """Hard cap on physical bytes, all directories together, index included."""
     free_floor_bytes: int
-    """No new segment if a file system would be left with less than this free; where less is, segments go."""
+    """No new segment if a file system would be left with less than this free; where less is, segments go. See
+    :meth:`floor_of`."""
     segment_bytes: int
     """Size of a segment, all directories together; the unit of eviction."""
+    free_floor_percent: float = 0.0
+    """Likewise, of the size of the file system."""
     io_engine: str = "auto"
     io_threads: int = 8
     """Operations that each directory's device sees at once, where threads do them."""
@@ -79,6 +83,15 @@ class StoreConfig:
                 f"{format_bytes(self.segment_bytes)} need at least {format_bytes(least)}"
             )
 
+    def floor_of(self, total_bytes: int) -> int:
+        """What stays free on a file system of this size, bytes."""
+        return max(self.free_floor_bytes, math.ceil(self.free_floor_percent / 100 * total_bytes))
+
+    @property
+    def floor_text(self) -> str:
+        """The floor, for people."""
+        return format_floor(self.free_floor_bytes, self.free_floor_percent)
+
     @property
     def file_bytes(self) -> int:
         """Bytes of one directory's file of a segment."""
@@ -98,6 +111,11 @@ class StoreConfig:
     def segments_budget_bytes(self) -> int:
         """Part of the cap that segment files may fill."""
         return self.size_bytes - self.index_reserve_bytes
+
+
+def format_floor(num_bytes: int, percent: float) -> str:
+    """A floor for people."""
+    return f"{percent:g}%" if percent else format_bytes(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
@@ -29,4 +30,8 @@ def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:
     """What may be written for a moment to the first of ``volumes``, below cap and above floor."""
     stats = [volume_stats(volume) for volume in volumes]
     below_cap = config.size_bytes - sum(item.physical_bytes for item in stats)
-    return max(0, min(below_cap, stats[0].free_bytes - config.free_floor_bytes))
+    try:
+        total = volumes[0].call(volumes[0].directory.total_bytes, "cannot ask for its size")
+    except StoreError:
+        return 0
+    return max(0, min(below_cap, stats[0].free_bytes - config.floor_of(total)))

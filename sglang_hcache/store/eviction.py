@@ -62,7 +62,7 @@ class Eviction:
         if well:
             return StoreFullError(
                 f"a new segment of {format_bytes(self._config.file_bytes)} would leave {well[0].path} less free than "
-                f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+                f"the floor of {self._config.floor_text} (--hcache-disk-free-floor)"
             )
         volume = self._volumes[0]
         if any(item.health.is_full for item in self._volumes):
@@ -80,7 +80,7 @@ class Eviction:
                     "nothing can be evicted now"
                 )
         if not self._keep_floor(need, members):
-            return f"the floor of {format_bytes(self._config.free_floor_bytes)} (--hcache-disk-free-floor)"
+            return f"the floor of {self._config.floor_text} (--hcache-disk-free-floor)"
         return ""
 
     def restore_cap(self) -> None:
@@ -98,7 +98,7 @@ class Eviction:
             logger.warning(
                 "hcache: less than %s (--hcache-disk-free-floor) is free on the disk of %s: what the tier holds there "
                 "is given up, and nothing new is stored there until more is free",
-                format_bytes(self._config.free_floor_bytes),
+                self._config.floor_text,
                 ", ".join(
                     str(self._volumes[stripe].path) for item in shortages for stripe in members_of(item.mask)
                 ),

@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import mask_of
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.volume import Volume
 
 _AWAITED_S = 10.0
@@ -45,6 +47,8 @@ class _FileSystem:
 
     stripes: list[int]
     """Directories on it where room can be made."""
+    floor: int
+    """What stays free on it, bytes."""
     free: int
     awaited: int
     """Bytes that will be free as well, without further evictions."""
@@ -98,7 +102,7 @@ class FreeSpace:
         soon: list[int] = []
         by_eviction: list[int] = []
         for found in self._look():
-            need = (file_bytes + FILE_SLACK_BYTES) * len(found.stripes) + self._config.free_floor_bytes
+            need = (file_bytes + FILE_SLACK_BYTES) * len(found.stripes) + found.floor
             later = found.free + found.awaited
             now += found.stripes if found.free >= need else []
             soon += found.stripes if later >= need else []
@@ -112,29 +116,28 @@ class FreeSpace:
         found = []
         for item in self._look():
             count = len(wanted.intersection(item.stripes))
-            missing = self._config.free_floor_bytes + count * need - item.free
+            missing = item.floor + count * need - item.free
             if count and missing > 0:
                 found.append(Shortage(mask_of(item.stripes), missing - item.awaited))
         return found
 
     def _look(self) -> list[_FileSystem]:
-        groups: dict[int, tuple[list[int], int]] = {}
+        groups: dict[int, tuple[list[int], int, int]] = {}
         for volume in self._volumes:
             if not volume.health.can_delete:
                 continue
             try:
-                device, free = volume.call(
-                    lambda volume=volume: (volume.directory.device(), volume.directory.free_bytes()),  # type: ignore[misc]
-                    "cannot ask for free space",
+                device, free, total = volume.call(
+                    partial(_room, volume.directory), "cannot ask for free space"
                 )
             except StoreError:
                 continue  # taken out by now, or asked again at the next segment
-            groups.setdefault(device, ([], free))[0].append(volume.stripe)
+            groups.setdefault(device, ([], free, self._config.floor_of(total)))[0].append(volume.stripe)
         found = []
-        for device, (stripes, free) in groups.items():
+        for device, (stripes, free, floor) in groups.items():
             awaited = self._awaited.setdefault(device, _Awaited())
             awaited.look(free, sum(self._freed.pop(stripe, 0) for stripe in stripes))
-            found.append(_FileSystem(stripes, free, awaited.size))
+            found.append(_FileSystem(stripes, floor, free, awaited.size))
         return found
 
     def freeable(self) -> Counter[int]:
@@ -144,3 +147,8 @@ class FreeSpace:
             for stripe, size in segment.freeable_bytes.items():
                 total[stripe] += size
         return total
+
+
+def _room(directory: StoreDirectory) -> tuple[int, int, int]:
+    """Of its file system: device number, free bytes and size. Raises OSError."""
+    return directory.device(), directory.free_bytes(), directory.total_bytes()

@@ -10,7 +10,7 @@ from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.store.volumes.looking import look_at
 
 
-def sizes_of_store(dirs: Sequence[Path]) -> dict[str, int]:
+def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
     """``disk_size``, ``disk_free_floor`` and ``segment_size`` that the store in ``dirs`` was last opened with.
 
     Empty where there is none, or one that a server refuses.
@@ -23,7 +23,9 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, int]:
     identity = sight.identity
     return {
         "disk_size": identity.size_bytes,
-        "disk_free_floor": identity.free_floor_bytes,
+        "disk_free_floor": f"{percent:f}%"
+        if (percent := identity.free_floor_percent)
+        else identity.free_floor_bytes,
         "segment_size": identity.segment_bytes,
     }
 

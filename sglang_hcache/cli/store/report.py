@@ -12,6 +12,7 @@ from sglang_hcache.cli.report import Report, counted, new_table
 from sglang_hcache.cli.store.text import index_note, num_directories
 from sglang_hcache.cli.store.verify import VerifyOutcome, speed
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.config import format_floor
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.inspect.check import Finding
 from sglang_hcache.store.inspect.maintenance import Change
@@ -35,6 +36,7 @@ def stat(view: StoreView) -> Report:
         "index": {"directory": str(view.paths[view.identity.index_stripe]), "problem": view.index_problem},
         "cap_bytes": view.identity.size_bytes,
         "free_floor_bytes": view.identity.free_floor_bytes,
+        "free_floor_percent": view.identity.free_floor_percent,
         "segment_bytes": view.identity.segment_bytes,
         "physical_bytes": sum(item.physical_bytes for item in directories),
         "chunks": view.chunks(),
@@ -190,7 +192,7 @@ def _stat_table(view: StoreView, data: Mapping[str, Any]) -> Table:
     table.add_row(
         "on disk",
         f"{format_bytes(data['physical_bytes'])} of {format_bytes(data['cap_bytes'])} ({fill:.1%}), "
-        f"{format_bytes(data['free_floor_bytes'])} stay free on each file system",
+        f"{format_floor(data['free_floor_bytes'], data['free_floor_percent'])} stay free on each file system",
     )
     places = [counted(data[name], name[:-1]) for name in ("runs", "segments", "namespaces")]
     table.add_row("chunks", f"{data['chunks']:,} in {', '.join(places)}")

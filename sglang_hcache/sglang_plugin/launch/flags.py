@@ -26,7 +26,7 @@ from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin.launch import stopping, support
 from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
-from sglang_hcache.sglang_plugin.seam.budget import pool_share
+from sglang_hcache.sglang_plugin.seam.budget import pool_share, store_config
 from sglang_hcache.store import look_ahead
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,12 @@ def _look_ahead(config: HCacheConfig) -> None:
     Raises:
         ConfigError: a directory or the floor will be refused.
     """
+    settings = store_config(config)
+    if settings is None:
+        return
     is_optional = config.disk_at_start is DiskAtStart.OPTIONAL
     try:
-        ahead = look_ahead(config.dirs, config.disk_free_floor, config.io_timeout_s)
+        ahead = look_ahead(settings)
     except StoreFormatError as error:
         if not is_optional:
             raise ConfigError(str(error)) from None

@@ -130,11 +130,13 @@ def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreC
     """
     if not config.dirs:
         return None
+    floor = config.disk_free_floor
     server = multiprocessing.parent_process()  # of this scheduler; what a user stops
     return StoreConfig(
         dirs=config.dirs,
         size_bytes=config.disk_size,
-        free_floor_bytes=config.disk_free_floor,
+        free_floor_bytes=floor if isinstance(floor, int) else 0,
+        free_floor_percent=0.0 if isinstance(floor, int) else float(floor.rstrip("%")),
         segment_bytes=config.segment_bytes,
         io_engine=config.io_engine.value,
         io_timeout_s=config.io_timeout_s,

@@ -35,6 +35,7 @@ class StoreIdentity:
     """The cap it was last opened with."""
     segment_bytes: int
     free_floor_bytes: int
+    free_floor_percent: float = 0.0
 
     @property
     def num_stripes(self) -> int:
@@ -82,6 +83,9 @@ class Superblock:
             raise ValueError(f"store_id is {store_id!r}")
         if not isinstance(file_systems, list) or not all(_is_count(item) for item in file_systems):
             raise ValueError(f"file_systems is {file_systems!r}")
+        percent = fields.get("free_floor_percent", 0.0)
+        if not isinstance(percent, int | float) or not 0 <= percent < 100:
+            raise ValueError(f"free_floor_percent is {percent!r}")
         if fields["first_segment"] > MAX_SEGMENT:
             raise ValueError(f"first_segment is {fields['first_segment']}")
         if not max(fields["stripe"], fields["index_stripe"]) < len(file_systems) <= MAX_STRIPES:
@@ -95,6 +99,7 @@ class Superblock:
             size_bytes=fields["size_bytes"],
             segment_bytes=fields["segment_bytes"],
             free_floor_bytes=fields["free_floor_bytes"],
+            free_floor_percent=percent,
         )
         return cls(identity, fields["stripe"])
 

@@ -81,6 +81,7 @@ def config_of(identity: StoreIdentity, dirs: Sequence[Path]) -> StoreConfig:
         dirs=tuple(dirs),
         size_bytes=identity.size_bytes,
         free_floor_bytes=identity.free_floor_bytes,
+        free_floor_percent=identity.free_floor_percent,
         segment_bytes=identity.segment_bytes,
         io_engine="posix",  # not worth comparing engines
     )

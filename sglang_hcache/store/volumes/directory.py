@@ -118,6 +118,11 @@ class StoreDirectory:
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
+    def total_bytes(self) -> int:
+        """Size of the file system. Raises OSError."""
+        found = os.statvfs(self.path)
+        return found.f_blocks * found.f_frsize
+
     def device(self) -> int:
         """Number of the file system while it is mounted; directories on one share its free space. Raises OSError."""
         return self.path.stat().st_dev
@@ -262,20 +267,8 @@ class StoreDirectory:
             StoreFormatError: not a directory, open to other users, or with files that no store made.
             OSError: it is missing, or cannot be asked.
         """
-        path, found = self.path, self.path.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs")
-        if found.st_uid != os.geteuid():
-            raise StoreFormatError(
-                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give --hcache-dirs a directory "
-                "of your own: cached prompts are private"
-            )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StoreFormatError(
-                f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
-                f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs. If Kubernetes did that "
-                "(fsGroup), use a volume without fsGroup, or fsGroupChangePolicy: OnRootMismatch"
-            )
+        path = self.path
+        _check_private(path, path.stat())
         strangers = self.strangers()
         if strangers and not (path / SUPERBLOCK_NAME).exists():
             raise StoreFormatError(
@@ -337,6 +330,23 @@ class StoreDirectory:
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    """Raises StoreFormatError: ``path`` is not a directory of our own that nobody else may write to."""
+    if not stat.S_ISDIR(found.st_mode):
+        raise StoreFormatError(f"{path} is not a directory; change --hcache-dirs")
+    if found.st_uid != os.geteuid():
+        raise StoreFormatError(
+            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give --hcache-dirs a directory "
+            "of your own: cached prompts are private"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreFormatError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
+            f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs. If Kubernetes did that "
+            "(fsGroup), use a volume without fsGroup, or fsGroupChangePolicy: OnRootMismatch"
+        )
 
 
 def _raise_unless_of_one_file(error: OSError) -> None:

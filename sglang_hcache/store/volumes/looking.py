@@ -14,6 +14,7 @@ from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import check_distinct, real_place
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
@@ -187,8 +188,8 @@ def close_all(seen: Sequence[Seen]) -> None:
         item.volume.close(_CLOSE_S)
 
 
-def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -> Ahead:
-    """What a start will find in ``dirs``; what it would be refused for is an error now.
+def look_ahead(config: StoreConfig) -> Ahead:
+    """What a start will find in its directories; what it would be refused for is an error now.
 
     What does not answer in time is left to the start.
 
@@ -197,29 +198,29 @@ def look_ahead(dirs: Sequence[Path], free_floor_bytes: int, patience_s: float) -
             cannot be written.
         ConfigError: its file system is smaller than the floor, or two of them are not two directories.
     """
-    found = [_look_before_start(path, free_floor_bytes, patience_s) for path in dirs]
+    found = [_look_before_start(path, config) for path in config.dirs]
     with _naming_dirs():
         check_distinct([item.place for item in found if item.place is not None])
     if all(item.superblock is None for item in found):
         _check_new(found)
     else:  # it goes on with those that are well
         agreed_at_start(found)
-    rooms = {item.device: item.total_bytes - free_floor_bytes for item in found}
+    rooms = {item.device: item.total_bytes - config.floor_of(item.total_bytes) for item in found}
     holders = {item.volume.path: item.holder for item in found if item.holder is not None}
     return Ahead(holders, None if None in rooms else sum(rooms.values()))
 
 
-def _look_before_start(path: Path, free_floor_bytes: int, patience_s: float) -> _Candidate:
+def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     directory = SeenDirectory(path)
-    volume = Volume(directory, 0, SilentHealth(path), patience_s)
+    volume = Volume(directory, 0, SilentHealth(path), config.io_timeout_s)
     found = _Candidate(volume)
     try:
         with _naming_dirs():
             found.place = volume.probe(partial(real_place, path))
         found.device, found.total_bytes = volume.probe(directory.file_system_size)
-        if free_floor_bytes >= found.total_bytes:
+        if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(
-                f"--hcache-disk-free-floor: {format_bytes(free_floor_bytes)} is not allowed; the file system of "
+                f"--hcache-disk-free-floor: {config.floor_text} is not allowed; the file system of "
                 f"{path} has {format_bytes(found.total_bytes)}"
             )
         volume.probe(directory.check_writable)
@@ -234,7 +235,7 @@ def _look_before_start(path: Path, free_floor_bytes: int, patience_s: float) -> 
     except OSError as error:
         found.error = error
     finally:
-        volume.close(patience_s)
+        volume.close(config.io_timeout_s)
     return found
 
 

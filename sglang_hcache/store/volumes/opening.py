@@ -181,6 +181,7 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
         size_bytes=config.size_bytes,
         segment_bytes=config.segment_bytes,
         free_floor_bytes=config.free_floor_bytes,
+        free_floor_percent=config.free_floor_percent,
     )
 
 
@@ -273,6 +274,7 @@ def _updated(
         size_bytes=config.size_bytes,
         segment_bytes=config.segment_bytes,
         free_floor_bytes=config.free_floor_bytes,
+        free_floor_percent=config.free_floor_percent,
     )
     if agree and changed == identity.next():
         return identity

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hcache.core.units import format_bytes, format_duration, parse_duration, parse_size
+from sglang_hcache.core.units import (
+    format_bytes,
+    format_duration,
+    parse_duration,
+    parse_size,
+    parse_size_or_percent,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,21 @@ from sglang_hcache.core.units import format_bytes, format_duration, parse_durati
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("10%", "10%"), (" 2.5 % ", "2.5%"), ("0%", "0%"), ("8GB", 8 * 10**9), ("10", 10), (7, 7)],
+)
+def test_sizes_and_shares(text: str | int, meant: str | int) -> None:
+    assert parse_size_or_percent(text) == meant
+    assert parse_size_or_percent(meant) == meant
+
+
+@pytest.mark.parametrize("text", ["%", "-1%", "100%", "1e-3%", "10 percent", True, None, 0.1])
+def test_what_is_neither_a_size_nor_a_share(text: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        parse_size_or_percent(text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 GBs", "8x", "1e9", -1, True, None, 1.5])

@@ -96,7 +96,7 @@ def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
     ("use", "problem"),
     [
         (lambda config: DiskStore.open(config, Counters()), "holds other files.*thesis"),
-        (lambda config: look_ahead(config.dirs, 0, patience_s=5), "holds other files.*thesis"),
+        (look_ahead, "holds other files.*thesis"),
         (lambda config: rebuild(config.dirs), "no store is in"),
     ],
 )
@@ -118,30 +118,31 @@ def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_
     config, none = small_config(tmp_path / "mine", 2), tmp_path / "none" / "yet"
     open_store(config)
     taken = dict.fromkeys(config.dirs, str(os.getpid()))
-    assert look_ahead(config.dirs, 0, patience_s=5).holders == taken
-    assert look_ahead((none,), 0, patience_s=5).holders == {}
+    assert look_ahead(config).holders == taken
+    assert look_ahead(replace(config, dirs=(none,))).holders == {}
     assert not none.parent.exists()
     with pytest.raises(
         ConfigError, match=r"--hcache-disk-free-floor: 9000000\.0 TB is not allowed; .*yet has"
     ):
-        look_ahead((none,), 9 * 10**18, patience_s=5)
+        look_ahead(replace(config, dirs=(none,), free_floor_bytes=9 * 10**18))
 
 
 def test_looking_ahead_tells_what_the_file_systems_could_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dirs = (tmp_path / "a", tmp_path / "b")
+    config = small_config(tmp_path, 2, floor=1000)
     found = os.statvfs(tmp_path)
-    assert look_ahead(dirs, 1000, patience_s=5).most_bytes == found.f_blocks * found.f_frsize - 1000
-    sizes = {"a": (1, 5000), "b": (2, 7000)}
+    assert look_ahead(config).most_bytes == found.f_blocks * found.f_frsize - 1000
+    sizes = {"disk0": (1, 5000), "disk1": (2, 7000)}
     monkeypatch.setattr(SeenDirectory, "file_system_size", lambda self: sizes[self.path.name])
-    assert look_ahead(dirs, 1000, patience_s=5).most_bytes == 4000 + 6000
+    assert look_ahead(config).most_bytes == 4000 + 6000
+    assert look_ahead(replace(config, free_floor_bytes=0, free_floor_percent=10)).most_bytes == 4500 + 6300
 
     def late(_: SeenDirectory) -> tuple[int, int]:
         raise TimeoutError
 
     monkeypatch.setattr(SeenDirectory, "file_system_size", late)
-    assert look_ahead(dirs, 1000, patience_s=5).most_bytes is None
+    assert look_ahead(config).most_bytes is None
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -169,11 +170,11 @@ def test_a_directory_that_takes_no_writes_is_judged_alike_by_looking_ahead_and_b
     monkeypatch.setattr("os.chmod", read_only_chmod)
     monkeypatch.setattr("os.statvfs", read_only_statvfs)
     if is_known:
-        assert look_ahead(config.dirs, 0, patience_s=5).holders == {}
+        assert look_ahead(config).holders == {}
         assert [item.condition for item in open_store(config).last_stats.directories] == ["healthy", "out"]
     else:
         with pytest.raises(StoreFormatError, match=r"cannot write to .*disk1 .*Read-only"):
-            look_ahead(config.dirs, 0, patience_s=5)
+            look_ahead(config)
         open_fails(config, StoreIOError, "cannot use .*disk1 .*Read-only")
 
 
@@ -184,7 +185,7 @@ def test_a_directory_of_ours_that_is_closed_to_us_is_opened(
     config = small_config(tmp_path)
     config.dirs[0].mkdir()
     monkeypatch.setattr("os.access", lambda *_: False)  # of a user who is not root
-    assert look_ahead(config.dirs, 0, patience_s=5).holders == {}
+    assert look_ahead(config).holders == {}
     open_store(config)
 
 
@@ -192,15 +193,15 @@ def test_looking_ahead_refuses_a_place_where_nothing_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda place, _mode: place != tmp_path)
-    with pytest.raises(StoreFormatError, match=r"cannot write to .*none/yet \(--hcache-dirs\): .*denied"):
-        look_ahead((tmp_path / "none" / "yet",), 0, patience_s=5)
+    with pytest.raises(StoreFormatError, match=r"cannot write to .*none/disk0 \(--hcache-dirs\): .*denied"):
+        look_ahead(small_config(tmp_path / "none"))
 
 
 def test_directories_are_distinct_wherever_links_lead(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for names, problem in ((("a", "link"), "named twice"), (("link/b", "a"), "inside of")):
         with pytest.raises(ConfigError, match=f"^--hcache-dirs: .*{problem}"):
-            look_ahead([tmp_path / name for name in names], 0, patience_s=5)
+            look_ahead(replace(small_config(tmp_path), dirs=tuple(tmp_path / name for name in names)))
 
 
 @pytest.mark.parametrize("name", ["circle", "circle/below", "elsewhere"])
@@ -208,7 +209,7 @@ def test_a_directory_that_leads_nowhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").symlink_to("circle")
     with pytest.raises(ConfigError, match=r"^--hcache-dirs: a symbolic link of .* to itself"):
-        look_ahead([tmp_path / "a", tmp_path / name], 0, patience_s=5)
+        look_ahead(replace(small_config(tmp_path), dirs=(tmp_path / "a", tmp_path / name)))
 
 
 def test_looking_ahead_refuses_what_is_not_this_store(tmp_path: Path, open_store: OpenStore) -> None:
@@ -217,17 +218,17 @@ def test_looking_ahead_refuses_what_is_not_this_store(tmp_path: Path, open_store
     open_store(config).close()
     for dirs in (config.dirs[:1], (*config.dirs, tmp_path / "another")):
         with pytest.raises(StoreFormatError, match="--hcache-dirs: this store has 2 directories"):
-            look_ahead(dirs, 0, patience_s=5)
+            look_ahead(replace(config, dirs=dirs))
     first, second = (path / "superblock.json" for path in config.dirs)
     good = first.read_bytes()
     first.write_bytes(good.replace(b'"format_version": 2', b'"format_version": 3'))
     with pytest.raises(StoreFormatError, match="has store format 3, this version reads 2"):
-        look_ahead(config.dirs, 0, patience_s=5)
+        look_ahead(config)
     first.write_bytes(b"{}")
-    look_ahead(config.dirs, 0, patience_s=5)  # the other one says what the store is
+    look_ahead(config)  # the other one says what the store is
     second.write_bytes(b"{}")
     with pytest.raises(StoreFormatError, match="is damaged"):
-        look_ahead(config.dirs, 0, patience_s=5)
+        look_ahead(config)
 
 
 def test_others_are_told_the_process_that_they_can_stop(tmp_path: Path, open_store: OpenStore) -> None:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_hcache.store.config import FILE_SLACK_BYTES
+from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.free_space import FreeSpace
 
 FLOOR, FILE = 1000, 100
 NEED = FILE + FILE_SLACK_BYTES
 
 
-def directory(stripe: int, device: int, free: int, *, can_delete: bool = True) -> Any:
+def directory(stripe: int, device: int, free: int, *, can_delete: bool = True, total: int = 0) -> Any:
     return SimpleNamespace(
         stripe=stripe,
         health=SimpleNamespace(can_delete=can_delete),
-        directory=SimpleNamespace(device=lambda: device, free_bytes=lambda: free),
+        directory=SimpleNamespace(device=lambda: device, free_bytes=lambda: free, total_bytes=lambda: total),
         call=lambda function, _doing: function(),
     )
 
 
-def free_space(*volumes: Any, evictable: tuple[dict[int, int], ...] = ()) -> FreeSpace:
+def free_space(*volumes: Any, evictable: tuple[dict[int, int], ...] = (), percent: float = 0.0) -> FreeSpace:
     segments = [SimpleNamespace(freeable_bytes=sizes) for sizes in evictable]
-    config: Any = SimpleNamespace(free_floor_bytes=FLOOR)
+    config = StoreConfig(
+        dirs=(Path("/a"),),
+        size_bytes=2**30,
+        segment_bytes=2**20,
+        free_floor_bytes=FLOOR,
+        free_floor_percent=percent,
+    )
     catalog: Any = SimpleNamespace(evictable=lambda: segments)
     return FreeSpace(config, volumes, catalog)
 
@@ -47,6 +54,14 @@ def test_directories_of_one_file_system_need_room_for_a_file_each() -> None:
     for free, usable in ((FLOOR + 2 * NEED - 1, ()), (FLOOR + 2 * NEED, (0, 2))):
         space = free_space(directory(0, 7, free), directory(1, 8, 0), directory(2, 7, free))
         assert space.usable(FILE).now == usable
+
+
+def test_a_floor_may_be_a_share_of_each_file_system() -> None:
+    small, large = directory(0, 7, 3 * NEED, total=20 * NEED), directory(1, 8, 3 * NEED, total=30 * NEED)
+    space = free_space(small, large, percent=10)
+    assert space.usable(FILE).now == (0,), "of the large one it is as much as is free"
+    assert [(item.mask, item.missing) for item in space.shortages(NEED, (0, 1))] == [(0b10, NEED)]
+    assert free_space(small, percent=0.001).usable(FILE).now == (0,)
 
 
 def test_where_nothing_can_be_deleted_nobody_looks() -> None:

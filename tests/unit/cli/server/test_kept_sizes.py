@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_a_store_keeps_its_sizes_while_it_is_profiled(profiled: Any, dirs: tuple
     assert store.stats().chunks == 4
     store.close()
     assert sizes_of_store(dirs) == OURS
+
+
+def test_a_floor_that_is_a_share_is_kept_as_one(tmp_path: Path) -> None:
+    config = HCacheConfig(dirs=(tmp_path,), disk_free_floor="0.5%", disk_size=2**26, io_engine="posix")
+    settings = store_config(HCacheConfig.model_validate(json.loads(config.model_dump_json())))
+    assert settings is not None
+    assert settings.floor_of(10**6) == 5000
+    assert settings.floor_text == "0.5%"
+    kept = HCacheConfig.from_settings(sizes_of_store(made_store(settings)))
+    assert store_config(kept.model_copy(update={"dirs": (tmp_path,)})).floor_of(10**6) == 5000
 
 
 def test_sizes_that_are_given_win(profiled: Any, dirs: tuple[Path, ...], tmp_path: Path) -> None:
