@@ -133,7 +133,7 @@ class StoreDirectory:
 
     def is_present(self) -> bool:
         """Whether the directory is still the one that was locked. Raises OSError."""
-        return self.lock.is_here() and (self.path / SUPERBLOCK_NAME).exists()
+        return self.lock.is_here() and has_superblock(self.path)
 
     def create_segment(self, segment: int, size: int) -> None:
         """Create and preallocate a file, durably; nothing is left behind if it fails.
@@ -270,7 +270,7 @@ class StoreDirectory:
         path = self.path
         _check_private(path, path.stat())
         strangers = self.strangers()
-        if strangers and not (path / SUPERBLOCK_NAME).exists():
+        if strangers and not has_superblock(path):
             raise StoreFormatError(
                 f"{path} holds other files ({strangers[0]!r}); give --hcache-dirs an empty or a new directory"
             )
@@ -347,6 +347,11 @@ def _check_private(path: Path, found: os.stat_result) -> None:
             f"run `chmod 700 {path}` if you trust what is in it, or change --hcache-dirs. If Kubernetes did that "
             "(fsGroup), use a volume without fsGroup, or fsGroupChangePolicy: OnRootMismatch"
         )
+
+
+def has_superblock(path: Path) -> bool:
+    """Whether a directory has one, good or damaged. Raises OSError."""
+    return (path / SUPERBLOCK_NAME).exists()
 
 
 def _raise_unless_of_one_file(error: OSError) -> None:

@@ -20,7 +20,7 @@ from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
-from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
+from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.opening import agreed_at_start
 from sglang_hcache.store.volumes.volume import Volume
@@ -34,7 +34,7 @@ class SeenDirectory(StoreDirectory):
     """A directory without its lock: segments are opened for reading, and nothing is ever created."""
 
     def is_present(self) -> bool:
-        return (self.path / SUPERBLOCK_NAME).exists()
+        return has_superblock(self.path)
 
     def open_segment(self, segment: int) -> OpenFile:
         return self.open_to_read(segment, self.direct)

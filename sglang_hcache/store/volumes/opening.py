@@ -11,14 +11,17 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.volumes.agreement import Found, agreed, in_place
-from sglang_hcache.store.volumes.directory import SUPERBLOCK_NAME, StoreDirectory
+from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
+from sglang_hcache.store.volumes.mounts import check_mounted_as_listed, mount_of
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         for path in config.dirs
     ]
     try:
-        found = _acquire_all(volumes)
+        found = _acquire_all(volumes, config.fstab)
         known = [item for item in found if item.superblock is not None]
         _check_damage(found, bool(known))
         identity = agreed_at_start(found) if known else _new_identity(volumes, config)
@@ -66,6 +69,8 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
                 _ready(volume, identity, is_new=not known)
         if not any(volume.health.readable for volume in volumes):
             raise StoreIOError(f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}")
+        if not known:
+            _tell_places(volumes)
         agree = all(item.superblock.identity == identity for item in known if item.superblock is not None)
         return volumes, _updated(volumes, identity, config, agree)
     except BaseException:
@@ -121,20 +126,26 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     return identity if found is None else found.identity
 
 
-def _acquire_all(volumes: Sequence[Volume]) -> list[_Found]:
+def _acquire_all(volumes: Sequence[Volume], fstab: Path) -> list[_Found]:
     """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
-    found = {
-        volume: _acquire(volume) for volume in sorted(volumes, key=lambda item: os.path.abspath(item.path))
-    }
+    in_order = sorted(volumes, key=lambda item: os.path.abspath(item.path))
+    found = {volume: _acquire(volume, fstab) for volume in in_order}
     return [found[volume] for volume in volumes]
 
 
-def _acquire(volume: Volume) -> _Found:
-    """Lock the directory and read its superblock; a device that fails is taken out."""
+def _acquire(volume: Volume, fstab: Path) -> _Found:
+    """Lock the directory and read its superblock; a device that fails, or is not mounted, is taken out."""
+    directory = volume.directory
+
+    def acquire() -> None:
+        if not has_superblock(directory.path):
+            check_mounted_as_listed(directory.path, fstab)
+        directory.acquire()
+
     try:
-        volume.probe(volume.directory.acquire)
+        volume.probe(acquire)
         try:
-            return _Found(volume, volume.probe(volume.directory.read_superblock))
+            return _Found(volume, volume.probe(directory.read_superblock))
         except StoreFormatError as error:
             return _Found(volume, damage=error)
     except OSError as error:
@@ -185,6 +196,15 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
     )
 
 
+def _tell_places(volumes: Sequence[Volume]) -> None:
+    """Of a new store: whoever expected the one that was there sees that its disk is not mounted."""
+    for volume in volumes:
+        with contextlib.suppress(OSError):
+            mount = volume.probe(partial(mount_of, volume.path)) or "an unknown file system"
+            free = format_bytes(volume.probe(volume.directory.free_bytes))
+            logger.info("hcache: %s begins a new store, on %s, %s free", volume.path, mount, free)
+
+
 def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
     """Bring a directory into use; one that cannot be is left out, or refused if the store is new."""
     directory = volume.directory
@@ -222,7 +242,7 @@ def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
     Raises:
         OSError: it has no superblock and is, or would be, on another file system than before.
     """
-    if (directory.path / SUPERBLOCK_NAME).exists():
+    if has_superblock(directory.path):
         return
     if os.statvfs(directory.place()).f_fsid != file_system:
         raise OSError(

@@ -1,0 +1,78 @@
+"""Where directories lie: what is mounted, and what ``/etc/fstab`` says should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTED = Path("/proc/self/mountinfo")
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+"""How both files write blanks in names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file system that is mounted."""
+
+    point: Path
+    kind: str
+    """Such as ``ext4``."""
+    source: str
+    """Such as ``/dev/nvme0n1p1``."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.source}, mounted at {self.point}"
+
+
+def mount_of(path: Path) -> Mount | None:
+    """The file system on which ``path`` lies, or would lie; None if that is not known."""
+    place = Path(os.path.realpath(path))
+    found = [mount for mount in _mounted() if place.is_relative_to(mount.point)]
+    return max(
+        reversed(found), key=lambda mount: len(mount.point.parts), default=None
+    )  # the last one is on top
+
+
+def check_mounted_as_listed(path: Path, fstab: Path) -> None:
+    """Whether all is mounted at and above ``path`` that ``fstab`` lists without ``noauto``.
+
+    Raises:
+        OSError: it is not, so ``path`` lies on the disk below.
+    """
+    place = Path(os.path.realpath(path))  # so a listed name that is a link is never above it
+    mounted = {mount.point for mount in _mounted()}
+    if not mounted:
+        return  # nobody can tell
+    for point in _listed(fstab):
+        if place.is_relative_to(point) and point not in {Path("/"), *mounted}:
+            raise OSError(errno.ENODEV, f"nothing is mounted at {point}, which {fstab} lists: mount it first")
+
+
+def _mounted() -> Iterator[Mount]:
+    for line in filter(None, _lines(_MOUNTED)):
+        fields, _, rest = line.partition(" - ")
+        kind, source, *_ = rest.split()
+        yield Mount(Path(_plain(fields.split()[4])), kind, _plain(source))
+
+
+def _listed(fstab: Path) -> Iterator[Path]:
+    for line in _lines(fstab):
+        fields = [] if line.lstrip().startswith("#") else line.split()
+        is_noauto = len(fields) > 3 and "noauto" in fields[3].split(",")
+        if len(fields) > 1 and fields[1].startswith("/") and not is_noauto:
+            yield Path(os.path.normpath(_plain(fields[1])))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="surrogateescape").split("\n")
+    except OSError:  # a container may have neither
+        return []
+
+
+def _plain(name: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), name)

@@ -1,0 +1,144 @@
+"""No new store on the disk below a mount point where nothing is mounted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.volumes import mounts
+from sglang_hcache.store.volumes.mounts import mount_of
+from sglang_hcache.testing.open_store import Inside
+from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+
+OpenStore = Callable[..., DiskStore]
+KEYS = make_keys(0, 2)
+SIZES = (4096, 4096)
+
+
+def configured(tmp_path: Path, base: Path, line: str, num_dirs: int = 1) -> StoreConfig:
+    """With a ``fstab`` that has ``line`` between others."""
+    fstab = tmp_path / "fstab"
+    fstab.write_text(
+        f"# made by hand\n\nUUID=0 / ext4 errors=remount-ro 0 1\n{line}\nUUID=9 none swap sw 0 0\n"
+        f"UUID=8 {tmp_path}/elsewhere ext4\n"
+    )
+    return replace(small_config(base, num_dirs), fstab=fstab)
+
+
+def open_refused(config: StoreConfig, point: Path) -> None:
+    with pytest.raises(StoreIOError) as error:
+        DiskStore.open(config, Counters())
+    wanted = f"cannot use {config.dirs[0]} (--hcache-dirs): nothing is mounted at {point}, which {config.fstab} lists"
+    assert wanted in str(error.value)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("below", ["", "some/folder"])
+def test_no_new_store_where_a_listed_disk_is_missing(tmp_path: Path, is_there: bool, below: str) -> None:
+    point = tmp_path / "disk of two words"
+    if is_there:
+        point.mkdir()
+    escaped = str(point).replace(" ", r"\040")
+    line = f"UUID=1\t{escaped}/\text4\tdefaults,nofail 0 2"
+    open_refused(configured(tmp_path, point / below, line), point)
+    assert point.exists() == is_there, "nothing was made"
+    assert not is_there or not list(point.iterdir())
+
+
+def test_no_new_store_behind_a_link_to_a_missing_disk(tmp_path: Path) -> None:
+    point, link = tmp_path / "point", tmp_path / "link"
+    point.mkdir()
+    link.symlink_to(point)
+    open_refused(configured(tmp_path, link, f"UUID=1 {point} ext4 nofail"), point)
+    assert not list(point.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# UUID=1 {base} ext4 defaults 0 2",
+        "UUID=1 {base} ext4 nofail,noauto 0 2",
+        "UUID=1 {base}2 ext4 defaults 0 2",
+        "UUID=1 {base}/disk0/below ext4 defaults 0 2",
+        "UUID=1 {mounted} ext4 defaults 0 2",
+        "nonsense",
+    ],
+)
+def test_all_else_is_as_it_was(tmp_path: Path, open_store: OpenStore, line: str) -> None:
+    base, mount = tmp_path / "base", mount_of(tmp_path)
+    assert mount is not None
+    store = open_store(configured(tmp_path, base, line.format(base=base, mounted=mount.point)))
+    write_keys(store, KEYS, SIZES)
+
+
+def test_where_nobody_says_what_is_mounted_nothing_is_refused(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, tmp_path / "point", f"UUID=1 {tmp_path}/point ext4")
+    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "none")
+    assert mount_of(tmp_path) is None
+    open_store(config).close()
+    monkeypatch.undo()
+    write_keys(open_store(config), KEYS, SIZES)  # a store that is there is used
+
+
+def test_one_of_two_disks_is_missing(tmp_path: Path, open_store: OpenStore) -> None:
+    """It is left out as ever, and nothing is made on the disk below."""
+    point, away = tmp_path / "point", tmp_path / "away"
+    config = configured(tmp_path, tmp_path, "")
+    config = replace(config, dirs=(config.dirs[0], point / "disk1"))
+    store = open_store(config)
+    write_keys(store, KEYS, SIZES)
+    store.close()
+    point.rename(away)
+    point.mkdir()
+    config.fstab.write_text(f"UUID=1 {point} ext4 nofail 0 2")
+    store = open_store(config)
+    volume = Inside(store).volumes[1]
+    assert not volume.health.readable
+    assert str(point) in volume.health.reason
+    assert not list(point.iterdir())
+    store.close()
+    point.rmdir()
+    away.rename(point)
+    read_keys(open_store(config), KEYS)
+
+
+def test_a_new_store_says_where_it_is(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, mount = small_config(tmp_path, 2), mount_of(tmp_path)
+    assert mount is not None
+    with caplog.at_level(logging.INFO, "sglang_hcache.store"):
+        open_store(config).close()
+        told = [record.getMessage() for record in caplog.records if "new store" in record.getMessage()]
+        caplog.clear()
+        open_store(config)
+        assert "new store" not in caplog.text
+    for line, path in zip(told, config.dirs, strict=True):
+        assert line.startswith(
+            f"hcache: {path} begins a new store, on {mount.kind} {mount.source}, mounted at {mount.point}, "
+        )
+        assert line.endswith(" free")
+
+
+def test_what_lies_above_is_found_by_whole_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw",
+        r"23 22 8:2 / /a\040b rw shared:2 master:3 - xfs /dev/one\040two rw",
+        r"24 23 8:2 / /a\040b rw - btrfs /dev/top rw",
+        "25 22 0:5 / /a rw - autofs systemd-1 rw",
+    ]
+    (tmp_path / "mountinfo").write_text("\n".join([*lines, ""]))
+    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "mountinfo")
+    for path, kind in (("/a b/c", "btrfs"), ("/a b", "btrfs"), ("/a bc", "ext4"), ("/a/x", "autofs")):
+        mount = mount_of(Path(path))
+        assert mount is not None
+        assert mount.kind == kind, path
