@@ -32,7 +32,7 @@ def stat(view: StoreView) -> Report:
     data = {
         "store_id": view.identity.store_id,
         "format_version": FORMAT_VERSION,
-        "lock_holder": view.lock_holder,
+        "lock_holder": None if view.lock_holder is None else view.lock_holder.pid,
         "index": {"directory": str(view.paths[view.identity.index_stripe]), "problem": view.index_problem},
         "cap_bytes": view.identity.size_bytes,
         "free_floor_bytes": view.identity.free_floor_bytes,
@@ -174,9 +174,7 @@ def checked(view: StoreView, findings: Sequence[Finding], done: Sequence[str]) -
         )
     )
     if view.lock_holder is not None:
-        lines.append(
-            Text(f"process {view.lock_holder} uses the store: files of no run were not looked for", "dim")
-        )
+        lines.append(Text(f"{view.lock_holder} uses the store: files of no run were not looked for", "dim"))
     return Report(data, lines)
 
 
@@ -186,7 +184,7 @@ def checked(view: StoreView, findings: Sequence[Finding], done: Sequence[str]) -
 def _stat_table(view: StoreView, data: Mapping[str, Any]) -> Table:
     totals = data["totals"]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    user = "not in use" if view.lock_holder is None else f"in use by process {view.lock_holder}"
+    user = "not in use" if view.lock_holder is None else f"in use by {view.lock_holder}"
     table.add_row("store", f"{data['store_id'][:8]}, format {data['format_version']}, {user}")
     fill = data["physical_bytes"] / max(data["cap_bytes"], 1)
     table.add_row(

@@ -182,7 +182,7 @@ def _look_ahead(config: HCacheConfig) -> None:
         return
     for path, holder in ahead.holders.items():  # no error yet: until then the server that has it may end
         logger.warning(
-            "hcache: %s is in use by process %s: if it still is when the model is loaded, this server %s; "
+            "hcache: %s is in use by %s: if it still is when the model is loaded, this server %s; "
             "stop that process or use other directories (--hcache-dirs)",
             path,
             holder,

@@ -93,7 +93,7 @@ def refuse_if_locked(view: StoreView) -> None:
         StoreLockedError: somebody uses the store.
     """
     if view.lock_holder is not None:
-        raise StoreLockedError(f"{view.paths[0]} is in use by process {view.lock_holder}; stop it first")
+        raise StoreLockedError(f"{view.paths[0]} is in use by {view.lock_holder}; stop it first")
 
 
 @contextlib.contextmanager

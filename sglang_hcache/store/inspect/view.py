@@ -30,6 +30,7 @@ from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
+from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at
 from sglang_hcache.store.volumes.volume import sizes_of
 
@@ -85,7 +86,7 @@ class StoreView:
         contents: IndexContents,
         meta: Mapping[str, str],
         index_problem: str,
-        lock_holder: str | None,
+        lock_holder: LockHolder | None,
     ) -> None:
         self.sight = sight
         self.identity: StoreIdentity = sight.identity
@@ -246,7 +247,7 @@ def _count_chunks(runs: Sequence[RunInfo]) -> int:
     )
 
 
-def _lock_holder(sight: Sight) -> str | None:
+def _lock_holder(sight: Sight) -> LockHolder | None:
     for item in sight.seen:
         if not item.exists:
             continue

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import time
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,40 @@ LOCK_NAME = "lock"
 _ATTEMPTS = 3
 _PAUSE_S = 0.05
 _LOOKS = 20
+_LINE_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """Who has a lock, as its file says; as text, with what a user has to know to find that process."""
+
+    pid: str
+    """In decimal; ``unknown`` where the file does not say."""
+    host: str = ""
+    namespace: str = ""
+    """Where ``pid`` counts, as ``/proc/PID/ns/pid`` has it. Host and namespace are empty where nothing is known."""
+
+    def __str__(self) -> str:
+        if self._is_seen():
+            return f"process {self.pid}"
+        place = f" on {self.host}" if self.host else ""
+        return (
+            f"process {self.pid}{place} (not to be seen from here: it is on another host or in another container, or "
+            "has ended and left a child)"
+        )
+
+    def _is_seen(self) -> bool:
+        """Whether the process is there for this one, as far as can be told."""
+        here = (socket.gethostname(), _pid_namespace())
+        if self.namespace and (self.host, self.namespace) != here:
+            return False
+        try:
+            os.kill(int(self.pid), 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except (OSError, ValueError):  # somebody else's; or nothing is known
+            return True
+        return True
 
 
 class DirectoryLock:
@@ -67,8 +103,8 @@ class DirectoryLock:
             return False
         return os.path.samestat(found, os.fstat(self._fd))
 
-    def holder(self) -> str | None:
-        """Process id of whoever has it, to be stopped; None if it is free. Raises OSError."""
+    def holder(self) -> LockHolder | None:
+        """Whoever has it, to be stopped; None if it is free. Raises OSError."""
         try:
             fd = os.open(self._directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -100,7 +136,7 @@ class DirectoryLock:
             holder = _written_in(fd)
             os.close(fd)
             raise StoreLockedError(
-                f"{self._directory} is in use by process {holder}; stop it or use other directories (--hcache-dirs)"
+                f"{self._directory} is in use by {holder}; stop it or use other directories (--hcache-dirs)"
             ) from None
         except OSError:
             os.close(fd)
@@ -110,7 +146,7 @@ class DirectoryLock:
 
 def _write_down(fd: int, pid: int) -> None:
     """Say who has the lock; a full disk may not take that, and the lock is good without."""
-    text = f"{pid}\n".encode()
+    text = f"{pid} {socket.gethostname() or '-'} {_pid_namespace()}\n".encode()
     try:
         os.pwrite(
             fd, text, 0
@@ -123,12 +159,21 @@ def _write_down(fd: int, pid: int) -> None:
             os.ftruncate(fd, 0)  # not somebody else's
 
 
-def _written_in(fd: int) -> str:
+def _written_in(fd: int) -> LockHolder:
     for _ in range(_LOOKS):
-        if found := os.pread(fd, 32, 0).decode(errors="replace").split():
-            return found[0]
+        line, end, _ = os.pread(fd, _LINE_BYTES, 0).decode(errors="replace").partition("\n")
+        if end and (words := line.split()):
+            return LockHolder(*words[:3])
         time.sleep(_PAUSE_S)  # who has just taken it is about to write
-    return "unknown"
+    return LockHolder("unknown")
+
+
+def _pid_namespace() -> str:
+    """Which process ids mean the same as this process's; empty where that is not known."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return ""
 
 
 def _release(reference: weakref.ref[DirectoryLock]) -> None:

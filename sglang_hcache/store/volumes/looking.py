@@ -22,6 +22,7 @@ from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
+from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.opening import agreed_at_start
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -114,7 +115,7 @@ class _Candidate(Found):
     device: int | None = None
     """Of its file system; None: it does not answer."""
     total_bytes: int = 0
-    holder: str | None = None
+    holder: LockHolder | None = None
     error: OSError | None = None
     damage: StoreFormatError | None = None
     """Why its superblock cannot be understood."""
@@ -124,8 +125,8 @@ class _Candidate(Found):
 class Ahead:
     """What a start will find."""
 
-    holders: dict[Path, str]
-    """Who has directories locked: process ids."""
+    holders: dict[Path, LockHolder]
+    """Who has directories locked."""
     most_bytes: int | None
     """What their file systems have above the floor, when nothing else is on them; None if one does not answer."""
 

@@ -117,8 +117,8 @@ def test_a_directory_with_files_of_something_else_is_left_alone(
 def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_store: OpenStore) -> None:
     config, none = small_config(tmp_path / "mine", 2), tmp_path / "none" / "yet"
     open_store(config)
-    taken = dict.fromkeys(config.dirs, str(os.getpid()))
-    assert look_ahead(config).holders == taken
+    holders = look_ahead(config).holders
+    assert {path: holder.pid for path, holder in holders.items()} == dict.fromkeys(config.dirs, str(os.getpid()))
     assert look_ahead(replace(config, dirs=(none,))).holders == {}
     assert not none.parent.exists()
     with pytest.raises(
@@ -286,8 +286,8 @@ def test_a_longer_number_in_the_lock_does_not_show(tmp_path: Path, open_store: O
     config = replace(small_config(tmp_path), user_pid=12345678)
     open_store(config).close()
     open_store(replace(config, user_pid=9))
-    assert (config.dirs[0] / "lock").read_text() == "9\n"
-    open_fails(config, StoreLockedError, "in use by process 9;")
+    assert (config.dirs[0] / "lock").read_text().split()[0] == "9"
+    open_fails(config, StoreLockedError, "in use by process 9\\b")
 
 
 def test_on_a_full_disk_that_frees_in_the_background_one_segment_is_given_up(
