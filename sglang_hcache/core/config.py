@@ -138,7 +138,7 @@ class HCacheConfig(BaseModel):
     ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
-    Default: an eighth of ``disk_size``, at most 256 MiB."""
+    Default: an eighth of ``disk_size``, at most 256 MiB; with over 256 GiB a 1,024th, at most 4 GiB."""
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
     """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
     until it answers again; at most 3600."""
@@ -202,7 +202,9 @@ class HCacheConfig(BaseModel):
     def segment_bytes(self) -> int:
         """``segment_size``, given or derived."""
         if self.segment_size is None:
-            return max(min(self.disk_size // 8, 256 * 2**20), 2**20)
+            # Each segment costs the store's upkeep some time every second: no more than about a thousand.
+            most = max(256 * 2**20, min(self.disk_size // 1024, 4 * 2**30))
+            return max(min(self.disk_size // 8, most), 2**20)
         return self.segment_size
 
     def without_hidden_states(self) -> HCacheConfig:

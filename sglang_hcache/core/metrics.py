@@ -161,7 +161,8 @@ HISTOGRAMS = (
 GAUGES = (
     GaugeMetric(
         "tier_bytes",
-        "Bytes that a tier takes: on disk its files, room for the next chunks and the index included.",
+        "Bytes that a tier takes: on disk its files, room for the next chunks and the index included; of a directory "
+        "that is out, what counts against the capacity for it.",
         "bytes", "tier", ("host", "disk"),
     ),
     GaugeMetric("tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", "tier", ("host", "disk")),

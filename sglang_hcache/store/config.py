@@ -158,7 +158,8 @@ class DirectoryStats:
     reason: str
     """Why it is not healthy."""
     physical_bytes: int
-    """Allocated blocks of the store's files in this directory, as ``du`` counts; 0 if it cannot be asked."""
+    """Allocated blocks of the store's files in this directory, as ``du`` counts. If it cannot be asked: what its
+    segments count against the cap, and 0 where that is not known either."""
     free_bytes: int
     """Free space of its file system for this user; -1 if it cannot be asked."""
 
@@ -174,7 +175,7 @@ class StoreStats:
     quarantined: int
     """Chunks that are damaged and not served."""
     physical_bytes: int
-    """Sum over the directories, index included; measured, not estimated."""
+    """Sum over the directories, index included; measured, as far as they answer."""
     reserved_bytes: int
     """What the store counts against the cap: never less than ``physical_bytes``."""
     cap_bytes: int

@@ -9,7 +9,8 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.limit import LimitedEngine
-from sglang_hcache.store.volumes.volume import Volume, volume_stats
+from sglang_hcache.store.volumes.sizes import SizeMeter
+from sglang_hcache.store.volumes.volume import Volume
 
 
 def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
@@ -28,7 +29,7 @@ def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
 
 def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:
     """What may be written for a moment to the first of ``volumes``, below cap and above floor."""
-    stats = [volume_stats(volume) for volume in volumes]
+    stats = [SizeMeter(volume).stats() for volume in volumes]
     below_cap = config.size_bytes - sum(item.physical_bytes for item in stats)
     try:
         total = volumes[0].call(volumes[0].directory.total_bytes, "cannot ask for its size")

@@ -97,7 +97,7 @@ class FreeSpace:
 
     def usable(self, file_bytes: int) -> Usable:
         """Of one look, for a directory that fails between two would seem to lack room."""
-        freeable = self.freeable()
+        freeable: Counter[int] | None = None  # takes long with many segments, and mostly there is room
         now: list[int] = []
         soon: list[int] = []
         by_eviction: list[int] = []
@@ -106,8 +106,10 @@ class FreeSpace:
             later = found.free + found.awaited
             now += found.stripes if found.free >= need else []
             soon += found.stripes if later >= need else []
-            if later + sum(freeable[stripe] for stripe in found.stripes) >= need:
-                by_eviction += found.stripes
+            if later < need:
+                freeable = self.freeable() if freeable is None else freeable
+                later += sum(freeable[stripe] for stripe in found.stripes)
+            by_eviction += found.stripes if later >= need else []
         return Usable(tuple(sorted(now)), tuple(sorted(soon)), tuple(sorted(by_eviction)))
 
     def shortages(self, need: int, members: Iterable[int]) -> list[Shortage]:

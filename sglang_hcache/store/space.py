@@ -180,6 +180,11 @@ class Space:
         with self._lock:
             return self._eviction.used_bytes() + self._config.index_reserve_bytes
 
+    def counted_in(self, stripe: int) -> int:
+        """What counts against the cap for the segment files in one directory, whether or not it answers."""
+        with self._lock:
+            return self._eviction.used_bytes_in(stripe)
+
     def close(self) -> None:
         """Trim the active segment. Files of segments still pinned are left for the next start to remove."""
         with self._lock:

@@ -36,8 +36,9 @@ from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.opening import open_volumes
+from sglang_hcache.store.volumes.sizes import SizeMeter
 from sglang_hcache.store.volumes.transfers import Transfers
-from sglang_hcache.store.volumes.volume import Volume, volume_stats
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.store.writer import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 _RECENCY_BATCH = 64
 _CLOSE_S = 3.0
 _ROUND_S = 1.0
+_PARTS_A_ROUND = 4
+"""Of each directory's files so many times 128 are asked for their sizes in one round."""
 
 
 class DiskStore:
@@ -87,7 +90,8 @@ class DiskStore:
             volume.health.on_change = self._on_health
         self._on_health()
         self._space.adopt(recovered.segments, recovered.leftovers, recovered.next_number)
-        self._last_stats = self.stats()
+        self._meters = [SizeMeter(volume) for volume in volumes]
+        self._last_stats = self._stats(self._meters)
         self._keeper.start()
 
     @classmethod
@@ -237,7 +241,14 @@ class DiskStore:
 
     def stats(self) -> StoreStats:
         """Sizes as they are now; asks the file systems."""
-        directories = tuple(volume_stats(volume) for volume in self._volumes)
+        return self._stats([SizeMeter(volume) for volume in self._volumes])
+
+    def _stats(self, meters: Sequence[SizeMeter], num_parts: int | None = None) -> StoreStats:
+        found = [meter.stats(num_parts) for meter in meters]
+        directories = tuple(
+            item if item.free_bytes >= 0 else replace(item, physical_bytes=self._space.counted_in(stripe))
+            for stripe, item in enumerate(found)
+        )
         return StoreStats(
             physical_bytes=sum(item.physical_bytes for item in directories),
             reserved_bytes=self._space.reserved_bytes(),
@@ -316,7 +327,7 @@ class DiskStore:
         }
 
     def _write_down(self) -> None:
-        self._last_stats = self.stats()
+        self._last_stats = self._stats(self._meters, _PARTS_A_ROUND)
         self._save_recency()
         meta = self._meta()
         if meta != self._saved:

@@ -32,7 +32,7 @@ from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at
-from sglang_hcache.store.volumes.volume import sizes_of
+from sglang_hcache.store.volumes.sizes import SizeMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class StoreView:
         found = []
         for volume in self.volumes:
             try:
-                physical, free = sizes_of(volume)
+                physical, free = SizeMeter(volume).measure()
                 segments = len(volume.segment_sizes())
             except StoreError as error:
                 volume.health.take_out(str(error))

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, StoreTimeoutError
-from sglang_hcache.store.config import DirectoryStats
+from sglang_hcache.core.errors import StoreFullError, StoreIOError, StoreTimeoutError
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import Lane
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -128,23 +127,3 @@ class Volume:
         if idle:
             self.directory.lock.release()
         return idle
-
-
-def sizes_of(volume: Volume) -> tuple[int, int]:
-    """Allocated bytes of a directory, and free ones of its file system. Raises StoreError.
-
-    In many calls: whoever opens a file to read it must not wait until thousands have been asked for their size.
-    """
-    parts, physical = volume.directory.allocated(), 0
-    while (part := volume.call(partial(next, parts, None), "cannot ask for sizes")) is not None:
-        physical += part
-    return physical, volume.call(volume.directory.free_bytes, "cannot ask for free space")
-
-
-def volume_stats(volume: Volume) -> DirectoryStats:
-    """How a directory is, as far as it answers."""
-    try:
-        physical, free = sizes_of(volume)
-    except StoreError:
-        physical, free = 0, -1
-    return DirectoryStats(volume.path, str(volume.health.condition), volume.health.reason, physical, free)

@@ -27,6 +27,15 @@ def test_parts_that_do_not_fit_into_their_whole_are_refused() -> None:
             assert part in str(error.value)
 
 
+def test_a_large_store_has_no_more_than_about_a_thousand_segments() -> None:
+    def segment(disk_size: str) -> int:
+        return HCacheConfig.from_settings({"disk_size": disk_size}).segment_bytes
+
+    assert [segment(size) for size in ("64GB", "256GiB", "1TiB", "4TiB", "16TiB")] == [
+        *(256 * 2**20, 256 * 2**20, 2**30, 2**32, 2**32)
+    ]
+
+
 def test_text_as_on_the_command_line() -> None:
     config = HCacheConfig.from_settings({"dirs": "/a, /b", "disk_size": "8GB", "host_size": "512MiB"})
     assert config.dirs == (Path("/a"), Path("/b"))

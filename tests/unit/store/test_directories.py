@@ -32,7 +32,7 @@ from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.volumes import directory as plain_directory
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import SeenDirectory
-from sglang_hcache.store.volumes.volume import volume_stats
+from sglang_hcache.store.volumes.sizes import SizeMeter
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
@@ -479,7 +479,7 @@ def test_whoever_reads_does_not_wait_until_all_files_were_asked_for_their_size(
     thread = threading.Thread(
         target=lambda: volume.call(lambda: opened.append(len(asked)), "cannot open"), daemon=True
     )
-    sizes = threading.Thread(target=volume_stats, args=(volume,), daemon=True)
+    sizes = threading.Thread(target=SizeMeter(volume).stats, daemon=True)
     sizes.start()
     assert at_first.wait(60)
     thread.start()
