@@ -23,6 +23,7 @@ from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, i
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.lock import LockHolder
+from sglang_hcache.store.volumes.mounts import check_mounted_as_listed
 from sglang_hcache.store.volumes.opening import agreed_at_start
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -218,6 +219,8 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     try:
         with _naming_dirs():
             found.place = volume.probe(partial(real_place, path))
+        if not volume.probe(partial(has_superblock, path)):
+            volume.probe(partial(check_mounted_as_listed, path, config.fstab))
         found.device, found.total_bytes = volume.probe(directory.file_system_size)
         if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(
@@ -254,6 +257,8 @@ def _check_new(found: Sequence[_Candidate]) -> None:
     for item in found:
         if item.damage is not None:
             raise item.damage
+        if item.error is not None and item.error.errno == errno.ENODEV:
+            raise StoreFormatError(f"cannot use {item.volume.path} (--hcache-dirs): {item.error.strerror}")
     sick = {item.volume.path: item.error for item in found if item.error is not None}
     if sick and all(error.errno in (errno.EACCES, errno.EROFS) for error in sick.values()):
         path, why = next(iter(sick.items()))

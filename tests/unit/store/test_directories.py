@@ -118,7 +118,9 @@ def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_
     config, none = small_config(tmp_path / "mine", 2), tmp_path / "none" / "yet"
     open_store(config)
     holders = look_ahead(config).holders
-    assert {path: holder.pid for path, holder in holders.items()} == dict.fromkeys(config.dirs, str(os.getpid()))
+    assert {path: holder.pid for path, holder in holders.items()} == dict.fromkeys(
+        config.dirs, str(os.getpid())
+    )
     assert look_ahead(replace(config, dirs=(none,))).holders == {}
     assert not none.parent.exists()
     with pytest.raises(

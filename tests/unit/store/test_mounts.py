@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.errors import StoreFormatError, StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.volumes import mounts
 from sglang_hcache.store.volumes.mounts import mount_of
 from sglang_hcache.testing.open_store import Inside
@@ -33,9 +33,13 @@ def configured(tmp_path: Path, base: Path, line: str, num_dirs: int = 1) -> Stor
 
 
 def open_refused(config: StoreConfig, point: Path) -> None:
+    """Before a model is loaded, and then."""
+    wanted = f"cannot use {config.dirs[0]} (--hcache-dirs): nothing is mounted at {point}, which {config.fstab} lists"
+    with pytest.raises(StoreFormatError) as ahead:
+        look_ahead(config)
+    assert wanted in str(ahead.value)
     with pytest.raises(StoreIOError) as error:
         DiskStore.open(config, Counters())
-    wanted = f"cannot use {config.dirs[0]} (--hcache-dirs): nothing is mounted at {point}, which {config.fstab} lists"
     assert wanted in str(error.value)
 
 
@@ -100,6 +104,7 @@ def test_one_of_two_disks_is_missing(tmp_path: Path, open_store: OpenStore) -> N
     point.rename(away)
     point.mkdir()
     config.fstab.write_text(f"UUID=1 {point} ext4 nofail 0 2")
+    assert look_ahead(config).holders == {}
     store = open_store(config)
     volume = Inside(store).volumes[1]
     assert not volume.health.readable
