@@ -186,8 +186,9 @@ class Assembler:
             case RequestEnds(rid=str() as rid):
                 self._end(rid)
             case TiersCleared():
-                self._tiers.clear()  # of what earlier events have sealed since; only memory, as the first time
                 self.beginnings.clear()
+                # Of what earlier events have sealed since; only memory, as the first time.
+                self._tiers.clear(event.tell)
 
     def _taken(self, event: RowsCaptured) -> _Pass:
         tokens, span = array("q", event.tokens.tolist()), event.span

@@ -13,6 +13,7 @@ from sglang_hcache.capture.staging import RowSpan
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import Mark
+from sglang_hcache.tier.demoter import ClearedTold
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,18 @@ class RequestEnds:
 
 @dataclass(frozen=True, slots=True)
 class TiersCleared:
-    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep."""
+    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep.
+
+    Args:
+        tell: as for ``TieredStore.clear``.
+    """
+
+    tell: ClearedTold | None = None
 
 
-Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared
+@dataclass(frozen=True, slots=True)
+class WeightsReplaced:
+    """Other weights are in use: what earlier events bring belongs to weights that are gone."""
+
+
+Event: TypeAlias = RequestBegins | RowsCaptured | RequestEnds | TiersCleared | WeightsReplaced

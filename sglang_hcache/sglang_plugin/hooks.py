@@ -18,6 +18,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
     create_cache,
     errors_in_a_line,
 )
+from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import capture_first, device_buffers
 from sglang_hcache.sglang_plugin.launch import stopping
@@ -49,6 +50,8 @@ def install(device: str) -> None:
         f"{_MANAGERS}.scheduler.Scheduler.__init__": (_scheduler_built, HookType.AFTER),
         f"{_MANAGERS}.scheduler.Scheduler._prefetch_kvcache": (_request_queued, HookType.AROUND),
         f"{_POLICY}._compute_prefix_matches": (_queue_matched, HookType.AROUND),
+        f"{_MANAGERS}.scheduler.Scheduler.process_input_requests": (_requests_come, HookType.BEFORE),
+        f"{_MANAGERS}.scheduler.Scheduler.clear_hicache_storage_wrapped": (_clear, HookType.REPLACE),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_decode": (_will_decode, HookType.BEFORE),
@@ -87,7 +90,19 @@ def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object)
 def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: object) -> None:
     with errors_in_a_line():
         scheduler.tree_cache.build_tier(SchedulerOf(scheduler), ForwardOf)
+    scheduler.hcache_clear_calls = ClearCalls()
     stopping.leave_signals_to_parent()
+    stopping.save_when_told(scheduler.tree_cache.bridge.last_writes.begin)
+
+
+def _requests_come(scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    unanswered = scheduler.hcache_clear_calls.unanswered
+    return ((scheduler, [*requests, *unanswered]), {}) if unanswered else None
+
+
+def _clear(scheduler: Any, request: Any) -> Any:
+    view, bridge = SchedulerOf(scheduler), scheduler.tree_cache.bridge
+    return scheduler.hcache_clear_calls.handle(request, bridge, may_pause=not view.is_running())
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:

@@ -63,6 +63,8 @@ class Ledger:
         self._failures = 0
         """In a row."""
         self._is_published = True
+        self._noted_segment = identity.first_segment
+        """``first_segment`` of what a directory has taken down last."""
         self._lock = threading.RLock()
         """Held by changes, so that a move sees all of them or none."""
         self._abandoned: list[tuple[int, Index]] = []
@@ -72,6 +74,11 @@ class Ledger:
     def identity(self) -> StoreIdentity:
         """What the directories agree on."""
         return self._identity
+
+    @property
+    def is_clearing_pending(self) -> bool:
+        """Whether what was cleared would be back after a restart, for no directory has taken the note of it yet."""
+        return self._noted_segment != self._identity.first_segment
 
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
         """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
@@ -153,10 +160,11 @@ class Ledger:
             self.is_partial = False
             self._lost = True
 
-    def void_before(self, segment: int) -> None:
+    def void_before(self, segment: int) -> bool:
         """From now on segments below this number count as cleared, whatever becomes of their files and rows.
 
-        If no directory takes the note of it now, :meth:`move_if_needed` brings it there as soon as one does.
+        Returns:
+            False if no directory takes the note of it now: :meth:`move_if_needed` brings it there as soon as one does.
         """
         with self._lock:
             self._identity = self._identity.next(first_segment=segment)
@@ -164,7 +172,12 @@ class Ledger:
             try:
                 self._publish()
             except StoreError as error:
-                logger.warning("hcache: the clearing is not written down yet: %s", error)
+                logger.warning(
+                    "hcache: cleared, but no directory takes the note of it: after a restart the chunks on disk would "
+                    "be back. See to the disk; it is tried again until one does (%s): %s",
+                    "; ".join(f"{item.path} is {item.health.condition}" for item in self._volumes), error,
+                )  # fmt: skip
+            return not self.is_clearing_pending
 
     def close(self) -> None:
         """Close the index, unless its directory hangs; also where that is out, for an open one is locked."""
@@ -196,8 +209,11 @@ class Ledger:
 
     def _publish(self) -> None:
         self._is_published = False
+        was_pending = self.is_clearing_pending
         publish(self._volumes, self._identity)
-        self._is_published = True
+        self._is_published, self._noted_segment = True, self._identity.first_segment
+        if was_pending:
+            logger.info("hcache: the clearing is written down")
 
     def _close_abandoned(self, volume: Volume) -> None:
         for stripe, index in list(self._abandoned):

@@ -164,16 +164,21 @@ class Space:
                     self._seal_active()
                 self._remover.retire(segment, only_unpinned=True)
 
-    def clear(self) -> None:
-        """Remove every segment, those in use as soon as they are unpinned."""
+    def clear(self) -> bool:
+        """Remove every segment, those in use as soon as they are unpinned.
+
+        Returns:
+            False if they would be back after a restart now (:meth:`Ledger.void_before`).
+        """
         with self._lock:
             if not all(volume.health.readable for volume in self._volumes):
                 self._next_number += UNSEEN_SEGMENTS
             self._active = None
             # First, for it is one short write: who is killed meanwhile starts empty too.
-            self._ledger.void_before(self._next_number)
+            is_noted = self._ledger.void_before(self._next_number)
             for segment in self._catalog.segments():
                 self._remover.retire(segment, only_unpinned=False)
+            return is_noted
 
     def reserved_bytes(self) -> int:
         """What counts against the cap, the index's part included."""

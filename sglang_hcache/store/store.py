@@ -263,6 +263,7 @@ class DiskStore:
         return {
             **asdict(self._catalog.counts()),
             "written_today_bytes": self._allowance.written(time.time()),
+            "clearing_pending": self._ledger.is_clearing_pending,
             "totals": self._tally.totals(),
         }
 
@@ -276,14 +277,17 @@ class DiskStore:
         with self._operations.one():
             self._space.discard(keys)
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """Forget everything at once; files under a lease are deleted when it closes.
 
         What is in directories that are out is deleted when they are back, also after a restart, provided that
         one directory took the note of it.
+
+        Returns:
+            False if none has: what was cleared would be back after a restart now (``StoreStats.clearing_pending``).
         """
         with self._operations.one():
-            self._space.clear()
+            return self._space.clear()
 
     def close(self) -> None:
         """Wait a moment for running reads and writes, save recency, release the directories. Idempotent.

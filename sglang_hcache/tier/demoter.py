@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, WriteBudgetError
 from sglang_hcache.core.keys import ChunkKey
@@ -30,6 +31,9 @@ _MOST_WAITING_TOKENS = 2**22  # 32 MiB of evicted prefixes
 
 ChunkSource = Callable[[], Iterable[ChunkKey]]
 """Computes the keys of chunks to demote; called on the demoter's thread."""
+
+ClearedTold: TypeAlias = Callable[[bool], object]
+"""Told once that everything is cleared: True, or False if what was on disk would be back after a restart now."""
 
 
 class Demoter:
@@ -60,6 +64,7 @@ class Demoter:
         self._keeps_up = True
         self._busy = False
         self._clearing = False
+        self._tell_cleared: list[ClearedTold] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="hcache-demoter", daemon=True)
         self._thread.start()
@@ -121,11 +126,17 @@ class Demoter:
             time.sleep(0.005)
         return True
 
-    def clear_disk(self) -> None:
-        """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits."""
+    def clear_disk(self, tell: ClearedTold | None = None) -> None:
+        """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits.
+
+        Args:
+            tell: what came of it, on the demoter's thread.
+        """
         with self._wake:
             self._forget_requests()
             self._clearing = True
+            if tell is not None:
+                self._tell_cleared.append(tell)
             self._wake.notify()
 
     def close(self) -> None:
@@ -179,9 +190,12 @@ class Demoter:
         return counts.free + counts.clean < self._spare_slots
 
     def _clear(self) -> None:
-        self._disk.clear()
+        is_for_good = self._disk.clear()
         with self._wake:
-            self._clearing = False
+            # Whoever asked meanwhile is served, too: nobody else writes to the disk.
+            told, self._tell_cleared, self._clearing = self._tell_cleared, [], False
+        for tell in told:
+            tell(is_for_good)
 
     def _take_requests(self) -> list[ChunkSource]:
         with self._wake:

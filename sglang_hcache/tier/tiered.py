@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.demoter import ChunkSource, Demoter
+from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.promotion import Promoter, Promotion
 
@@ -157,7 +157,7 @@ class TieredStore:
         return key in self.host or self._is_on_disk(key)
 
     def _is_on_disk(self, key: ChunkKey) -> bool:
-        return self.disk is not None and not self._is_clearing() and self.disk.contains(key)
+        return self.disk is not None and not self.is_clearing and self.disk.contains(key)
 
     def match(self, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> int:
         """How many leading ``keys`` are in some tier, or ``in_memory``. Looks into memory only."""
@@ -215,11 +215,13 @@ class TieredStore:
             holds.callback(self.host.unpin, key, slot)
         return slot
 
-    def _is_clearing(self) -> bool:
+    @property
+    def is_clearing(self) -> bool:
+        """Whether what is on disk is to be removed still, and must count as gone already."""
         return self._demoter is not None and self._demoter.is_clearing
 
     def _visible_disk(self, key: ChunkKey) -> DiskStore:
-        if self.disk is None or self._is_clearing():
+        if self.disk is None or self.is_clearing:
             raise TierMissError(f"chunk {key.hex()[:16]} is in no tier any more")
         return self.disk
 
@@ -269,16 +271,30 @@ class TieredStore:
         """The disk tier's numbers, sizes at most a moment old, or of one that is left out; None if nobody wants one."""
         return self._left_out if self.disk is None else self.disk.last_stats
 
+    @property
+    def is_clearing_pending(self) -> bool:
+        """Whether what was cleared on disk would be back after a restart now."""
+        return self.is_clearing or (self.disk_stats is not None and self.disk_stats.clearing_pending)
+
     def flush(self, timeout_s: float) -> bool:
         """Write all chunks that exist only in host memory; False if time ran out first."""
         self.demote_all()
         return self._demoter is None or self._demoter.wait_until_idle(timeout_s)
 
-    def clear(self) -> None:
-        """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files."""
+    def clear(self, tell: ClearedTold | None = None) -> None:
+        """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files.
+
+        Args:
+            tell: what came of it, from any thread.
+        """
         self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
         if self._demoter is not None:
-            self._demoter.clear_disk()
+            self._demoter.clear_disk(tell)
+            return
+        if self._left_out is not None:
+            self._left_out = replace(self._left_out, clearing_pending=True)
+        if tell is not None:
+            tell(self._left_out is None)
 
     def close(self) -> None:
         """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""

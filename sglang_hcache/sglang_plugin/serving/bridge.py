@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.copiers import copiers_for
-from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, TiersCleared
+from sglang_hcache.capture.events import (
+    RequestBegins,
+    RequestEnds,
+    RequestRows,
+    TiersCleared,
+)
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.capture.tap import Tap
@@ -271,10 +277,16 @@ class Bridge:
         """Whether captured rows or demotions are being worked on."""
         return self._assembler.is_busy or self.tiers.is_saving
 
-    def clear(self) -> None:
-        """Empty both tiers."""
+    def clear(self) -> Future[bool]:
+        """Empty both tiers. What they hold is a miss at once.
+
+        Returns:
+            When that is over: whether it is for good. False if a restart now would bring back what was on disk.
+        """
+        cleared = Future[bool]()
         self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
-        self._assembler.publish(TiersCleared())
+        self._assembler.publish(TiersCleared(cleared.set_result))
+        return cleared
 
     def close(self) -> None:
         """Write to disk what exists only in host memory, within the configured time, and stop. Idempotent."""

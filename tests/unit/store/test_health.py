@@ -565,6 +565,34 @@ def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
+def test_a_clearing_that_no_directory_takes_down_says_so(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture, is_killed: bool
+) -> None:
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    assert not store.stats().clearing_pending
+    for volume in Inside(store).volumes:
+        volume.health.take_out("the test says so")
+        volume.health._retry_at = float("inf")
+    assert not store.clear()
+    assert store.last_stats.clearing_pending
+    for path in config.dirs:
+        assert f"{path} is out" in caplog.text
+    if is_killed:
+        kill(store)
+        assert open_store(config).match(OLD) == 4, "that is why it says so"
+        return
+    Inside(store).volumes[1].health._retry_at = 0.0
+    wait_until(lambda: not store.last_stats.clearing_pending)
+    kill(store)
+    store = open_store(config)
+    assert store.match(OLD) == 0
+    assert store.clear()
+    assert not store.last_stats.clearing_pending
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_it_is_back(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:

@@ -266,10 +266,6 @@ class HCacheRadixCache(RadixCache):
     def release_aborted_request(self, rid: str) -> None:
         self.bridge.restores.drop(rid)
 
-    def clear_storage_backend(self) -> bool:
-        self.bridge.clear()
-        return True
-
     def attach_storage_backend(self, **_settings: Any) -> tuple[bool, str]:
         return False, "hcache: the tier is set up at start (--hcache-dirs) and cannot be attached at run time"
 

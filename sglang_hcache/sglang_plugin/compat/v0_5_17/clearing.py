@@ -1,0 +1,74 @@
+"""A call that clears the tiers is answered when what it cleared cannot come back, and not before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
+
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+"""An idle scheduler gives so much for the answer: SGLang may sleep for a second before it looks again."""
+_NOTE_S, _FILES_S = 10.0, 60.0
+"""So long a directory may take to be well again and take the note, and files to be deleted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    request: ClearHiCacheReqInput
+    cleared: Future[bool]
+    began: float = field(default_factory=time.monotonic)
+
+    def outcome(self, tiers: TieredStore) -> bool | None:
+        """What to answer; None: nothing yet."""
+        is_over = self.cleared.done()
+        if is_over and (self.cleared.result() or not tiers.is_clearing_pending):
+            return True
+        waited_s = time.monotonic() - self.began
+        if waited_s < (_NOTE_S if is_over else _FILES_S):
+            return None
+        directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
+        logger.warning(
+            "hcache: a clear call is answered with an error: after %.0f s it is not for good (%s). Mend that and call "
+            "again, or stop the server and use `hcache store clear`",
+            waited_s, "; ".join(f"{item.path} is {item.condition} {item.reason}".rstrip() for item in directories),
+        )  # fmt: skip
+        return False
+
+
+class ClearCalls:
+    """The clear calls of one scheduler. SGLang's own handler answers at once that all went well.
+
+    Everything runs on the scheduler's thread, which waits for no disk: a call that is not answered is handed to the
+    scheduler again, as if it had just come.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+
+    @property
+    def unanswered(self) -> list[ClearHiCacheReqInput]:
+        return [call.request for call in self._calls]
+
+    def handle(
+        self, request: ClearHiCacheReqInput, bridge: Bridge, *, may_pause: bool
+    ) -> ClearHiCacheReqOutput | None:
+        """The answer to a new call, or to one of those that are unanswered; None: not yet."""
+        call = next((call for call in self._calls if call.request is request), None)
+        if call is None:
+            call = _Call(request, bridge.clear())
+            self._calls.append(call)
+            if may_pause:
+                wait([call.cleared], _PAUSE_S)
+        success = call.outcome(bridge.tiers)
+        if success is None:
+            return None
+        self._calls.remove(call)
+        return ClearHiCacheReqOutput(success=success)

@@ -1,0 +1,102 @@
+"""When a call that clears the tiers is answered, and with what."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_hcache.sglang_plugin import hooks
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import clearing
+from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
+
+
+class Server:
+    """A scheduler without a model: requests go in, answers come out."""
+
+    def __init__(self) -> None:
+        self.clearings: list[Future[bool]] = []
+        self.sent: list[tuple[bool, Any]] = []
+        self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None)
+        self.scheduler: Any = SimpleNamespace(
+            session_controller=SimpleNamespace(maybe_reap=lambda _now: None),
+            flush_wrapper=SimpleNamespace(check_pending=lambda: None),
+            external_corpus_manager=None,
+            rust_server=None,
+            chunked_req=None,
+            last_batch=None,
+            running_batch=SimpleNamespace(is_empty=lambda: False),
+            tree_cache=SimpleNamespace(bridge=SimpleNamespace(clear=self.clear, tiers=self.tiers)),
+            ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=self.send)),
+            hcache_clear_calls=ClearCalls(),
+        )
+        self.scheduler._request_dispatcher = lambda request: hooks._clear(self.scheduler, request)
+
+    def clear(self) -> Future[bool]:
+        self.clearings.append(Future())
+        return self.clearings[-1]
+
+    def send(self, output: Any, request: Any) -> None:
+        self.sent.append((output.success, request))
+
+    def round(self, *requests: Any) -> list[tuple[bool, Any]]:
+        """What is answered in a round in which these come."""
+        self.sent.clear()
+        changed = hooks._requests_come(self.scheduler, list(requests))
+        arguments = (self.scheduler, list(requests)) if changed is None else changed[0]
+        inspect.unwrap(Scheduler.process_input_requests)(*arguments)
+        return list(self.sent)
+
+
+def test_a_call_is_answered_when_it_is_over() -> None:
+    server, first, second = Server(), ClearHiCacheReqInput(), ClearHiCacheReqInput()
+    assert server.round(first) == []
+    assert server.round(second) == []
+    assert server.round() == []
+    assert len(server.clearings) == 2, "each clears once"
+    server.clearings[1].set_result(True)
+    ((success, request),) = server.round()
+    assert (success, request is second) == (True, True)
+    server.clearings[0].set_result(True)
+    ((success, request),) = server.round()
+    assert (success, request is first) == (True, True)
+    assert server.round() == []
+
+
+def test_a_directory_that_is_well_again_takes_the_note() -> None:
+    """A full disk does when its files are deleted."""
+    server = Server()
+    server.tiers.is_clearing_pending = True
+    assert server.round(ClearHiCacheReqInput()) == []
+    server.clearings[0].set_result(False)
+    assert server.round() == []
+    server.tiers.is_clearing_pending = False
+    assert [success for success, _ in server.round()] == [True]
+
+
+def test_one_that_is_over_at_once_is_answered_at_once() -> None:
+    server, done = Server(), Future[bool]()
+    done.set_result(True)
+    server.scheduler.tree_cache.bridge.clear = lambda: done
+    assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [True]
+
+
+@pytest.mark.parametrize(("limit", "is_over"), [("_NOTE_S", True), ("_FILES_S", False)])
+def test_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, is_over: bool
+) -> None:
+    server = Server()
+    server.tiers.is_clearing_pending = True
+    assert server.round(ClearHiCacheReqInput()) == []
+    if is_over:
+        server.clearings[0].set_result(False)
+        assert server.round() == []
+    monkeypatch.setattr(clearing, limit, 0.0)
+    assert [success for success, _ in server.round()] == [False]
+    assert "it is not for good" in caplog.text
+    assert server.round() == []
