@@ -27,6 +27,7 @@ from sglang_hcache.capture.events import (
     RequestRows,
     RowsCaptured,
     TiersCleared,
+    WeightsReplaced,
 )
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
@@ -185,6 +186,8 @@ class Assembler:
                 self._end_all()
             case RequestEnds(rid=str() as rid):
                 self._end(rid)
+            case WeightsReplaced():
+                self._tiers.give_up_dirty()
             case TiersCleared():
                 self.beginnings.clear()
                 # Of what earlier events have sealed since; only memory, as the first time.

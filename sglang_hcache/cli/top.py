@@ -196,6 +196,14 @@ def _title(url: str, state: Mapping[str, Any]) -> Text:
     text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} being saved")
     text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
     text.append("; saving" if state["saving"] else "")
+    if state["nothing_saved"] == "old_weights":
+        text.append(
+            "\nnothing is saved: KV of earlier weights is on the device (POST /flush_cache)", "bold red"
+        )
+    if state["disk"] and state["disk"]["clearing_pending"]:
+        text.append(
+            "\nwhat was cleared would be back after a restart: no directory took the note", "bold red"
+        )
     return text
 
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 PREFIX = "sglang:hcache_"
 RESTORE_PHASES = ("queue", "read", "project", "recompute")
 """Parts of a restore."""
+NOTHING_SAVED = ("old_weights", "method")
+"""Why nothing that is computed is saved."""
+WAITING = ("resolved", "pending", "running", "pinned")
+"""What the restore of a waiting request is at."""
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _GB_PER_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -42,12 +46,12 @@ class HistogramMetric:
 
 @dataclass(frozen=True, slots=True)
 class GaugeMetric:
-    """A size or a state, looked at every two seconds. ``values``: what ``label`` may be."""
+    """A size or a state, looked at every two seconds. ``values``: what its one label may be."""
 
     name: str
     help: str
     unit: str
-    label: str
+    labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
 
 
@@ -71,6 +75,12 @@ COUNTERS = (
         },
     ),
     CounterMetric(
+        "restores_yielded",
+        "Restores that gave up room of the KV pool. pin: one that was over, whose request still waited; running: one "
+        "that was stopped, for a running request needed its slots. They may come back once more.",
+        "restores", "what", {"restore.pins_given_back": "pin", "restore.stopped_for_room": "running"},
+    ),
+    CounterMetric(
         "restored_tokens", "Tokens whose K and V came back from a tier.", "tokens",
         "tier", {"restore.tokens_host": "host", "restore.tokens_disk": "disk"},
     ),
@@ -79,11 +89,14 @@ COUNTERS = (
         "tier", {"restore.bytes_host": "host", "restore.bytes_disk": "disk"},
     ),
     CounterMetric(
-        "chunks", "Chunks of 64 tokens, by what happened to them.", "chunks", "event",
+        "chunks",
+        "Chunks of 64 tokens, by what happened to them. outdated: in host memory only when other weights came, so not "
+        "written to disk any more.",
+        "chunks", "event",
         {
             "host.chunks_sealed": "sealed", "host.duplicate_chunks": "duplicate",
             "host.chunks_evicted": "evicted_host", "demote.chunks_written": "demoted",
-            "host.chunks_promoted": "promoted",
+            "host.chunks_promoted": "promoted", "host.chunks_outdated": "outdated",
             "store.chunks_read": "read", "store.chunks_evicted": "evicted_disk",
             "store.chunks_expired": "expired_disk", "store.chunks_quarantined": "quarantined",
         },
@@ -163,20 +176,46 @@ GAUGES = (
         "tier_bytes",
         "Bytes that a tier takes: on disk its files, room for the next chunks and the index included; of a directory "
         "that is out, what counts against the capacity for it.",
-        "bytes", "tier", ("host", "disk"),
+        "bytes", ("tier",), ("host", "disk"),
     ),
-    GaugeMetric("tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", "tier", ("host", "disk")),
-    GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", "tier", ("host", "disk")),
+    GaugeMetric(
+        "tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", ("tier",), ("host", "disk"),
+    ),
+    GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", ("tier",), ("host", "disk")),
+    GaugeMetric(
+        "unwritten_chunks",
+        "Chunks in host memory that are still to be written to disk: what a crash loses. Without a disk tier 0.",
+        "chunks",
+    ),
     GaugeMetric(
         "disk_written_24h_bytes",
         "Bytes of chunks written to disk in the last 24 hours, which the write budget bounds.",
-        "bytes", "",
+        "bytes",
     ),
     GaugeMetric(
         "directory_healthy",
         "1 while a directory of the disk tier is read and written; 0 if it is full, read-only or out.",
-        "bool", "directory",
+        "bool", ("directory",),
     ),
+    GaugeMetric(
+        "clearing_pending",
+        "1 while what a clear call removed from disk would be back after a restart: no directory has taken the note "
+        "of it yet.",
+        "bool",
+    ),
+    GaugeMetric(
+        "waiting_requests",
+        "Requests in SGLang's queue by what their restore is at. pending: it waits for room; running; pinned: over, "
+        "and kept until the request is admitted; resolved: there is none.",
+        "requests", ("phase",), WAITING,
+    ),
+    GaugeMetric(
+        "nothing_saved",
+        "1 while nothing that is computed is saved. old_weights: after an update that flushed nothing, until "
+        "/flush_cache; method: recompute was asked for.",
+        "bool", ("reason",), NOTHING_SAVED,
+    ),
+    GaugeMetric("info", "Always 1: what runs, and what layers store.", "info", ("version", "method")),
 )  # fmt: skip
 
 
@@ -206,5 +245,7 @@ def describe() -> Iterator[Described]:
 def _described(
     name: str, kind: str, metric: CounterMetric | HistogramMetric | GaugeMetric, values: tuple[str, ...]
 ) -> Described:
-    labels = f"{metric.label}: {', '.join(values)}" if metric.label and values else metric.label
+    labels = ", ".join(metric.labels) if isinstance(metric, GaugeMetric) else metric.label
+    if labels and values:
+        labels += f": {', '.join(values)}"
     return Described(PREFIX + name, kind, metric.unit, labels, metric.help)

@@ -237,7 +237,7 @@ class Demoter:
         After an error not before the slot is needed: the disk may be well again when it is tried next.
         """
         is_settled = True
-        pinned = [(info, slot) for info in run if (slot := self._host.pin(info.key)) is not None]
+        pinned = [(info, slot) for info in run if (slot := self._pin_dirty(info.key)) is not None]
         try:
             for piece in _consecutive(self._not_on_disk(pinned)):
                 self._write_within_budget(piece)
@@ -251,6 +251,10 @@ class Demoter:
             with self._freed:
                 self._keeps_up = True
                 self._freed.notify_all()
+
+    def _pin_dirty(self, key: ChunkKey) -> int | None:
+        """As :meth:`HostTier.pin`; None for what has been given up since it was asked for."""
+        return None if self._host.dirty_info(key) is None else self._host.pin(key)
 
     def _not_on_disk(self, chunks: Sequence[tuple[ChunkInfo, int]]) -> list[tuple[ChunkInfo, int]]:
         return [item for item in chunks if not self._disk.contains(item[0].key)]

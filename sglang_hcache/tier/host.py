@@ -292,6 +292,14 @@ class HostTier:
                 del self._dirty[key]
                 self._add_clean(key)
 
+    def give_up_dirty(self) -> None:
+        """No chunk that is here need be written to disk: they stay until their slots are wanted."""
+        with self._lock:
+            self._observer.count("host.chunks_outdated", len(self._dirty))
+            for key in self._dirty:
+                self._add_clean(key)
+            self._dirty.clear()
+
     def forget_all(self) -> None:
         """Drop every sealed chunk; pinned slots are freed when their last reader is done."""
         with self._lock:

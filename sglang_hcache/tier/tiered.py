@@ -151,6 +151,15 @@ class TieredStore:
         """Write every chunk that exists only in host memory."""
         self.demote(lambda: [info.key for info in self.host.oldest_dirty(self.host.num_slots)])
 
+    def write_from_now_on(self) -> None:
+        """As ``write_through`` does, also what is there already. Takes no lock: a signal's handler may call it."""
+        if self._demoter is not None:
+            self._demoter.write_through = True
+
+    def give_up_dirty(self) -> None:
+        """Write no chunk that exists only in host memory now. Those that are being written are."""
+        self.host.give_up_dirty()
+
     # -- finding and reading ---------------------------------------------------------------------
 
     def __contains__(self, key: ChunkKey) -> bool:

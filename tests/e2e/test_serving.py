@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -244,6 +245,9 @@ def test_a_running_request_takes_the_room_of_a_restore(server: TierServer) -> No
                 wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore beside it")
             assert running.result(120).retractions == 0
         assert server.counter("restore.stopped_for_room") > stopped
+        yielded = r'sglang:hcache_restores_yielded_total{.*what="running".*} ([0-9.]+)'
+        metrics = httpx.get(server.process.url + "/metrics", timeout=30, trust_env=False).text
+        assert sum(map(float, re.findall(yielded, metrics))) == server.counter("restore.stopped_for_room")
         restored = returning.result(120)
     assert restored.restored == 3392
     assert largest_difference(restored, reference) <= TOLERANCE

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from sglang_hcache import __version__
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.copiers import copiers_for
 from sglang_hcache.capture.events import (
@@ -21,6 +22,7 @@ from sglang_hcache.capture.events import (
     RequestEnds,
     RequestRows,
     TiersCleared,
+    WeightsReplaced,
 )
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
@@ -43,6 +45,8 @@ from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
 from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
+from sglang_hcache.sglang_plugin.serving.state import tier_state
+from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -65,16 +69,19 @@ class Bridge:
         restorer: LayerRestorer,
         gate: RestoreGate | None,
         counters: Counters,
-        gauges: TierGauges | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
+        """
+        Args:
+            labels: of this process's metrics; None: there are none.
+        """
         self.config = config
         self.counters = counters
         self.tiers = tiers
         self.gate = gate
         self._model = model
-        self._namespace: Namespace | None = namespace
-        self._on_device: Namespace | None = None  # whose KV came to the device last; None: there is none
-        self._device_is_stale = False  # what is there was not all computed with the present weights
+        self.weights = WeightsInUse(model, tiers.layout, namespace)
+        self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures = config.method is not PlanKind.RECOMPUTE
         self.captured: dict[str, int] = {}
         """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
@@ -100,7 +107,6 @@ class Bridge:
         self._prefill_times = None
         if gate is not None and beside is not None:
             self._prefill_times = PrefillTimes(gate, beside.stage)
-        self._gauges = gauges
         self._closed = threading.Event()
         self._stored = (
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
@@ -110,6 +116,7 @@ class Bridge:
             watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
             layers = [layer for layer, method in enumerate(tiers.layout.methods) if method in watched]
             model.watch(layers, self._passes.on_layer)
+        self._gauges = None if labels is None else TierGauges(labels, self.state)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -134,7 +141,7 @@ class Bridge:
         if not tail or not self._captures:
             return True
         namespace = self._namespace_of(tenant)
-        if self._device_is_stale:
+        if self.weights.device_is_stale:
             return True
         chunks = position // CHUNK_TOKENS
         keys = self.restores.keys_of(rid)
@@ -148,7 +155,7 @@ class Bridge:
         if not self._captures:
             return
         namespace = self._namespace_of(tenant)
-        if self._device_is_stale:
+        if self.weights.device_is_stale:
             # KV of earlier weights must not be continued into chunks of the present ones. Not without a prefix either:
             # after each piece SGLang puts what the tree has in the place of what the request computed.
             return
@@ -235,12 +242,15 @@ class Bridge:
 
     def kv_arrives(self) -> None:
         """The device gets KV of the weights in use: of a pass, or restored."""
-        self._on_device = self._weights_in_use()
+        self.weights.on_device = self._weights_in_use()
 
     def device_reset(self) -> None:
         """The device dropped everything."""
-        self._on_device, self._device_is_stale = None, False
-        self.tiers.demote_all()
+        self.weights.device_reset()
+        if self.weights.namespace is None:
+            self._owes_demotion = True  # unless others come: what the old ones left is not worth a write
+        else:
+            self.tiers.demote_all()
 
     def weights_will_change(self) -> None:
         """The model's weights are about to be replaced or released: nothing may be projected or captured meanwhile.
@@ -254,7 +264,7 @@ class Bridge:
             self._beside.stage.fence().wait()
         self.captured.clear()
         self._assembler.publish(RequestEnds(None))
-        self._namespace = None  # read anew at the next use: some trainers send weights in many pieces
+        self.weights.will_change()  # read anew at the next use: some trainers send weights in many pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 
@@ -307,55 +317,42 @@ class Bridge:
         self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
     def state(self) -> dict[str, Any]:
-        """Numbers for ``/server_info``: counters, tiers, requests."""
-        free, clean, dirty = self.tiers.host.counts()
-        disk = self.tiers.disk_stats
+        """Numbers for ``/server_info`` and gauges: counters, tiers, requests. From any thread."""
+        namespace = self.weights.namespace  # not read for this: the weights may be away now, or on their way
         return {
+            **tier_state(self.tiers),
+            "version": __version__,
             "counters": self.counters.snapshot(),
-            # Not read for this: the weights may be away now, or on their way.
-            "namespace": None if self._namespace is None else self._namespace.namespace_id().hex(),
+            "namespace": None if namespace is None else namespace.namespace_id().hex(),
             "saving": self.is_saving,
+            "nothing_saved": self._why_nothing_is_saved,
             "layers": [str(method) for method in self._stored],
-            "host": {
-                "slots": self.tiers.host.num_slots,
-                "free": free,
-                "clean": clean,
-                "dirty": dirty,
-                "chunk_bytes": self.tiers.layout.chunk_bytes,
-            },
-            "disk": None
-            if disk is None
-            else {
-                "chunks": disk.chunks,
-                "bytes": disk.physical_bytes,
-                "cap_bytes": disk.cap_bytes,
-                "written_today_bytes": disk.written_today_bytes,
-                "quarantined": disk.quarantined,
-                "engine": disk.engine,
-                "directories": [
-                    {"path": str(item.path), "condition": item.condition, "reason": item.reason}
-                    for item in disk.directories
-                ],
-            },
             "requests": self.restores.phases(),
             "captured_requests": self._assembler.open_requests,
             "in_flight_tokens": self.restores.running.tokens,
         }
+
+    @property
+    def _why_nothing_is_saved(self) -> str | None:
+        """One of ``core.metrics.NOTHING_SAVED``, or None: what is computed is saved."""
+        if not self._captures:
+            return "method"
+        return "old_weights" if self.weights.device_is_stale else None
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         return replace(self._weights_in_use(), tenant=tenant)
 
     def _weights_in_use(self) -> Namespace:
         """The namespace of requests without a tenant. Reads the weights if they may be others than before."""
-        if self._namespace is None:
-            self._namespace = self._model.namespace(self.tiers.layout, self._model.weights())
-            self._device_is_stale |= self._on_device not in (None, self._namespace)
-            logger.info("hcache: weights were updated; namespace %s", self._namespace.namespace_id().hex())
-            if self._device_is_stale:
-                logger.warning(
-                    "hcache: KV of earlier weights is on the device: nothing is saved until /flush_cache"
-                )
-        return self._namespace
+        if self.weights.namespace is not None:
+            return self.weights.namespace
+        namespace, are_others = self.weights.read()
+        if are_others:
+            self._assembler.publish(WeightsReplaced())
+        elif self._owes_demotion:
+            self.tiers.demote_all()
+        self._owes_demotion = False
+        return namespace
 
 
 def _keys_behind(root: ChunkKey, prefix: array[int], branches: Sequence[array[int]]) -> Iterator[ChunkKey]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, NOTHING_SAVED, PREFIX, WAITING
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +64,27 @@ class MetricsObserver:
 
 
 class TierGauges:
-    """Looks at the tiers every two seconds, on a thread of its own.
+    """Looks at the tier every two seconds, on a thread of its own.
 
     Args:
         labels, registry: as for :class:`MetricsObserver`.
+        state: what ``/server_info`` shows; called on that thread.
     """
 
-    def __init__(self, labels: Mapping[str, str], tiers: TieredStore, registry: Any = None) -> None:
+    def __init__(
+        self, labels: Mapping[str, str], state: Callable[[], Mapping[str, Any]], registry: Any = None
+    ) -> None:
         from prometheus_client import Gauge
 
         where = {} if registry is None else {"registry": registry}
         self._labels = dict(labels)
-        self._tiers = tiers
+        self._state = state
         self._may_warn = Throttle()
         self._gauges = {
             gauge.name: Gauge(
                 PREFIX + gauge.name,
                 gauge.help,
-                [*labels, *([gauge.label] if gauge.label else [])],
+                [*labels, *gauge.labels],
                 multiprocess_mode="mostrecent",
                 **where,
             )
@@ -108,25 +111,28 @@ class TierGauges:
 
     def look(self) -> None:
         """Set every gauge."""
-        host = self._tiers.host
-        free = host.counts().free
-        chunk_bytes = self._tiers.layout.chunk_bytes
-        self._set_tier(
-            HOST, host.num_slots - free, (host.num_slots - free) * chunk_bytes, host.num_slots * chunk_bytes
-        )
-        disk = self._tiers.disk_stats
+        state = self._state()
+        self._set("info", 1, version=state["version"], method="+".join(sorted(set(state["layers"]))))
+        for reason in NOTHING_SAVED:
+            self._set("nothing_saved", state["nothing_saved"] == reason, reason=reason)
+        for phase in WAITING:
+            self._set("waiting_requests", state["requests"][phase], phase=phase)
+        host, disk = state["host"], state["disk"]
+        used, chunk_bytes = host["slots"] - host["free"], host["chunk_bytes"]
+        self._set_tier(HOST, used, used * chunk_bytes, host["slots"] * chunk_bytes)
+        self._set("unwritten_chunks", host["dirty"])
         if disk is None:
             return
-        self._set_tier(DISK, disk.chunks, disk.physical_bytes, disk.cap_bytes)
-        self._gauge("disk_written_24h_bytes").set(disk.written_today_bytes)
-        for directory in disk.directories:
-            healthy = float(directory.condition == "healthy")
-            self._gauge("directory_healthy", directory=str(directory.path)).set(healthy)
+        self._set_tier(DISK, disk["chunks"], disk["bytes"], disk["cap_bytes"])
+        self._set("disk_written_24h_bytes", disk["written_today_bytes"])
+        self._set("clearing_pending", disk["clearing_pending"])
+        for directory in disk["directories"]:
+            self._set("directory_healthy", directory["condition"] == "healthy", directory=directory["path"])
 
     def _set_tier(self, tier: str, chunks: int, used: int, capacity: int) -> None:
-        self._gauge("tier_chunks", tier=tier).set(chunks)
-        self._gauge("tier_bytes", tier=tier).set(used)
-        self._gauge("tier_capacity_bytes", tier=tier).set(capacity)
+        self._set("tier_chunks", chunks, tier=tier)
+        self._set("tier_bytes", used, tier=tier)
+        self._set("tier_capacity_bytes", capacity, tier=tier)
 
-    def _gauge(self, name: str, **more: str) -> Any:
-        return self._gauges[name].labels(**self._labels, **more)
+    def _set(self, name: str, value: float, **more: str) -> None:
+        self._gauges[name].labels(**self._labels, **more).set(value)

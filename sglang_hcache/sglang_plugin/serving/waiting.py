@@ -65,9 +65,9 @@ class Waiting:
         return gone
 
     def phases(self) -> dict[str, int]:
-        """Number of tickets in each phase."""
+        """Number of tickets in each phase. From any thread."""
         counts = {phase.value: 0 for phase in Phase}
-        for ticket in self._tickets.values():
+        for ticket in self:  # a copy, which is made at once
             counts[ticket.phase.value] += 1
         return counts
 

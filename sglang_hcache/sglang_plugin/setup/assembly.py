@@ -22,7 +22,7 @@ from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, sto
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
-from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
+from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver
 from sglang_hcache.sglang_plugin.setup import selfcheck
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
 from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
@@ -86,9 +86,8 @@ def assemble(
             may_recompute = check is not None and check.may_recompute
             block_tokens = CHUNK_TOKENS * budget.block_chunks
             gate = RestoreGate(profile, stored, block_tokens, may_recompute=may_recompute)
-        gauges = TierGauges(labels, tiers) if labels is not None else None
         namespace = model.namespace(layout, weights)
-        bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, gauges)
+        bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
         undo.pop_all()
     _log_model(asked, model, stored, check)
     _log_tiers(config, tiers, budget)

@@ -53,10 +53,13 @@ def test_new_weights(
     prompt = random_prompt(1, 400)
     old = server.ask(prompt)
     server.settle()
-    namespace = server.state()["namespace"]
+    namespace, written = server.state()["namespace"], server.counter("demote.chunks_written")
     update(server, second)
     assert server.state()["namespace"] is None, "not known before somebody asks"
     new = server.ask(prompt)
+    server.settle()
+    assert server.counter("demote.chunks_written") == written, "what old weights left is not worth a write"
+    assert server.counter("host.chunks_outdated") >= 6
     assert new.cached == 0
     assert differs(new, old)
     assert server.state()["namespace"] not in (None, namespace)
@@ -80,8 +83,10 @@ def test_nothing_is_saved_behind_old_kv_on_the_device(
     prompt, more = random_prompt(2, 400), random_prompt(3, 300)
     server.ask(prompt)
     update(server, models[1], flush_cache=False)
+    assert server.state()["nothing_saved"] is None, "nobody knows yet"
     mixed = server.ask([*prompt, *more])
     assert mixed.device == 400
+    assert server.state()["nothing_saved"] == "old_weights"
     reference = server.recompute([*prompt, *more])
     assert differs(mixed, reference)
     server.to_tiers()

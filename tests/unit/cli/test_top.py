@@ -30,6 +30,7 @@ def state(**counters: int) -> dict[str, Any]:
         "counters": {name.replace("__", "."): count for name, count in counters.items()},
         "namespace": "00ff",
         "saving": False,
+        "nothing_saved": None,
         "layers": ["kv", "hidden"],
         "host": {"slots": 10, "free": 4, "clean": 1, "dirty": 5, "chunk_bytes": 1000},
         "disk": {
@@ -38,6 +39,7 @@ def state(**counters: int) -> dict[str, Any]:
             "cap_bytes": 10_000_000,
             "written_today_bytes": 7_000_000,
             "quarantined": 0,
+            "clearing_pending": False,
             "engine": "posix",
             "directories": [
                 {"path": "/a", "condition": "healthy", "reason": ""},
@@ -70,6 +72,17 @@ def test_sizes_and_health() -> None:
     assert "1,234" in found["disk"]
     assert found["/b: out: EIO"]
     assert "2 pending" in " ".join(found["requests: 2 pending; 1 being saved; slots in flight: 640"])
+
+
+def test_what_somebody_has_to_do_something_about_comes_first() -> None:
+    """In a window of 80 columns."""
+    console = Console(width=80, height=24, highlight=False)
+    told = state() | {"nothing_saved": "old_weights"}
+    told["disk"]["clearing_pending"] = True
+    lines = picture(console, Sample(0.0, told), None, window=console)
+    assert lines[2] == "nothing is saved: KV of earlier weights is on the device (POST /flush_cache)"
+    assert lines[3] == "what was cleared would be back after a restart: no directory took the note"
+    assert not any("nothing is saved" in line for line in picture(console, Sample(0.0, state()), None))
 
 
 def test_totals_and_rates() -> None:

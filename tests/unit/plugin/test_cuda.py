@@ -25,6 +25,7 @@ from sglang_hcache.sglang_plugin.launch.support import determinism_problems, dev
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 
@@ -265,7 +266,8 @@ class _Passes:
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     bridge, passes = object.__new__(Bridge), _Passes()
     bridge.captured, bridge._passes = {"a": 0}, passes  # type: ignore[assignment]
-    bridge._captures, bridge._namespace = True, Namespace(bytes(32), "weights that did not change")
+    bridge._captures = True
+    bridge.weights = WeightsInUse(None, None, Namespace(bytes(32), "weights that did not change"))  # type: ignore[arg-type]
     timed: list[object] = []
     bridge._prefill_times = SimpleNamespace(begin=partial(timed.append, "begin"))  # type: ignore[assignment]
     assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sglang_hcache.cli.metrics import markdown
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.layout import Method, StateLayout
-from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, describe
+from sglang_hcache.core.metrics import COUNTERS, HISTOGRAMS, NOTHING_SAVED, WAITING, describe
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
+from sglang_hcache.sglang_plugin.serving.state import tier_state
+from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.host import HostTier
@@ -28,8 +31,7 @@ LABELS = {"model_name": "m", "tp_rank": "0"}
 NOT_EXPORTED = {
     "lookup.requests",  # hits and misses
     "restore.tokens",  # by tier
-    "restore.layers_recomputed", "restore.pins_given_back", "restore.tickets_pruned",
-    "restore.stopped_for_room",
+    "restore.layers_recomputed", "restore.tickets_pruned",
     "capture.requests_out_of_order",
     "store.chunks_written",  # demoted
     "store.runs_recovered",
@@ -75,19 +77,42 @@ def tiers(tmp_path: Path) -> Iterator[TieredStore]:
         yield store
 
 
+def state_of(tiers: TieredStore, **more: Any) -> dict[str, Any]:
+    """What ``/server_info`` shows."""
+    rest = {"version": "1.2", "layers": ["kv", "hidden", "kv"], "nothing_saved": None}
+    return {**tier_state(tiers), **rest, "requests": dict.fromkeys(WAITING, 0), **more}
+
+
+def test_gauges_say_what_the_state_says(tiers: TieredStore) -> None:
+    registry = CollectorRegistry()
+    state = state_of(tiers, nothing_saved="old_weights", requests={**dict.fromkeys(WAITING, 0), "pending": 3})
+    state["host"]["dirty"], state["disk"]["clearing_pending"] = 2, True
+    TierGauges(LABELS, lambda: state, registry).close()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"sglang:hcache_{name}", {**LABELS, **labels})
+
+    assert value("info", version="1.2", method="hidden+kv") == 1
+    assert value("unwritten_chunks") == 2
+    assert value("clearing_pending") == 1
+    assert [value("nothing_saved", reason=reason) for reason in NOTHING_SAVED] == [1, 0]
+    assert [value("waiting_requests", phase=phase) for phase in WAITING] == [0, 3, 0, 0]
+
+
+def test_phases_have_the_names_of_tickets() -> None:
+    assert tuple(phase.value for phase in Phase) == WAITING
+
+
 def test_all_metrics_are_there_from_the_start(tiers: TieredStore) -> None:
     """Rates of what has not happened yet are zero, not missing."""
     registry = CollectorRegistry()
     MetricsObserver(LABELS, registry)
-    gauges = TierGauges(LABELS, tiers, registry)
-    gauges.look()
-    gauges.close()
+    TierGauges(LABELS, lambda: state_of(tiers), registry).close()
     text = generate_latest(registry).decode()
     for metric in describe():
         assert f"# TYPE {metric.name.removesuffix('_total')}" in text, metric
     assert 'sglang:hcache_restores_total{model_name="m",result="late",tp_rank="0"} 0.0' in text
     assert 'sglang:hcache_tier_capacity_bytes{model_name="m",tier="host",tp_rank="0"} 16384.0' in text
-    assert len(GAUGES) == text.count("# TYPE sglang:hcache_tier") + 2
 
 
 def test_directories_of_a_disk_tier_that_is_left_out_are_not_healthy(tmp_path: Path) -> None:
@@ -98,9 +123,7 @@ def test_directories_of_a_disk_tier_that_is_left_out_are_not_healthy(tmp_path: P
     policy = WritePolicy.WRITE_BACK
     tiers = TieredStore(host, None, Counters(), write_policy=policy, run_chunks=1, left_out=left_out)
     registry = CollectorRegistry()
-    gauges = TierGauges(LABELS, tiers, registry)
-    gauges.look()
-    gauges.close()
+    TierGauges(LABELS, lambda: state_of(tiers), registry).close()
     for path in config.dirs:
         where = {**LABELS, "directory": str(path)}
         assert registry.get_sample_value("sglang:hcache_directory_healthy", where) == 0

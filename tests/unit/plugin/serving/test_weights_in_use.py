@@ -19,6 +19,7 @@ from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
@@ -32,6 +33,7 @@ class Served:
     Args:
         pool: K and V of each layer.
         rows: of the staging ring.
+        disk: closed with the bridge.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Served:
         pool: Sequence[tuple[torch.Tensor, torch.Tensor]] = 2 * ((torch.zeros(1, 1, 1),) * 2,),
         rows: int = 128,
         slots: int = 8,
+        disk: DiskStore | None = None,
     ) -> None:
         self.weights = "a"
         self.watched: list[int] = []
@@ -58,9 +61,9 @@ class Served:
             tree=None,
             scheduler=None,
         )
-        counters = Counters()
-        host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=False)
-        tiers = TieredStore(host, None, counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+        counters, has_disk = Counters(), disk is not None
+        host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=has_disk)
+        tiers = TieredStore(host, disk, counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
         restorer = LayerRestorer(torch.float32, device.pool, 1, None)
         namespace, budget = Namespace(b"model", "a"), HostBudget(rows, slots, 1)
         self.bridge = Bridge(
@@ -123,6 +126,7 @@ def test_behind_kv_of_earlier_weights_nothing_is_saved(served: Served, flushed: 
     assert not served.saves_behind_the_device()
     served.serve()  # now there is KV of both
     assert not served.saves_behind_the_device()
+    assert served.bridge.state()["nothing_saved"] == "old_weights"
     served.update("b")
     assert not served.saves_behind_the_device()
     served.update("a")
@@ -130,6 +134,7 @@ def test_behind_kv_of_earlier_weights_nothing_is_saved(served: Served, flushed: 
     served.bridge.device_reset()
     served.serve()
     assert served.saves_behind_the_device()
+    assert served.bridge.state()["nothing_saved"] is None
 
 
 def test_the_same_weights_may_come_back(served: Served) -> None:

@@ -1,0 +1,37 @@
+"""What both tiers hold, as ``/server_info`` and the gauges show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_hcache.tier.tiered import TieredStore
+
+
+def tier_state(tiers: TieredStore) -> dict[str, Any]:
+    """Sizes and health, from memory. From any thread."""
+    free, clean, dirty = tiers.host.counts()
+    disk = tiers.disk_stats
+    return {
+        "host": {
+            "slots": tiers.host.num_slots,
+            "free": free,
+            "clean": clean,
+            "dirty": dirty,
+            "chunk_bytes": tiers.layout.chunk_bytes,
+        },
+        "disk": None
+        if disk is None
+        else {
+            "chunks": disk.chunks,
+            "bytes": disk.physical_bytes,
+            "cap_bytes": disk.cap_bytes,
+            "written_today_bytes": disk.written_today_bytes,
+            "quarantined": disk.quarantined,
+            "clearing_pending": tiers.is_clearing_pending,
+            "engine": disk.engine,
+            "directories": [
+                {"path": str(item.path), "condition": item.condition, "reason": item.reason}
+                for item in disk.directories
+            ],
+        },
+    }
