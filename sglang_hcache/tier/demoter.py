@@ -52,7 +52,8 @@ class Demoter:
         self._disk = disk
         self._observer = observer
         self._run_chunks = run_chunks
-        self._write_through = write_through
+        self.write_through = write_through
+        """May be set at any time, without a lock: the thread looks every half second."""
         self._resting_until = 0.0
         self._may_warn = Throttle()
         self._spare_slots = max(1, int(host.num_slots * _SPARE_SHARE))
@@ -177,7 +178,7 @@ class Demoter:
 
     def _is_behind(self) -> bool:
         """Whether something should be on disk already, and may be tried."""
-        if not self._write_through or time.monotonic() < self._resting_until:
+        if not self.write_through or time.monotonic() < self._resting_until:
             return False
         return bool(self._host.counts().dirty)
 

@@ -6,11 +6,12 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
+from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt, wait_for
 from tests.e2e.test_serving import assert_same_pool
 
 
@@ -134,6 +135,24 @@ def check_without_disk(server: TierServer) -> None:
         assert state["host"]["dirty"] == 0
         assert [item["condition"] for item in state["disk"]["directories"]] == ["out", "out"]
         assert reason in state["disk"]["directories"][0]["reason"]
+
+
+def test_a_stop_writes_what_is_in_memory_before_the_last_request_is_over(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Who stops a server may end it before its longest request does so."""
+    with server_on(tmp_path, tiny_model()) as server, ThreadPoolExecutor(1) as threads:
+        server.ask(random_prompt(5, 900))
+        server.settle()
+        assert server.state()["disk"]["chunks"] == 0
+        with server.switched_on("slow_passes"):
+            running = threads.submit(server.ask, random_prompt(6, 64), tokens=2500)
+            wait_for(lambda: server.state()["captured_requests"] > 0, "a request to run")
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_for(lambda: server.state()["disk"]["chunks"] >= 15, "both prompts to be on disk")
+            assert server.state()["captured_requests"] == 1, "it runs still"
+            server.process.kill()
+        assert running.exception(120) is not None
 
 
 def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

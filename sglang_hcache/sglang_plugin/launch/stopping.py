@@ -7,6 +7,7 @@ other processes would end at once, and with the scheduler what exists only in ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -17,6 +18,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import kill_itself_when_parent_died
+from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
 from sglang_hcache.sglang_plugin.seam import hooking
 
@@ -36,6 +38,7 @@ def install() -> None:
         {
             f"{_ENGINE}._launch_detokenizer_subprocesses": (_launch_detokenizer, HookType.AROUND),
             f"{_HANDLER}.__init__": (_stop_on_interrupt, HookType.AFTER),
+            f"{_HANDLER}.sigterm_handler": (_tell_scheduler, HookType.AFTER),
         }
     )
 
@@ -57,6 +60,22 @@ def leave_signals_to_parent() -> None:
     """Ignore Ctrl-C, SIGTERM and SIGHUP, in a process that SIGKILL ends with its parent. For its main thread."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def save_when_told(save: Callable[[], object]) -> None:
+    """In the scheduler's process, after :func:`leave_signals_to_parent`: SIGTERM means that a stop has begun.
+
+    Args:
+        save: may be called at any moment of the main thread, so it must take no lock.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: save())
+
+
+def _tell_scheduler(*_: object) -> None:
+    """SGLang does so when the last request is over: later, perhaps, than whoever stops the server waits for it."""
+    for process in collect_scheduler_processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
 
 
 def _launch_detokenizer(

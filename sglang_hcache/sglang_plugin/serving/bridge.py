@@ -39,6 +39,7 @@ from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
 from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
@@ -51,7 +52,6 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = "demote.chunks_written"
 _SAVING_PAUSE_S = 0.001
 
 
@@ -108,6 +108,7 @@ class Bridge:
         if gate is not None and beside is not None:
             self._prefill_times = PrefillTimes(gate, beside.stage)
         self._closed = threading.Event()
+        self.last_writes = LastWrites(tiers, counters, config.shutdown_flush_s)
         self._stored = (
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
@@ -307,13 +308,7 @@ class Bridge:
             self._gauges.close()
         self._engine.close()
         self._assembler.close()
-        before = self.counters.snapshot().get(_WRITTEN, 0)
-        if not self.tiers.flush(self.config.shutdown_flush_s):
-            logger.warning(
-                "hcache: not all chunks were written to disk within %g s", self.config.shutdown_flush_s
-            )
-        written = self.counters.snapshot().get(_WRITTEN, 0) - before
-        logger.info("hcache: stopping; %d chunks that existed only in host memory are on disk now", written)
+        self.last_writes.finish()
         self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
     def state(self) -> dict[str, Any]:

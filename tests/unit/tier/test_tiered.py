@@ -15,7 +15,7 @@ from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreFullError, StoreIOError, TierMissError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, Run, StoreConfig
+from sglang_hcache.store import DiskStore, Run, StoreConfig, StoreStats
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -423,6 +423,97 @@ def test_clear_empties_both(tiers: TieredStore) -> None:
     assert read(tiers, [1]) == (HOST,)
 
 
+def test_a_clear_says_whether_it_is_for_good(tiers: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tiers, 1)
+    assert tiers.flush(60)
+    said: list[bool] = []
+    tiers.clear(said.append)
+    wait_for(lambda: said == [True])
+    assert tiers.disk is not None
+    go_on = held_up(tiers)
+    monkeypatch.setattr(tiers.disk, "clear", lambda: False)
+    tiers.clear()
+    tiers.clear(said.append)
+    tiers.clear(said.append)
+    assert said == [True]
+    go_on.set()
+    wait_for(lambda: said == [True, False, False])
+    TieredStore(tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1).clear(
+        said.append
+    )
+    assert said == [True, False, False, True], "without a disk nothing can come back"
+    left_out = StoreStats.not_opened(tiers.disk._config, "no reason")
+    without = TieredStore(
+        tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1, left_out=left_out
+    )
+    assert not without.is_clearing_pending
+    without.clear(said.append)
+    assert said[4:] == [False], "at the next start it would be there"
+    assert without.is_clearing_pending
+
+
+def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiers.disk is not None
+    clear, said = tiers.disk.clear, list[bool]()
+
+    def clear_the_second_time() -> bool:
+        monkeypatch.setattr(tiers.disk, "clear", clear)
+        raise StoreIOError("a file could not be deleted")
+
+    monkeypatch.setattr(tiers.disk, "clear", clear_the_second_time)
+    tiers.clear(said.append)
+    assert tiers.is_clearing
+    wait_for(lambda: said == [True])
+
+
+def test_what_is_given_up_stays_in_memory_and_is_not_written(tiers: TieredStore) -> None:
+    for name in range(1, 5):
+        put(tiers, name)
+    go_on = held_up(tiers)
+    tiers.demote_all()
+    tiers.give_up_dirty()
+    put(tiers, 5)
+    go_on.set()
+    assert tiers.flush(60)
+    assert read(tiers, [1, 2, 3, 4, 5]) == (HOST,) * 5
+    assert tiers._observer["demote.chunks_written"] == 1  # type: ignore[index]
+    assert tiers._observer["host.chunks_outdated"] == 4  # type: ignore[index]
+    for name in range(6, 11):
+        put(tiers, name)
+    assert [key(name) in tiers.host for name in range(1, 6)] == [False, False, True, True, True]
+
+
+def test_runs_that_were_asked_for_are_not_written_once_they_are_given_up(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiers.disk is not None
+    put(tiers, 1)
+    put(tiers, 11)
+    write_run = tiers.disk.write_run
+
+    def give_up_after_the_first(*run: Any) -> None:
+        write_run(*run)
+        tiers.give_up_dirty()
+
+    monkeypatch.setattr(tiers.disk, "write_run", give_up_after_the_first)
+    assert tiers.flush(60)
+    assert tiers.disk.stats().chunks == 1
+
+
+def test_from_the_word_on_everything_is_written(tiers: TieredStore) -> None:
+    put(tiers, 1)
+    wait_until_saved(tiers)
+    assert tiers.host.counts().dirty == 1
+    tiers.write_from_now_on()
+    wait_for(lambda: tiers.host.counts().dirty == 0)
+    put(tiers, 2)
+    wait_for(lambda: tiers.host.counts().dirty == 0)
+    assert tiers.disk is not None
+    assert tiers.disk.match([key(1), key(2)]) == 2
+
+
 def test_nothing_is_written_behind_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the demoter clears the disk, and goes on, before the serving thread does its next step."""
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
@@ -432,8 +523,8 @@ def test_nothing_is_written_behind_a_clear(tmp_path: Path, monkeypatch: pytest.M
         put(tiers, name)
     clear_disk = tiers._demoter.clear_disk
 
-    def clear_and_go_on() -> None:
-        clear_disk()
+    def clear_and_go_on(*tell: Any) -> None:
+        clear_disk(*tell)
         wait_until_saved(tiers)
         tiers._demoter._resting_until = 0.0
         wait_until_saved(tiers)
