@@ -142,8 +142,6 @@ class HCacheConfig(BaseModel):
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
     """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
     until it answers again; at most 3600."""
-    disk_read_limit: Size | None = Field(default=None, gt=0)
-    """Most bytes a second that are read from the disk tier, as if it were a slower one: for tests and comparisons."""
     measure_s: Number = Field(default=0.3, gt=0, le=60)
     """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
@@ -230,7 +228,6 @@ FILE_ONLY_FIELDS = frozenset(
         "staging_size",
         "segment_size",
         "io_timeout_s",
-        "disk_read_limit",
         "measure_s",
         "save_profile",
         "run_chunks",

@@ -87,7 +87,7 @@ class Ledger:
             return self._catalog.add_run(run)
 
     def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
-        """See ``Index``, here and below."""
+        """As :meth:`Index.quarantine`. This and the methods below do what ``Index`` does, where it is."""
         self._call(lambda index: index.quarantine(run, chunks))
 
     def delete_runs(self, rows: Iterable[int]) -> None:

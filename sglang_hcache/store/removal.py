@@ -100,7 +100,7 @@ class Remover:
         self.leftovers.add(segment)
 
     def remove(self, segment: Segment) -> None:
-        """The same, at once."""
+        """Files that are of no use, and were never in use here, go at once; what cannot, at the next :meth:`retry`."""
         self.remember(segment)
         self._unlink(segment)
 

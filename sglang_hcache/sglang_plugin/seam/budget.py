@@ -142,7 +142,6 @@ def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreC
         io_timeout_s=config.io_timeout_s,
         write_budget_bytes=config.disk_write_budget,
         max_age_s=config.disk_max_age,
-        read_limit_bytes_per_s=config.disk_read_limit,
         user_pid=None if server is None else server.pid,
         **({} if hidden_size is None else {"cost_doubling_tokens": 6 * hidden_size}),
     )

@@ -43,7 +43,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.line import Ahead, Line
 from sglang_hcache.sglang_plugin.serving.room import Room
-from sglang_hcache.sglang_plugin.serving.running import Rest, Running
+from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
 from sglang_hcache.sglang_plugin.serving.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 from sglang_hcache.tier.tiered import DISK, TieredStore
@@ -86,7 +86,7 @@ class RestoreCoordinator:
         self.running = running
         self._room = Room(device.tree, device.scheduler, running, self._waiting, config.max_inflight_fraction)
         self._stalled = 0
-        self._rest = Rest()
+        self._rest = DiskRest()
         self._holding_until = 0.0
         self._line = Line()
         self._look_again = 0.0

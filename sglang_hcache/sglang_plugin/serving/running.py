@@ -90,7 +90,7 @@ def _predicted_s(restore: Restore) -> float:
     return 0.0 if restore.decision is None else restore.decision.restore_s
 
 
-class Rest:
+class DiskRest:
     """After a restore from the disk that was late none from there starts for a while, in which it may recover.
 
     Else everyone would wait for the deadline of one after the other.

@@ -39,7 +39,7 @@ class Waiting:
         return self._tickets.get(rid)
 
     def take(self, rid: str) -> Ticket | None:
-        """The same; it waits no longer."""
+        """The ticket of a request, which waits no longer; None if it has none."""
         return self._tickets.pop(rid, None)
 
     def until_last_pending(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:

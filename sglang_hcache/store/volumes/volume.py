@@ -68,7 +68,10 @@ class Volume:
             raise
 
     def create_segment(self, segment: int, size: int) -> None:
-        """See ``StoreDirectory``; here and below raises what :meth:`call` does."""
+        """As :meth:`StoreDirectory.create_segment`.
+
+        This and the methods below do what ``StoreDirectory`` does, with a deadline; they raise what :meth:`call` does.
+        """
         create = partial(self.directory.create_segment, segment, size)
         self.call(create, "cannot create a segment file", writing=True)
 
