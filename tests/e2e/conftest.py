@@ -7,15 +7,14 @@ import re
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from sglang_hcache.cli.server import process as server_process
+from sglang_hcache.cli.server.launch import prepare_launch
 from sglang_hcache.cli.tiny_model.model import FAMILIES, TinyModel
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
-from tests.e2e.forked_servers import ForkServer
 from tests.e2e.harness import PLUGINS, TierServer
+from tests.e2e.plugins.hcache_forks import ForkServer, forking_popen
 from tests.patched_sglang import installed_sglang
 
 _OF_THE_TIER = re.compile(r"hcache|WARN|ERROR|Traceback|Prefill batch|flush")
@@ -36,16 +35,15 @@ def faster_imports() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forked_servers() -> Iterator[None]:
-    """Servers that tests start themselves: see ``forked_servers.py``."""
-    server = ForkServer()
+@pytest.fixture(scope="package", autouse=True)
+def forked_programs(faster_imports: None) -> Iterator[None]:
+    """Servers, commands and benchmarks: see ``plugins/hcache_forks.py``."""
+    _, environment = prepare_launch([])
+    forks = ForkServer(environment)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            server_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": server.popen})
-        )
+        patch.setattr(subprocess, "Popen", forking_popen(forks))
         yield
-    server.close()
+    forks.close()
 
 
 @pytest.fixture(scope="module")

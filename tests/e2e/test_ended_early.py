@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_hcache.cli.server.launch import prepare_launch
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL_MODEL = ("--layers", "4", "--hidden", "128", "--heads", "2", "--quick")
 
@@ -26,8 +28,10 @@ def end_early(
     """The results and the last words of a run that gets the signal ``number`` when its progress bar says ``after``."""
     terminal, stderr = pty.openpty()  # progress is shown in a terminal only
     command = [sys.executable, str(BENCHMARKS / f"{program}.py"), *options]
+    _, environment = prepare_launch([])  # else the ablations start anew with it
     process = subprocess.Popen(
         [*command, "--dir", str(folder), "--out", str(folder / "out")],
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
         # A test run in the background of a script inherits "ignore", and so would the benchmark.

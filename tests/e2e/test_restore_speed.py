@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sglang_hcache.cli.server.launch import prepare_launch
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "restore_speed.py"
 LIMITS = {"disk:50MB": 50e6, "disk:200MB": 200e6}
 LENGTH, LAYERS, HIDDEN = 1984, 8, 256
@@ -62,7 +64,10 @@ def measured(folder: Path, *more: str, rounds: int) -> dict[str, Rows]:
         *("--layers", str(LAYERS), "--hidden", str(HIDDEN), "--heads", "4", "--dtype", "float32"),
         *("--lengths", str(LENGTH), "--rounds", str(rounds), *more),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    _, environment = prepare_launch([])  # else it starts anew with it
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     tiers: dict[str, Rows] = {tier: {} for tier in LIMITS}
     for row in json.loads(result.stdout[result.stdout.index("{\n") :])["rows"]:

@@ -13,17 +13,17 @@ import sys
 from importlib.machinery import PathFinder
 from typing import Any
 
-_UNUSED = {"sklearn", "torchao", "flashinfer", "scipy", "torchaudio"}
+UNUSED = {"sklearn", "torchao", "flashinfer", "scipy", "torchaudio"}
 if "HCACHE_TEST_TORCHAO" in os.environ:
-    _UNUSED.remove("torchao")
+    UNUSED.remove("torchao")
 
 
 class _WithoutUnused(PathFinder):
-    """Finds no library of ``_UNUSED``, also where somebody only asks whether it is there."""
+    """Finds no library of ``UNUSED``, also where somebody only asks whether it is there."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
-        return None if fullname in _UNUSED else super().find_spec(fullname, path, target)
+        return None if fullname in UNUSED else super().find_spec(fullname, path, target)
 
 
 gc.set_threshold(100_000)
