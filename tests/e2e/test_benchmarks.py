@@ -9,10 +9,13 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from sglang_hcache.core.config import environment_with
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TIMES = ("mean", "p50", "p95", "p99")
@@ -25,10 +28,18 @@ def run(program: str, folder: Path, *options: str, named: str = "method") -> dic
     Args:
         named: the column that says what a row is of.
     """
-    out = folder / "out"
+    out, switches = folder / "out", folder.with_name(f"{folder.name}-switches")
+    switches.mkdir()
+    if (
+        program != "overhead"
+    ):  # whether a restore pays depends on the machine, and with small models it may not
+        (switches / "always_restore").touch()
     command = [sys.executable, str(BENCHMARKS / f"{program}.py"), "--quick", "--json", "--out", str(out)]
     command += ["--dir", str(folder), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    environment = environment_with({"HCACHE_TEST_SWITCHES": str(switches)})
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     data: dict[str, Any] = json.loads(result.stdout)
     assert json.loads((out / f"{program}.json").read_text()) == data
@@ -67,7 +78,7 @@ def check_row(row: dict[str, Any]) -> None:
 def test_zipf_replay(tmp_path: Path) -> None:
     options = (
         *("--alphas", "1", "--methods", "recompute,hidden,lmcache"),
-        *("--documents", "5", "--requests", "10"),
+        *("--documents", "5", "--requests", "10", "--layers", "3", "--hidden", "128"),
     )
     data = run("zipf_replay", tmp_path, *options)
     recompute, hidden, lmcache = data["rows"]
@@ -84,11 +95,12 @@ def test_zipf_replay(tmp_path: Path) -> None:
     assert (workload["cut_documents"], workload["mean_whole_tokens"]) == (0, workload["mean_context_tokens"])
     assert 2 < data["sizes"]["pool_tokens"] / workload["mean_context_tokens"] < 3
     assert recompute["restored_tokens"] == 0
-    assert hidden["restored_tokens"] > 0  # what auto restores depends on the machine
+    assert hidden["restored_tokens"] > 0
 
 
-def test_multiturn(tmp_path: Path) -> None:
+def test_multiturn(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     options = (
+        *("--model-path", str(tiny_model(layers=3, hidden=128, heads=2))),
         *("--rates", "20", "--methods", "recompute,kv,lmcache", "--conversations", "5"),
         *("--scale", "0.2", "--device-contexts", "1"),
     )
@@ -125,7 +137,7 @@ def test_burst(tmp_path: Path) -> None:
         assert row["device_hit_ratio"] == 0, "all had left the KV pool"
         assert 0 < row["round_speedup_over_recompute_low"] <= row["round_speedup_over_recompute_high"]
     assert recompute["restored_requests"] == 0
-    assert kv["restored_requests"] > 0, "whether it pays for each of them depends on the machine"
+    assert kv["restored_requests"] > 0
 
 
 def test_overhead(tmp_path: Path) -> None:

@@ -63,9 +63,11 @@ def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_twice_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = environment_with({"TMPDIR": str(tmp_path)})
+    del environment["HCACHE_TEST_FORK"]  # the plain way, as a user's
     demo = subprocess.Popen(
         [str(HCACHE), "demo", "--json"],
-        env=environment_with({"TMPDIR": str(tmp_path)}),
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

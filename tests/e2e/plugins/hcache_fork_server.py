@@ -1,8 +1,8 @@
 """A process that has imported SGLang and forks others: ``python -m hcache_fork_server FD``, for ``hcache_forks.py``.
 
-FD is a socket. A message is JSON with Python's ``arguments``, ``environment`` and ``folder`` of a program and whether it
-``leads_session``, and the descriptors of its standard input, output and errors; the answer is its process id. It ends
-when the other side does.
+FD is a socket. A message is JSON with Python's ``arguments``, ``environment`` and ``folder`` of a program and whether
+it ``leads_session``, and the descriptors of its standard input, output and errors; the answer is its process id. It
+ends when the other side does.
 """
 
 import atexit

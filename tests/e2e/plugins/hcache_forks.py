@@ -92,7 +92,9 @@ def forking_popen(forks: ForkServer) -> type[subprocess.Popen[Any]]:
                 super()._execute_child(args, *others)
                 return
             request = {
-                **{"arguments": arguments, "environment": environment, "leads_session": bool(leads)},
+                "arguments": arguments,
+                "environment": environment,
+                "leads_session": bool(leads),
                 "folder": str(Path.cwd() if folder is None else folder),
             }
             ends = [pipes[0], pipes[3], pipes[5]]
@@ -110,7 +112,9 @@ def _arguments_of_python(command: Any) -> list[str] | None:
     program, *arguments = map(str, command)
     if program == str(Path(sys.executable).with_name("hcache")):
         return [program, *arguments]
-    is_plain = program == sys.executable and arguments and (arguments[0] in ("-m", "-c") or arguments[0][0] != "-")
+    is_plain = (
+        program == sys.executable and arguments and (arguments[0] in ("-m", "-c") or arguments[0][0] != "-")
+    )
     return arguments if is_plain else None
 
 
