@@ -38,17 +38,16 @@ def mount_of(path: Path) -> Mount | None:
 
 
 def check_mounted_as_listed(path: Path, fstab: Path) -> None:
-    """Whether all is mounted at and above ``path`` that ``fstab`` lists without ``noauto``.
+    """Whether ``path`` lies below a mount point of ``fstab``, without ``noauto``, where nothing is mounted.
 
     Raises:
-        OSError: it is not, so ``path`` lies on the disk below.
+        OSError: it does, on the disk that is mounted further up.
     """
-    place = Path(os.path.realpath(path))  # so a listed name that is a link is never above it
-    mounted = {mount.point for mount in _mounted()}
-    if not mounted:
+    place, mount = Path(os.path.realpath(path)), mount_of(path)
+    if mount is None:
         return  # nobody can tell
-    for point in _listed(fstab):
-        if place.is_relative_to(point) and point not in {Path("/"), *mounted}:
+    for point in _listed(fstab):  # real places: a listed name that is a link is never above one
+        if place.is_relative_to(point) and mount.point in point.parents:
             raise OSError(errno.ENODEV, f"nothing is mounted at {point}, which {fstab} lists: mount it first")
 
 

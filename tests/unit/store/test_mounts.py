@@ -82,6 +82,20 @@ def test_all_else_is_as_it_was(tmp_path: Path, open_store: OpenStore, line: str)
     write_keys(store, KEYS, SIZES)
 
 
+def test_a_disk_below_a_mount_point_that_is_not_in_use_is_as_good_as_any(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a cloud lists ``/mnt`` for a disk that this machine has not, and somebody mounts one at ``/mnt/nvme0``."""
+    point = tmp_path / "mnt"
+    config = configured(tmp_path, point / "nvme0" / "hcache", f"UUID=1 {point} auto nofail")
+    (tmp_path / "mountinfo").write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/root rw\n2 1 8:2 / {point}/nvme0 rw - xfs /dev/nvme0n1 rw\n"
+    )
+    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "mountinfo")
+    assert look_ahead(config).holders == {}
+    write_keys(open_store(config), KEYS, SIZES)
+
+
 def test_where_nobody_says_what_is_mounted_nothing_is_refused(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
