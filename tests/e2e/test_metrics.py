@@ -196,7 +196,8 @@ def test_a_clear_call_is_answered_when_it_is_for_good(server: TierServer) -> Non
         """While the directory takes no writes: it is tried again every second."""
         server.ask(random_prompt(next(seeds), 230), tokens=1)
         server.flush_device()
-        assert server.post("/hicache/storage-backend/clear").status_code == 200
+        if server.post("/hicache/storage-backend/clear").status_code == 400:
+            return False  # a busy machine: not within the time that a clear call has
         assert not server.state()["disk"]["clearing_pending"]
         return "the clearing is written down" in server.process.log_text()
 

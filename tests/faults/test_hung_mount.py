@@ -48,7 +48,7 @@ def test_a_start_waits_for_no_disk(
     given = {"dirs": str(dirs), **sizes, "io_engine": "posix"}
     config = HCacheConfig.from_settings(given)
     flags._look_ahead(config)  # it may answer when the model is loaded
-    with pytest.raises(StoreIOError, match=r"cannot use .*hcache \(--hcache-dirs\): no answer within 0.2 s"):
+    with pytest.raises(StoreIOError, match=r"cannot use .* \(--hcache-dirs\): no answer within 0.2 s"):
         _open_disk(config, 64, Counters())
     config = HCacheConfig.from_settings({**given, "disk_at_start": "optional"})
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 
 
 def settings(folder: Path, **more: object) -> HCacheConfig:
-    sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0, "io_timeout_s": 0.3}
+    sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0}
     dirs = f"{folder / 'one'},{folder / 'two'}"
     return HCacheConfig.from_settings({"dirs": dirs, "io_engine": "posix", **sizes, **more})
 
