@@ -32,13 +32,13 @@ class _Call:
         if is_over and (self.cleared.result() or not tiers.is_clearing_pending):
             return True
         waited_s = time.monotonic() - self.began
-        if waited_s < (_NOTE_S if is_over else _FILES_S):
-            return None
+        if tiers.disk is not None and waited_s < (_NOTE_S if is_over else _FILES_S):
+            return None  # one that was left out at the start is no use waiting for
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(
             "hcache: a clear call is answered with an error: after %.0f s it is not for good (%s). Mend that and call "
             "again, or stop the server and use `hcache store clear`",
-            waited_s, "; ".join(f"{item.path} is {item.condition} {item.reason}".rstrip() for item in directories),
+            waited_s, "; ".join(f"{item.path}: {item.condition} {item.reason}".rstrip() for item in directories),
         )  # fmt: skip
         return False
 

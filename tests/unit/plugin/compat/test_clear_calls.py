@@ -22,7 +22,7 @@ class Server:
     def __init__(self) -> None:
         self.clearings: list[Future[bool]] = []
         self.sent: list[tuple[bool, Any]] = []
-        self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None)
+        self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None, disk=object())
         self.scheduler: Any = SimpleNamespace(
             session_controller=SimpleNamespace(maybe_reap=lambda _now: None),
             flush_wrapper=SimpleNamespace(check_pending=lambda: None),
@@ -84,6 +84,14 @@ def test_one_that_is_over_at_once_is_answered_at_once() -> None:
     done.set_result(True)
     server.scheduler.tree_cache.bridge.clear = lambda: done
     assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [True]
+
+
+def test_nobody_waits_for_a_disk_tier_that_was_left_out() -> None:
+    server, done = Server(), Future[bool]()
+    done.set_result(False)
+    server.scheduler.tree_cache.bridge.clear = lambda: done
+    server.tiers.is_clearing_pending, server.tiers.disk = True, None
+    assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [False]
 
 
 @pytest.mark.parametrize(("limit", "is_over"), [("_NOTE_S", True), ("_FILES_S", False)])
