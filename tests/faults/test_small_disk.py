@@ -228,6 +228,22 @@ def test_a_file_system_that_aborts(
     store.close()
 
 
+def test_where_nothing_can_be_preallocated_no_block_is_written_for_it(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """glibc would write to each of them, which takes minutes over NFS: the disk would count as one that hangs."""
+    disk = small_disk("ext3", tmp_path)
+    try:
+        store = open_store(config_on(disk))
+        write(store, range(1))
+        (file,) = (disk.mount_point / "hcache").glob("segment-*.seg")
+        assert file.stat().st_size == MIB > 2 * 512 * file.stat().st_blocks
+        assert served(store, range(1)) == [0]
+        store.close()
+    finally:
+        disk.close()
+
+
 @pytest.mark.parametrize("folder", ["", "hcache"])
 def test_a_disk_that_is_unmounted_and_mounted_again(
     ext4: SmallDisk, tmp_path: Path, open_store: OpenStore, folder: str

@@ -21,6 +21,7 @@ from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.rate import PROBE_NAME
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
+from sglang_hcache.store.volumes.preallocation import preallocate
 
 SUPERBLOCK_NAME = "superblock.json"
 INDEX_NAME = "index.sqlite"
@@ -147,7 +148,7 @@ class StoreDirectory:
             fd = os.open(name, flags, 0o600, dir_fd=place)
             try:
                 os.fchmod(fd, 0o600)
-                _preallocate(fd, size)
+                preallocate(fd, size)
                 os.fsync(place)
             except OSError:
                 os.unlink(name, dir_fd=place)
@@ -370,12 +371,3 @@ def _blocks(entry: os.DirEntry[str]) -> int:
 
 def _flags(flags: int, direct: bool) -> int:
     return flags | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-
-
-def _preallocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, size)

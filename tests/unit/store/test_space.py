@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -563,10 +564,7 @@ def test_a_device_that_is_full_when_written_to_gets_room_by_evicting(
 def test_a_file_system_without_preallocation(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, offset: int, size: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("os.posix_fallocate", refuse)
+    monkeypatch.setattr("sglang_hcache.store.volumes.directory.preallocate", os.ftruncate)
     config = small_config(tmp_path, size=8 * MIB, segment=MIB)
     store = open_store(config)
     for number in range(12):
