@@ -12,6 +12,7 @@ can open the index meanwhile: :meth:`Index.read` reads a copy.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import threading
@@ -49,6 +50,8 @@ _BUSY_MS = 1000
 """To wait for another program that has the index open; much less than what counts as a device that hangs."""
 
 _PAGE_BYTES = 4096
+_TRANSACTION_PAGES = 256
+"""More than one changes."""
 _EXCLUSIVE = "PRAGMA locking_mode = EXCLUSIVE"
 
 _SCHEMA = """
@@ -82,6 +85,7 @@ class Index:
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        self._path = path
         self._log_path = log_of(path)
         self._lock = threading.Lock()
 
@@ -98,12 +102,16 @@ class Index:
         except OSError as error:
             raise StoreIOError(f"cannot create the index {path}: {error}") from error
         index = cls(_connect(path), path)
-        with index._translated():
-            index._configure(max_bytes)
-            index._connection.executescript(_SCHEMA)
-            with index._transaction():
-                index._connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-                index._connection.execute("INSERT INTO meta VALUES ('store_id', ?)", (store_id,))
+        try:
+            with index._translated():
+                index._configure(max_bytes)
+                index._connection.executescript(_SCHEMA)
+                with index._transaction():
+                    index._connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+                    index._connection.execute("INSERT INTO meta VALUES ('store_id', ?)", (store_id,))
+        except BaseException:
+            index.discard()
+            raise
         return index
 
     @classmethod
@@ -233,6 +241,12 @@ class Index:
         with self._lock, contextlib.suppress(*_SQLITE_ERRORS):
             self._connection.close()
 
+    def discard(self) -> None:
+        """Close and delete one that could not be filled, as far as possible: it takes room that another one needs."""
+        self.close()
+        with contextlib.suppress(OSError):
+            remove_index(self._path)
+
     def _configure(self, max_bytes: int) -> None:
         execute = self._connection.execute
         execute(_EXCLUSIVE)  # before the log is opened, which maps -shm otherwise
@@ -272,6 +286,17 @@ class Index:
                 # Not "full": then segments would be evicted, which makes no room in the log.
                 raise StoreIOError(f"{self._log_path} cannot be emptied")
 
+    def _has_pages(self) -> bool:
+        """Whether it may still grow by what one transaction needs: then it is its disk that is full."""
+        try:
+            total, unused, most = (
+                int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+                for name in ("page_count", "freelist_count", "max_page_count")
+            )
+        except _SQLITE_ERRORS:
+            return False
+        return total - unused + min(_TRANSACTION_PAGES, most // 2) < most
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock, self._translated():
@@ -293,8 +318,12 @@ class Index:
             raise StoreIOError(f"the index failed: {error}") from error
         except _SQLITE_ERRORS as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_FULL and self._has_pages():
+                raise StoreIOError(f"the index failed: {error}") from OSError(
+                    errno.ENOSPC, os.strerror(errno.ENOSPC)
+                )
             if code == sqlite3.SQLITE_FULL:
-                raise StoreFullError(f"the index is full: {error}") from error
+                raise StoreFullError("the index has reached its size") from error
             if code == sqlite3.SQLITE_BUSY:
                 raise StoreLockedError(f"another program has the index open: {error}") from error
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

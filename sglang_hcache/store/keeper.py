@@ -76,16 +76,28 @@ class Keeper:
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
         self._try(self._space.rejoin)
-        self._try(self._move_index)
+        self._try(partial(self._relieved, self._move_index))
         self._try(self._space.tend)
-        self._try(self._write_down)
+        self._try(partial(self._relieved, self._write_down))
 
     def _move_index(self) -> None:
         try:
             self._ledger.move_if_needed()
         except StoreFullError:
-            self._space.evict_one()  # until what is stored fits the index, or the index the disk
+            self._space.evict_one()  # until what is stored fits the index
             raise
+
+    def _relieved(self, step: Callable[[], None]) -> None:
+        """Where ``step`` finds that a disk takes no more of the index, a segment there goes."""
+        full = self._full()
+        try:
+            step()
+        finally:
+            if newly_full := self._full() - full:
+                self._space.relieve(newly_full)
+
+    def _full(self) -> set[int]:
+        return {volume.stripe for volume in self._volumes if volume.health.is_full}
 
     def _take_again(self, volume: Volume) -> None:
         try:

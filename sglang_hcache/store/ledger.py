@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,7 +202,7 @@ class Ledger:
                 self._lost = True
                 raise StoreIOError(f"{error}; it is written anew") from error
             except StoreIOError:
-                self._failures += 1
+                self._failures += not home.health.is_full  # which says nothing of the database
                 self._lost |= self._failures >= _FAILURES_ALLOWED
                 raise
             self._failures = 0
@@ -239,6 +240,16 @@ class Ledger:
             return volume.call(function, "cannot write the index", writing=True)
 
         index = put(lambda: Index.create(path, store_id, limit))
+        try:
+            self._fill(index, put)
+        except StoreError:
+            with contextlib.suppress(OSError):
+                volume.probe(index.discard)
+            raise
+        return index
+
+    def _fill(self, index: Index, put: Callable[[Callable[[], None]], None]) -> None:
+        """All that there is, each piece by ``put``. Raises StoreError."""
         for runs in batches(self._catalog.runs()):
             put(partial(index.insert, {run.number: run.place for run in runs}, {}))
             for run in runs:
@@ -248,7 +259,6 @@ class Ledger:
         put(lambda: index.save_recency(segments))
         put(lambda: index.save_meta({**self._meta, **partial_meta(self.is_partial)}))
         put(index.mark_complete)
-        return index
 
 
 def partial_meta(is_partial: bool) -> dict[str, str]:

@@ -114,7 +114,7 @@ class Space:
             if not is_used and (segment is not self._active or not any(segment.used)):
                 self._active = None if segment is self._active else self._active
                 self._remover.retire(segment, only_unpinned=False)
-            if isinstance(error, StoreFullError):
+            if isinstance(error, StoreError):  # also the index's, which may be on the same disk
                 self._eviction.relieve(segment.members)
             if self._catalog.unpin([segment]):
                 self._remover.retry()
@@ -123,6 +123,11 @@ class Space:
         """Remove the least dear segment; False if none can go."""
         with self._lock:
             return self._remover.evict_coldest()
+
+    def relieve(self, stripes: Iterable[int]) -> None:
+        """These directories are full: see :meth:`Eviction.relieve`."""
+        with self._lock:
+            self._eviction.relieve(stripes)
 
     def tend(self) -> None:
         """In the background: delete what could not be deleted, and what is too old; keep the floor; make room."""
