@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.store.format.geometry import BLOCK, round_up
 
 ByteArray = npt.NDArray[np.uint8]
@@ -56,16 +57,24 @@ class ScratchPool(threading.local):
     """A larger buffer is not kept."""
 
     def __init__(self) -> None:
-        self._buffer = aligned_empty(0)
+        self._buffer: ByteArray = np.empty(0, np.uint8)
 
     def take(self, size: int) -> ByteArray:
-        """``size`` bytes of aligned memory with arbitrary contents."""
-        if size > self.KEEP_BYTES:
-            return aligned_empty(size)
-        if size > self._buffer.size:
-            self._buffer = aligned_empty(size)
-        return self._buffer[:size]
+        """``size`` bytes of aligned memory with arbitrary contents.
+
+        Raises:
+            StoreIOError: there is not so much.
+        """
+        if size <= self._buffer.size:
+            return self._buffer[:size]
+        try:
+            buffer = aligned_empty(size)
+        except OSError as error:
+            raise StoreIOError(f"no memory for {size} bytes: {error}") from error
+        if size <= self.KEEP_BYTES:
+            self._buffer = buffer
+        return buffer
 
     def discard(self) -> None:
         """Leave the thread's buffer to an operation that was given up but may still touch it."""
-        self._buffer = aligned_empty(0)
+        self._buffer = np.empty(0, np.uint8)

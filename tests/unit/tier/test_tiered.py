@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -101,6 +102,27 @@ def test_write_through_writes_what_is_sealed(tmp_path: Path) -> None:
     reopened = open_tiers(tmp_path / "store")
     assert read(reopened, [1, 2, 3, 4]) == (DISK,) * 4
     reopened.close()
+
+
+def test_what_finds_no_memory_to_be_written_with_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_REST_S", 0.2)
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    refused = []
+
+    def refuse(*arguments: object) -> None:
+        refused.append(arguments)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_hcache.store.io.memory.mmap.mmap", refuse)
+        put(tiers, 1)
+        wait_for(lambda: refused and tiers._demoter._resting_until)  # type: ignore[union-attr]
+    wait_for(lambda: key(1) in tiers.host and not tiers.host.counts().dirty)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
+    tiers.close()
 
 
 def test_write_through_writes_what_could_not_be_written_when_the_disk_is_well_again(
