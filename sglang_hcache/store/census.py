@@ -40,6 +40,10 @@ class Files:
     def numbers(self) -> list[int]:
         return sorted({number for found in self.sizes if found is not None for number in found})
 
+    def longest(self, number: int) -> int:
+        """Bytes of the largest file of a segment, of those that can be seen."""
+        return max((found.get(number, 0) for found in self.sizes if found is not None), default=0)
+
     def uncleared(self) -> list[int]:
         """Numbers of segments that may hold runs."""
         return [number for number in self.numbers() if number >= self.first_segment]
@@ -59,7 +63,7 @@ class Census:
     """Makes segments of runs, as far as files bear them out, and puts their runs into the catalog.
 
     Args:
-        file_bytes: what a file that cannot be asked counts at least.
+        file_bytes: room in each file of a segment that is created now.
     """
 
     def __init__(self, files: Files, volumes: Sequence[Volume], catalog: Catalog, file_bytes: int) -> None:
@@ -76,7 +80,9 @@ class Census:
             return False
         segment = self.segments.get(place.segment)
         if segment is None:
-            segment = Segment(place.segment, self._volumes, place.shape.members, self._file_bytes)
+            # One that cannot be seen was made as long as the others, and is cut when they are.
+            file_bytes = self._files.longest(place.segment)
+            segment = Segment(place.segment, self._volumes, place.shape.members, file_bytes)
             segment.last_used, segment.score = recency.last_used, recency.score
             self.segments[place.segment] = segment
         elif segment.members != place.shape.members:
@@ -86,6 +92,12 @@ class Census:
         run.quarantined = {chunk: why for chunk, why in quarantined.items() if chunk < len(place.keys)}
         self._catalog.adopt_run(run)
         return True
+
+    def expect_uncut(self) -> None:
+        """The last segment may have been in use when the process ended: what cannot be seen of it counts in full."""
+        if self.segments:
+            last = self.segments[max(self.segments)]
+            last.file_bytes = max(last.file_bytes, self._file_bytes)
 
     def strays(self, *, is_partial: bool) -> tuple[list[Segment], list[Segment]]:
         """Files of no segment: those to keep and those to delete.

@@ -105,6 +105,7 @@ class Recovery:
             recency = contents.recency.get(place.segment, Recency(0, 0.0))
             if not census.admit(number, place, recency, contents.quarantined.get(number, {})):
                 unusable.append(number)
+        census.expect_uncut()
         if unusable:
             logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
             self._observer.count("store.runs_lost", len(unusable))
