@@ -127,6 +127,12 @@ class Demoter:
             time.sleep(0.005)
         return True
 
+    def rest(self, until: float) -> bool:
+        """Wait until what could not be written may be tried again; False if that is not before ``until``."""
+        resting_until = self._resting_until
+        time.sleep(max(0.0, min(resting_until, until) - time.monotonic()))
+        return max(resting_until, time.monotonic()) < until
+
     def clear_disk(self, tell: ClearedTold | None = None) -> None:
         """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits.
 

@@ -8,6 +8,7 @@ serving thread only ever touches memory, whatever the disk does.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -286,9 +287,19 @@ class TieredStore:
         return self.is_clearing or (self.disk_stats is not None and self.disk_stats.clearing_pending)
 
     def flush(self, timeout_s: float) -> bool:
-        """Write all chunks that exist only in host memory; False if time ran out first."""
-        self.demote_all()
-        return self._demoter is None or self._demoter.wait_until_idle(timeout_s)
+        """Write all chunks that exist only in host memory, those that fail again after a rest; False if time ran out
+        first.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._demoter is not None:
+            self.demote_all()
+            if not self._demoter.wait_until_idle(deadline - time.monotonic()):
+                return False
+            if not self.host.counts().dirty:
+                break
+            if not self._demoter.rest(deadline):
+                return False
+        return True
 
     def clear(self, tell: ClearedTold | None = None) -> None:
         """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files.

@@ -143,6 +143,22 @@ def test_write_through_writes_what_could_not_be_written_when_the_disk_is_well_ag
     tiers.close()
 
 
+def test_a_flush_tries_again_what_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_REST_S", 0.2)
+    tiers = open_tiers(tmp_path / "store")
+    assert tiers.disk is not None
+    put(tiers, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.disk, "write_run", failing)
+        assert not tiers.flush(0.5)
+        threading.Timer(0.3, patch.undo).start()
+        assert tiers.flush(60)
+    assert tiers.disk.contains(key(1))
+    tiers.close()
+
+
 def test_write_through_rests_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demoter, "_REST_S", 600.0)
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
