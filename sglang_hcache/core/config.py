@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from enum import StrEnum
 from inspect import get_annotations
 from pathlib import Path
@@ -277,11 +278,15 @@ def _explain(error: dict[str, Any]) -> str:
     field = str(error["loc"][0]) if error["loc"] else ""
     value = error.get("input")
     if error["type"] == "extra_forbidden":
-        known = ", ".join(sorted(HCacheConfig.model_fields))
-        return f"unknown setting {field!r} in the file of {CONFIG_FLAG}; known settings: {known}"
+        known = sorted(HCacheConfig.model_fields)
+        meant = get_close_matches(field.lstrip("-").removeprefix("hcache-").replace("-", "_"), known, n=1)
+        hint = f"did you mean {meant[0]}? Known settings" if meant else "known settings"
+        return f"unknown setting {field!r} in the file of {CONFIG_FLAG}; {hint}: {', '.join(known)}"
     if error["type"] == "enum":
         return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
     reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+    if reason.startswith(repr(value)):
+        return f"{flag_of(field)}: {reason}"
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"
 
 

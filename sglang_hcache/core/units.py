@@ -54,14 +54,17 @@ def parse_size_or_percent(text: str | int) -> int | str:
     """Bytes meant by ``text``, or a share of something as text such as ``"10%"``.
 
     Raises:
-        ValueError: as :func:`parse_size`; or 100 % and more.
+        ValueError: as :func:`parse_size`; a share of 100 % and more; or so few bytes that a share was meant.
     """
-    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        return parse_size(text)
-    if float(match.group(1)) >= 100:
-        raise ValueError("a share is less than 100%")
-    return f"{match.group(1)}%"
+    if isinstance(text, str) and "%" in text:
+        match = _PERCENT.fullmatch(text)
+        if match is None or float(match.group(1)) >= 100:
+            raise ValueError("a share is a number below 100 with a percent sign, such as 10%")
+        return f"{match.group(1)}%"
+    size = parse_size(text)
+    if 0 < size < 100:
+        raise ValueError(f"that is {size} bytes: write a share as {size}%, a size with its unit as {size}GB")
+    return size
 
 
 _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -85,7 +88,7 @@ def parse_duration(text: object) -> float:
         raise ValueError(f"{text!r} is not a time; write {DURATION_HELP}")
     seconds = float(match.group(1)) * _SECONDS_OF[match.group(2)]
     if not 1 <= seconds <= _LONGEST_S:
-        raise ValueError("a time is between a second and 36500d")
+        raise ValueError(f"{text!r} is not a time between a second and 36500d")
     return seconds
 
 

@@ -255,7 +255,7 @@ def _size(text: str | None) -> int | None:
     try:
         return parse_size(text)
     except ValueError:
-        raise ConfigError(f"--to: {text!r} is not allowed; write {SIZE_HELP}") from None
+        raise ConfigError(f"--to: {text!r} is not a size; write {SIZE_HELP}") from None
 
 
 def _age(text: str | None) -> float | None:
@@ -264,4 +264,4 @@ def _age(text: str | None) -> float | None:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise ConfigError(f"--older-than: {text!r} is not allowed; {error}") from None
+        raise ConfigError(f"--older-than: {error}") from None

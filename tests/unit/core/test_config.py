@@ -70,8 +70,16 @@ def test_it_survives_the_way_through_json() -> None:
         ({"dirs": {"/a": 1}}, ("--hcache-dirs", "/a", "a list of them")),
         ({"dirs": "~nobody-of-this-name/a"}, ("--hcache-dirs", "~nobody", "from / on")),
         ({"profile": "~nobody-of-this-name/a"}, ("--hcache-profile", "~nobody", "from / on")),
-        ({"disk_max_age": 30}, ("--hcache-disk-max-age", "30 is not allowed", "12h or 30d")),
-        ({"disk_max_age": "0d"}, ("--hcache-disk-max-age", "'0d' is not allowed", "between a second and")),
+        ({"disk_max_age": 30}, ("--hcache-disk-max-age", "30 is not a time", "12h or 30d")),
+        ({"disk_size": "20G"}, ("--hcache-disk-size: '20G' is not a size; write",)),
+        (
+            {"disk_free_floor": "10"},
+            ("--hcache-disk-free-floor", "'10' is not allowed", "write a share as 10%"),
+        ),
+        ({"disk_free_floor": "ten%"}, ("--hcache-disk-free-floor", "'ten%' is not allowed", "such as 10%")),
+        ({"disk_szie": 2}, ("unknown setting 'disk_szie'", "did you mean disk_size?")),
+        ({"--hcache-disk-size": 2}, ("unknown setting '--hcache-disk-size'", "did you mean disk_size?")),
+        ({"disk_max_age": "0d"}, ("--hcache-disk-max-age", "'0d' is not a time between a second and 36500d")),
         ({"disk_sise": "1GB"}, ("disk_sise", "disk_size")),
     ],
 )

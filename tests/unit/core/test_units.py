@@ -32,14 +32,16 @@ def test_sizes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("10%", "10%"), (" 2.5 % ", "2.5%"), ("0%", "0%"), ("8GB", 8 * 10**9), ("10", 10), (7, 7)],
+    [("10%", "10%"), (" 2.5 % ", "2.5%"), ("0%", "0%"), ("8GB", 8 * 10**9), ("0", 0), ("100", 100)],
 )
 def test_sizes_and_shares(text: str | int, meant: str | int) -> None:
     assert parse_size_or_percent(text) == meant
     assert parse_size_or_percent(meant) == meant
 
 
-@pytest.mark.parametrize("text", ["%", "-1%", "100%", "1e-3%", "10 percent", True, None, 0.1])
+@pytest.mark.parametrize(
+    "text", ["10", 10, "99B", "%", "-1%", "100%", "1e-3%", "10 percent", True, None, 0.1]
+)
 def test_what_is_neither_a_size_nor_a_share(text: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         parse_size_or_percent(text)  # type: ignore[arg-type]

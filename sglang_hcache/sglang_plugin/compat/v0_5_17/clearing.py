@@ -38,7 +38,7 @@ class _Call:
         logger.warning(
             "hcache: a clear call is answered with an error: after %.0f s it is not for good (%s). Mend that and call "
             "again, or stop the server and use `hcache store clear`",
-            waited_s, "; ".join(f"{item.path}: {item.condition} {item.reason}".rstrip() for item in directories),
+            waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
         )  # fmt: skip
         return False
 

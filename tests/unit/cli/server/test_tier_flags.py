@@ -16,7 +16,7 @@ from sglang_hcache.core.errors import ConfigError
         (["--hcache-dsk-size", "2GB"], "did you mean --hcache-disk-size?"),
         (["--hcache_dirs=/a"], "did you mean --hcache-dirs?"),
         (["--hcache-segment-size", "1MB"], "segment_size has no flag; set it in the file of --hcache-config"),
-        (["--hcache-host-size", "10 XB"], "--hcache-host-size: '10 XB' is not allowed"),
+        (["--hcache-host-size", "10 XB"], "--hcache-host-size: '10 XB' is not a size"),
         (["--hcache-host-size", "-1"], "--hcache-host-size"),
         (["--hcache-method=hiden"], "--hcache-method: 'hiden' is not allowed"),
         (["--hcache-dirs"], "--hcache-dirs: expected one argument"),

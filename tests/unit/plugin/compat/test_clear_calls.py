@@ -99,12 +99,14 @@ def test_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, is_over: bool
 ) -> None:
     server = Server()
-    server.tiers.is_clearing_pending = True
+    out = SimpleNamespace(path="/a", condition="out", reason="no device")
+    well = SimpleNamespace(path="/b", condition="healthy", reason="")
+    server.tiers.is_clearing_pending, server.tiers.disk_stats = True, SimpleNamespace(directories=(out, well))
     assert server.round(ClearHiCacheReqInput()) == []
     if is_over:
         server.clearings[0].set_result(False)
         assert server.round() == []
     monkeypatch.setattr(clearing, limit, 0.0)
     assert [success for success, _ in server.round()] == [False]
-    assert "it is not for good" in caplog.text
+    assert "it is not for good (/a is out: no device; /b is healthy)" in caplog.text
     assert server.round() == []
