@@ -253,9 +253,12 @@ def _size(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except ValueError:
         raise ConfigError(f"--to: {text!r} is not a size; write {SIZE_HELP}") from None
+    if 0 < size < 100:  # nearly everything would go, for want of a unit
+        raise ConfigError(f"--to: {text!r} is {size} bytes; write its unit, such as {size}GB")
+    return size
 
 
 def _age(text: str | None) -> float | None:

@@ -228,7 +228,8 @@ class StoreDirectory:
             return None
         except ValueError as error:
             raise StoreFormatError(
-                f"{path} is damaged ({error}); delete all files in {self.path} to start an empty store there"
+                f"{path} is damaged ({error}); `hcache store fsck --rebuild` with all directories of the store makes a "
+                f"new one; to start an empty store there, delete all files in {self.path}"
             ) from None
 
     def write_superblock(self, superblock: Superblock) -> None:
