@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sglang_hcache.core.errors import HCacheError, StoreFullError
+from sglang_hcache.core.errors import HCacheError, StoreError, StoreFullError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.space import Space
+from sglang_hcache.store.volumes.health import FULL_ERRNOS
 from sglang_hcache.store.volumes.opening import take_again
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -92,9 +93,12 @@ class Keeper:
         full = self._full()
         try:
             step()
-        finally:
-            if newly_full := self._full() - full:
-                self._space.relieve(newly_full)
+        except StoreError as error:
+            cause = error.__cause__
+            # Else it was a write that found the disk full meanwhile, for which a segment goes as well.
+            if isinstance(cause, OSError) and cause.errno in FULL_ERRNOS:
+                self._space.relieve(self._full() - full)
+            raise
 
     def _full(self) -> set[int]:
         return {volume.stripe for volume in self._volumes if volume.health.is_full}
