@@ -144,9 +144,12 @@ def _pages_taken(
     **kwargs: Any,
 ) -> torch.Tensor:
     """SGLang wants a free page for each request that decodes; few of them come to the end of theirs at once."""
-    page_size = tree_cache.page_size
-    pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=page_size, decode=True)
-    with tree_cache.taking(page_size * pages):
+
+    def needed() -> int:
+        page_size = tree_cache.page_size
+        return page_size * int(get_num_new_pages(seq_lens=seq_lens_cpu, page_size=page_size, decode=True))
+
+    with tree_cache.taking(needed):
         return original(tree_cache, seq_lens, seq_lens_cpu, *args, **kwargs)
 
 

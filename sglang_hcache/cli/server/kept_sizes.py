@@ -21,11 +21,10 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
         return {}
     sight.close()
     identity = sight.identity
+    percent = identity.free_floor_percent
     return {
         "disk_size": identity.size_bytes,
-        "disk_free_floor": f"{percent:f}%"
-        if (percent := identity.free_floor_percent)
-        else identity.free_floor_bytes,
+        "disk_free_floor": f"{percent:f}%" if percent else identity.free_floor_bytes,
         "segment_size": identity.segment_bytes,
     }
 

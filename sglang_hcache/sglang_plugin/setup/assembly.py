@@ -107,9 +107,8 @@ def _open_disk(
     try:
         return DiskStore.open(settings, counters), None
     except StoreError as error:
-        if (
-            config.disk_at_start is DiskAtStart.REQUIRED or config.save_profile is not None
-        ):  # it is to be measured
+        is_to_be_measured = config.save_profile is not None
+        if config.disk_at_start is DiskAtStart.REQUIRED or is_to_be_measured:
             raise
         logger.warning(
             "hcache: the disk tier cannot be opened; this server runs without it until its next start "

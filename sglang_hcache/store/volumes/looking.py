@@ -23,8 +23,7 @@ from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, i
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.lock import LockHolder
-from sglang_hcache.store.volumes.mounts import check_mounted_as_listed
-from sglang_hcache.store.volumes.opening import agreed_at_start
+from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
@@ -219,8 +218,7 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     try:
         with _naming_dirs():
             found.place = volume.probe(partial(real_place, path))
-        if not volume.probe(partial(has_superblock, path)):
-            volume.probe(partial(check_mounted_as_listed, path, config.fstab))
+        volume.probe(partial(check_may_begin, path, config.fstab))
         found.device, found.total_bytes = volume.probe(directory.file_system_size)
         if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(

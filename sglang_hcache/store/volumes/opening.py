@@ -126,6 +126,12 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     return identity if found is None else found.identity
 
 
+def check_may_begin(path: Path, fstab: Path) -> None:
+    """Raises OSError: a directory is of no store yet, and the disk that ``fstab`` names for it is not mounted."""
+    if not has_superblock(path):
+        check_mounted_as_listed(path, fstab)
+
+
 def _acquire_all(volumes: Sequence[Volume], fstab: Path) -> list[_Found]:
     """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
     in_order = sorted(volumes, key=lambda item: os.path.abspath(item.path))
@@ -138,8 +144,7 @@ def _acquire(volume: Volume, fstab: Path) -> _Found:
     directory = volume.directory
 
     def acquire() -> None:
-        if not has_superblock(directory.path):
-            check_mounted_as_listed(directory.path, fstab)
+        check_may_begin(directory.path, fstab)
         directory.acquire()
 
     try:

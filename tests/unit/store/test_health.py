@@ -43,6 +43,12 @@ def conditions(store: DiskStore) -> list[str]:
     return [item.condition for item in store.stats().directories]
 
 
+def keep_out(volume: Volume) -> None:
+    """Out, and not tried again."""
+    volume.health.take_out("the test says so")
+    volume.health._retry_at = float("inf")
+
+
 def all_well(store: DiskStore) -> bool:
     return set(conditions(store)) == {"healthy"}
 
@@ -370,9 +376,7 @@ def test_the_index_moves_away_from_a_sick_directory_and_the_moved_one_counts(
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
-    sick = Inside(store).volumes[0].health
-    sick.take_out("the test says so")
-    sick._retry_at = float("inf")
+    keep_out(Inside(store).volumes[0])
     wait_until(lambda: _writes(store, NEW))
     assert (config.dirs[1] / "index.sqlite").exists()
     store.close()
@@ -554,8 +558,7 @@ def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     for volume in Inside(store).volumes[:1]:
-        volume.health.take_out("the test says so")
-        volume.health._retry_at = float("inf")
+        keep_out(volume)
     store.clear()
     store.close()
     store = open_store(config)
@@ -573,8 +576,7 @@ def test_a_clearing_that_no_directory_takes_down_says_so(
     write_keys(store, OLD, LAYERS)
     assert not store.stats().clearing_pending
     for volume in Inside(store).volumes:
-        volume.health.take_out("the test says so")
-        volume.health._retry_at = float("inf")
+        keep_out(volume)
     assert not store.clear()
     assert store.last_stats.clearing_pending
     for path in config.dirs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,8 +83,8 @@ class HCacheRadixCache(RadixCache):
     def __init__(self, context: TreeCacheBuildContext) -> None:
         self.evictions = 0
         self._dropped = Dropped()
-        self._enough: float = math.inf
-        """Free tokens for which nobody has to give anything back, however many SGLang asks for."""
+        self._enough: Callable[[], int] | None = None
+        """Free tokens for which nobody has to give anything back; None: as many as SGLang asks for."""
         self._bridge: Bridge | None = None
         super().__init__(context.params)
         self._runner = context.tp_worker.model_runner
@@ -167,21 +166,27 @@ class HCacheRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """As in the base class; where that is not enough, what was or is being restored for waiting requests goes."""
         allocator = self.token_to_kv_pool_allocator
-        wanted = min(allocator.available_size() + params.num_tokens, self._enough)
+        wanted = allocator.available_size() + params.num_tokens
+        if self._enough is not None:
+            wanted = min(wanted, self._enough())
         evicted = self._evict(params)
         while allocator.available_size() < wanted and self.bridge.restores.give_back():
-            lacking = max(0, int(wanted) - allocator.available_size())  # a restore's slots are free at once
+            lacking = max(0, wanted - allocator.available_size())  # a restore's slots are free at once
             evicted += self._evict(EvictParams(num_tokens=lacking))
         return EvictResult(num_tokens_evicted=evicted)
 
     @contextmanager
-    def taking(self, tokens: int) -> Iterator[None]:
-        """So many tokens are about to be allocated, though SGLang may ask for more to be free."""
+    def taking(self, tokens: Callable[[], int]) -> Iterator[None]:
+        """So many tokens are about to be allocated, though SGLang may ask for more to be free.
+
+        Args:
+            tokens: called only where they are not free.
+        """
         self._enough = tokens
         try:
             yield
         finally:
-            self._enough = math.inf
+            self._enough = None
 
     def _evict(self, params: EvictParams) -> int:
         """As in the base class, and the tiers are told; how many tokens went."""

@@ -10,36 +10,32 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
-from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.serving.bridge import _keys_behind
+from tests.unit.plugin.compat.bare_tree import BareTree
 
 Told: TypeAlias = "tuple[array[int], list[array[int]], str | None]"
 
 
-class Tree(HCacheRadixCache):
-    """SGLang's tree without a pool, ours as far as evictions go."""
+class Tree(BareTree):
+    """Without a pool."""
 
     def __init__(self) -> None:
         self.told: list[Told] = []
         self.gone: list[tuple[tuple[int, ...], str | None]] = []
         """Prefixes that end at a multiple of 64 in a node that went."""
-        self.evictions, self._dropped, self._enough = 0, Dropped(), float("inf")
-        self._bridge: Any = None
-        allocator: Any = SimpleNamespace(
+        allocator = SimpleNamespace(
             device="cpu", available_size=lambda: 0, free_segment=lambda *_, **__: None
         )
-        RadixCache.__init__(self, CacheInitParams(False, None, allocator, 1))  # type: ignore[arg-type]
-        self._bridge = SimpleNamespace(
+        bridge = SimpleNamespace(
             wants_evictions=True,
             evicted=lambda *told: self.told.append(told),
             restores=SimpleNamespace(give_back=lambda: False),
         )
+        super().__init__(allocator, bridge)
 
     def put(self, tokens: list[int], tenant: str | None = None) -> None:
         key = RadixKey(array("q", tokens), tenant)

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
-from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.hooks import _pages_taken
+from tests.unit.plugin.compat.bare_tree import BareTree
 
 PAGE = 16
 
 
-class Tree(HCacheRadixCache):
+class Tree(BareTree):
     """An empty tree over a pool of pages, of which restores hold what is not free."""
 
     def __init__(self, free: int, held: int) -> None:
         self.free_tokens, self.held = free, held
-        self.evictions, self._dropped, self._enough = 0, Dropped(), float("inf")
-        self._bridge: Any = None
-        allocator: Any = SimpleNamespace(
+        allocator = SimpleNamespace(
             device="cpu",
             page_size=PAGE,
             available_size=lambda: self.free_tokens,
             alloc_decode=lambda seq_lens, *_: torch.zeros(len(seq_lens), dtype=torch.int64),
         )
-        RadixCache.__init__(self, CacheInitParams(False, None, allocator, PAGE))  # type: ignore[arg-type]
-        self._bridge = SimpleNamespace(
-            wants_evictions=False, restores=SimpleNamespace(give_back=self._give_back)
-        )
+        bridge = SimpleNamespace(wants_evictions=False, restores=SimpleNamespace(give_back=self._give_back))
+        super().__init__(allocator, bridge, PAGE)
 
     def _give_back(self) -> bool:
         if not self.held:
