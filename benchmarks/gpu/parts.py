@@ -21,9 +21,9 @@ from gpu.results import Report
 from gpu.shapes import SHAPES, shape_named
 
 NOT_SHOWN = {
-    "attention by flashinfer or fa3": "all servers that are compared use Triton's",
+    "attention by fa3": "all servers that are compared use Triton's",
     "LMCache": "no part starts it",
-    "reading from disks, GPUDirect Storage": "host memory holds what is restored here",
+    "how fast a disk is, GPUDirect Storage": "of a disk the part `disk` shows that what it holds is right",
 }
 """What a GPU should show, and no part does -> why."""
 
@@ -65,12 +65,19 @@ PARTS = (
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
     Part("prefill graphs", 105, "the same server, with CUDA graphs for prefill", is_extra=True),
+    Part("flashinfer", 105, "the same server, with FlashInfer's attention", is_extra=True),
+    Part(
+        "disk",
+        120,
+        "a server with hidden states on disk, and the next one on the same directory",
+        is_extra=True,
+    ),
     Part(
         "overhead",
         120,
         "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("overhead, prefill graphs", 120, "the same, with CUDA graphs for prefill", is_extra=True),
+    Part("overhead, prefill graphs", 150, "the same, with CUDA graphs for prefill", is_extra=True),
     Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
@@ -113,6 +120,8 @@ def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
     measure = {
         "server": serving.measure_server,
         "prefill graphs": serving.measure_prefill_graphs,
+        "flashinfer": serving.measure_flashinfer,
+        "disk": serving.measure_disk,
         "overhead": serving.measure_overhead,
         "overhead, prefill graphs": serving.measure_overhead_of_graphs,
         "zipf": serving.measure_zipf,

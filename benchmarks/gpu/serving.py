@@ -11,11 +11,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.testing.zipf import zipf_order
 
+T = TypeVar("T")
+Computed = tuple[list[list[int]], list[TokenAnswer]]
+"""Histories, and what a server that computed them answered."""
+
 _STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -43,6 +47,7 @@ _STRICT = {
 """SGLang counts its slots all the time, and ends where one is lost or used twice. It keeps room for whole answers: with
 overlap scheduling it loses logprobs of a request that it retracts."""
 _STARTUP_TIMEOUT_S = 300.0
+_SHORT_PROMPTS = 16
 _PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "breakable")
 
 
@@ -63,6 +68,11 @@ class Sizes:
     """Tokens of each of them."""
     decoded: int
     """Tokens of one long answer, which comes back as part of a prompt."""
+
+    @property
+    def stored_tokens(self) -> int:
+        """Of all histories and what answers add to them."""
+        return self.histories * (self.length + self.answer + CHUNK_TOKENS)
 
     @property
     def tiny(self) -> TinyModel:
@@ -99,28 +109,65 @@ def measure_server(
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         folder = Path(name)
         model = prepare_model(folder, None, sizes.tiny)
-        stored = sizes.histories * (sizes.length + sizes.answer + CHUNK_TOKENS)
-        host_bytes = 2 * stored * model.kv_token_bytes
-        server = ServerProcess(
-            [
-                *("--model-path", str(model.path), "--dtype", precision().dtype, *device_arguments()),
-                *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
-                *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
-                *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes), *more),
-            ],
-            log=(logs or folder) / "server.log",
-            extra_env=_STRICT,
-            startup_timeout_s=_STARTUP_TIMEOUT_S,
-        )
+        server = _server(model, sizes, logs or folder, 2 * sizes.stored_tokens * model.kv_token_bytes, more)
         with server:
-            ask_servers(
-                {"tier": server}, lambda clients: ServerChecks(clients["tier"], model, sizes).run(report)
-            )
+            _ask(server, lambda client: ServerChecks(client, model, sizes).run(report))
 
 
 def measure_prefill_graphs(report: Report, logs: Path) -> None:
     """The same with CUDA graphs for prefill: what is behind a hit is short enough for one."""
     measure_server(report, logs, more=_PREFILL_GRAPHS)
+
+
+def measure_flashinfer(report: Report, logs: Path) -> None:
+    """The same with FlashInfer's attention."""
+    measure_server(report, logs, more=("--attention-backend", "flashinfer"))
+
+
+def measure_disk(
+    report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU, more: Sequence[str] = ()
+) -> None:
+    """Hidden states on disk, some of them in host memory as well; then the next server on the same directory.
+
+    Args:
+        logs: folder for the servers' log; None: it is removed.
+        more: arguments of both servers.
+    """
+    with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
+        folder = Path(name)
+        model = prepare_model(folder, None, sizes.tiny)
+        stored = sizes.stored_tokens * model.kv_token_bytes
+        disk = ("--hcache-dirs", str(folder / "disk"), "--hcache-disk-size", str(2 * stored))
+        # Of hidden states, which are half as large, it holds a part.
+        server = _server(model, sizes, logs or folder, stored // 3, [*disk, *more])
+        with server:
+            computed = _ask(server, lambda client: ServerChecks(client, model, sizes).from_disk(report))
+            server.stop()
+            server.start()
+            _ask(
+                server,
+                lambda client: ServerChecks(client, model, sizes).from_disk_again(report, computed),
+            )
+
+
+def _server(
+    model: BenchModel, sizes: Sizes, logs: Path, host_bytes: int, more: Sequence[str]
+) -> ServerProcess:
+    return ServerProcess(
+        [
+            *("--model-path", str(model.path), "--dtype", precision().dtype, *device_arguments()),
+            *("--max-total-tokens", str(sizes.pool_histories * sizes.length + sizes.decoded + 1024)),
+            *("--chunked-prefill-size", str(sizes.length), "--incremental-streaming-output"),
+            *("--hcache-method", "hidden", "--hcache-host-size", str(host_bytes), *more),
+        ],
+        log=logs / "server.log",
+        extra_env=_STRICT,
+        startup_timeout_s=_STARTUP_TIMEOUT_S,
+    )
+
+
+def _ask(server: ServerProcess, ask: Callable[[TokenClient], Awaitable[T]]) -> T:
+    return ask_servers({"tier": server}, lambda clients: ask(clients["tier"]))
 
 
 class ServerChecks:
@@ -134,16 +181,40 @@ class ServerChecks:
     async def run(self, report: Report) -> None:
         """Each check as soon as it is over."""
         report("what was decoded comes back", await self._decoded())
-        histories = [self._prompt(self._sizes.length) for _ in range(self._sizes.histories)]
-        computed = []
-        for history in histories:
-            computed.append(await self._ask(history))
-            await self._client.settle()  # else what is saved depends on what else the machine does
-        await self._forget_device()
-        restored = [await self._ask(history) for history in histories]
-        report("restored equals computed", self._compared(restored, computed))
+        # Of the lengths for which passes are recorded, where they are: those in between are padded.
+        lengths = [CHUNK_TOKENS + 8 + index * self._sizes.length // 80 for index in range(_SHORT_PROMPTS)]
+        report("short prompts come back", await self._come_back(*await self._computed(lengths)))
+        histories, computed = await self._computed([self._sizes.length] * self._sizes.histories)
+        report("restored equals computed", await self._come_back(histories, computed))
         await self._forget_device()
         report(f"{self._sizes.requests} requests at once", await self._crowd(histories, computed))
+
+    async def from_disk(self, report: Report) -> Computed:
+        """Histories come back of which host memory has no room for all."""
+        histories, computed = await self._computed([self._sizes.length] * self._sizes.histories)
+        found = await self._come_back(histories, computed)
+        report("from host memory and disk", found | {"ok": found["ok"] and found["disk_hit_ratio"] > 0})
+        return histories, computed
+
+    async def from_disk_again(self, report: Report, before: Computed) -> None:
+        """All come back from disk to a server that has never seen them."""
+        histories, computed = before
+        found = self._compared(await self._ask_each(histories), computed)
+        report("from disk, after a restart", found | {"ok": found["ok"] and not found["device_hit_ratio"]})
+
+    async def _computed(self, lengths: Sequence[int]) -> Computed:
+        prompts = [self._prompt(length) for length in lengths]
+        computed = []
+        for prompt in prompts:
+            computed.append(await self._ask(prompt))
+            await self._client.settle()  # else what is saved depends on what else the machine does
+        return prompts, computed
+
+    async def _come_back(
+        self, prompts: Sequence[Sequence[int]], computed: Sequence[TokenAnswer]
+    ) -> dict[str, Any]:
+        await self._forget_device()
+        return self._compared(await self._ask_each(prompts), computed)
 
     async def _decoded(self) -> dict[str, Any]:
         """A long answer as the next prompt's history: its states were saved while it was made."""
@@ -168,7 +239,10 @@ class ServerChecks:
         assert state is not None
         found = self._compared(answers, [computed[item] for item in order])
         is_idle = not any(state["requests"].values()) and not state["in_flight_tokens"]
-        return found | {"ok": found["unequal"] == 0 and found["restored_tokens"] > 0 and is_idle}
+        dropped = {name: count for name, count in state["counters"].items() if "dropped" in name}
+        is_whole = not dropped.get("capture.rows_dropped_incomplete")
+        is_right = found["unequal"] == 0 and found["restored_tokens"] > 0
+        return found | {"ok": is_right and is_idle and is_whole, **dropped}
 
     def _compared(self, answers: list[TokenAnswer], expected: Sequence[TokenAnswer]) -> dict[str, Any]:
         row = row_of(Measured(answers), expected)
@@ -179,6 +253,9 @@ class ServerChecks:
             "different_answers": len({answer.tokens for answer in answers}),
             **row,
         }
+
+    async def _ask_each(self, prompts: Sequence[Sequence[int]]) -> list[TokenAnswer]:
+        return [await self._ask(prompt) for prompt in prompts]
 
     async def _ask(self, prompt: Sequence[int]) -> TokenAnswer:
         return await self._client.ask(prompt, max_tokens=self._sizes.answer)
@@ -204,8 +281,9 @@ def measure_overhead(
     shape: Shape | None = None,
     sizes: Sequence[str] = OVERHEAD,
     more: Sequence[str] = (),
+    method: str = "auto",
 ) -> None:
-    """``overhead.py``: a server with the tier, hidden states in host memory, beside one without, in turns.
+    """``overhead.py``: a server with the tier, in host memory, beside one without it, in turns.
 
     Args:
         logs: folder for the servers' logs.
@@ -224,7 +302,7 @@ def measure_overhead(
         model.mkdir()
         write_model(model, shape)
         arguments = (
-            *("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--starts", "0"),
+            *("--model-path", str(model), "--dtype", "bfloat16", "--method", method, "--starts", "0"),
             *("--no-disk", "--dir", name, "--logs", str(logs), "--tier-arguments", shlex.join(more), *sizes),
         )
         run_command("overhead", arguments, on_row)

@@ -21,6 +21,15 @@ sizes = serving.Sizes(
 )
 serving.measure_server(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes=sizes)
 """
+DISK = """
+import json
+from gpu import serving
+
+sizes = serving.Sizes(
+    layers=3, hidden=128, histories=16, length=320, pool_histories=3, requests=1, answer=4, decoded=16
+)
+serving.measure_disk(lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True), sizes=sizes)
+"""
 SMALL = """
 small = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
 small |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128}
@@ -73,6 +82,7 @@ def test_the_part_of_a_server() -> None:
     found = results_of(SERVER)
     assert set(found) == {
         "what was decoded comes back",
+        "short prompts come back",
         "restored equals computed",
         "40 requests at once",
     }
@@ -80,6 +90,15 @@ def test_the_part_of_a_server() -> None:
     assert found["what was decoded comes back"]["restored_tokens"] >= 4 * 64
     assert found["restored equals computed"]["different_answers"] > 1, "else they would equal anything"
     assert found["40 requests at once"]["restored_tokens"] > 0
+
+
+def test_the_part_of_a_disk() -> None:
+    found = results_of(DISK)
+    assert set(found) == {"from host memory and disk", "from disk, after a restart"}
+    assert all(each["ok"] for each in found.values()), found
+    assert found["from host memory and disk"]["host_hit_ratio"] > 0
+    assert found["from disk, after a restart"]["host_hit_ratio"] == 0
+    assert found["from disk, after a restart"]["restored_requests"] == 16
 
 
 def test_the_part_of_a_model() -> None:
