@@ -95,7 +95,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version when the profile was made."""
     token_range: tuple[int, int] | None = None
-    """Shortest and longest length that was measured; None: the curves hold everywhere."""
+    """Shortest and longest length that all curves were measured at; None: they hold everywhere."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.machine, str):

@@ -212,7 +212,13 @@ class RestoreGate:
             self._delay_s += _WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
-        """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``."""
+        """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``.
+
+        Of fewer than were measured nothing is learnt: what those take is not what a token costs.
+        """
+        measured = self.profile.token_range
+        if measured is not None and num_tokens < measured[0]:
+            return
         surprise = _bounded(seconds / self._pass_s(num_tokens, start))
         self._learn(_PREFILL, self._drift[_PREFILL] * surprise)
 

@@ -201,7 +201,8 @@ class Bridge:
             is_replayed: by a CUDA graph: no hook of Python's ran.
             is_prefill: that graph is one of those for prefill.
         """
-        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS
+        # A graph launches no kernels one by one: its time would be taken for that of all passes.
+        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS and not is_replayed
         if self.gate is not None and seconds is not None and tells_of_time:
             if self._prefill_times is not None:
                 self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds

@@ -77,6 +77,16 @@ class Bench:
         return len(self._lengths) >= _FEWEST_LENGTHS
 
     @property
+    def _prefill_lengths(self) -> list[int]:
+        """Of forward passes. A device beside the CPU takes as long for a short one as launching its kernels, which says
+        nothing of what a token costs."""
+        return self._lengths[-_FEWEST_LENGTHS:] if self._is_beside else self._lengths
+
+    @property
+    def _is_beside(self) -> bool:
+        return self.restorer.stage is not None
+
+    @property
     def _lengths(self) -> list[int]:
         return [length for length in _LENGTHS if length <= self.longest]
 
@@ -103,7 +113,7 @@ class Bench:
                 hidden=_at_least(hidden, kv), kv=kv, recompute=_scaled(recompute, 1 / layers)
             ),
             versions=installed_versions(),
-            token_range=(lengths[0], lengths[-1]),
+            token_range=(self._prefill_lengths[0], lengths[-1]),
         )
         logger.info("hcache: measured this machine in %.1f s", time.monotonic() - began)
         return profile
@@ -112,7 +122,7 @@ class Bench:
 
     def _recompute_curve(self) -> CostCurve:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        lengths = self._quick_enough(self._lengths)
+        lengths = self._prefill_lengths if self._is_beside else self._quick_enough(self._prefill_lengths)
         pieces = [(length, 0) for length in lengths]
         behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
         if sum(behind) <= self.model.context_length:
@@ -266,7 +276,9 @@ class Bench:
                 break
             share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
             first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
-            times = [first_s] if first_s > self.budget_s else []
+            times = (
+                [first_s] if first_s > self.budget_s and not self._is_beside else []
+            )  # kernels are loaded, too
             while self._is_more_wanted(times, share_ends):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)

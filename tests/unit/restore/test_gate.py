@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_hcache.core.layout import Method
@@ -214,6 +216,18 @@ def test_what_prefills_take_is_learnt() -> None:
         "the pass is no gain"
     )
     assert not faster.pays(decide(faster, 1024, 0), 0.0)
+
+
+def test_nothing_is_learnt_from_prefills_shorter_than_what_was_measured() -> None:
+    """On a device beside the CPU they take as long as launching their kernels."""
+    unmoved = gate()
+    before = decide(unmoved, 1024, 0).recompute_s
+    unmoved.profile = replace(unmoved.profile, token_range=(1024, 4096))
+    for _ in range(30):
+        unmoved.prefilled(1023, 0, 10.0)
+    assert decide(unmoved, 1024, 0).recompute_s == before
+    unmoved.prefilled(1024, 0, 10.0)
+    assert decide(unmoved, 1024, 0).recompute_s > before
 
 
 def test_a_gate_that_closed_opens_again() -> None:
