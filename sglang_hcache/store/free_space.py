@@ -22,23 +22,38 @@ _TAKEN_SHARE = 0.1
 """Where all but this share of deleted files shows up, others took the rest meanwhile."""
 
 
-@dataclass(slots=True)
 class _Awaited:
-    """What one file system has been freed of and does not show as free yet."""
+    """What one file system has been freed of and does not show as free yet.
 
-    size: int = 0
-    _until: float = 0.0
-    _last_free: int | None = None
+    That cannot be told from what others take in the moment in which files are deleted, so each deletion is waited for
+    by itself: else the next ones would prolong the wait for what never comes, and a neighbour who writes without end
+    would push the store below the floor.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[float, int]] = []
+        """Bytes by deletion, oldest first, and until when they are waited for."""
+        self._last_free: int | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self._pending)
 
     def look(self, free: int, freed: int) -> None:
         """``free`` bytes are seen, and ``freed`` ones were deleted since the last look."""
+        now = time.monotonic()
         shown = 0 if self._last_free is None else max(0, free - self._last_free)
-        self.size = max(0, self.size + freed - shown)
         self._last_free = free
-        if freed:
-            self._until = time.monotonic() + _AWAITED_S
-        if self.size <= freed * _TAKEN_SHARE or time.monotonic() >= self._until:
-            self.size = 0
+        pending = [*self._pending, (now + _AWAITED_S, freed)]
+        # The newest first: what never comes must keep its age.
+        while shown and pending:
+            until, size = pending.pop()
+            if size > shown:
+                pending.append((until, size - shown))
+            shown -= min(size, shown)
+        self._pending = [(until, size) for until, size in pending if size and until > now]
+        if self.size <= freed * _TAKEN_SHARE:
+            self._pending = []
 
 
 @dataclass(frozen=True, slots=True)

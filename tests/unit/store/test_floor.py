@@ -136,6 +136,29 @@ def test_what_was_freed_long_ago_is_not_waited_for(
     assert counters["store.segments_evicted"] == 2 * first
 
 
+def test_what_others_took_is_waited_for_once_though_evictions_go_on(
+    disk: SlowDisk, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a neighbour who writes without end pushes the store below the floor, deletion by deletion."""
+    disk.others = disk.free() - 100 * MIB
+    unlink, taken = StoreDirectory.unlink_segment, [FILE_BYTES]
+
+    def take_at_once(directory: StoreDirectory, segment: int) -> None:
+        unlink(directory, segment)
+        disk.show()
+        disk.others += taken.pop() if taken else 0
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", take_at_once)
+    Inside(store).space.tend()
+    for _ in range(6):
+        disk.wait(2)
+        disk.others += FILE_BYTES
+        Inside(store).space.tend()
+    assert not taken
+    assert missing_segments(disk) <= 0
+    write_keys(store, make_keys(1000, 6), LAYERS)
+
+
 def test_room_for_a_new_segment_costs_one_and_is_used_when_it_shows_up(
     disk: SlowDisk, store: DiskStore, counters: Counters
 ) -> None:
