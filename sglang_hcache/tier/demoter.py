@@ -184,9 +184,11 @@ class Demoter:
 
     def _is_behind(self) -> bool:
         """Whether something should be on disk already, and may be tried."""
-        if not self.write_through or time.monotonic() < self._resting_until:
-            return False
-        return bool(self._host.counts().dirty)
+        return self.write_through and not self._is_resting() and bool(self._host.counts().dirty)
+
+    def _is_resting(self) -> bool:
+        """Whether something could not be written a moment ago."""
+        return time.monotonic() < self._resting_until
 
     def _is_short_of_slots(self) -> bool:
         """Whether few slots can be used again, and more could if they were written. What is pinned cannot."""
@@ -229,7 +231,9 @@ class Demoter:
         if self._is_behind():
             more = self._host.oldest_dirty(self._host.num_slots)
         elif self._is_short_of_slots():
-            more = self._host.oldest_dirty(max(self._spare_slots, self._run_chunks), pinned=False)
+            # Of a disk that took nothing a moment ago little is asked: it is asked again for each slot that is needed.
+            count = self._run_chunks if self._is_resting() else max(self._spare_slots, self._run_chunks)
+            more = self._host.oldest_dirty(count, pinned=False)
         chunks.update((info.key, info) for info in more)
         runs = form_runs(chunks.values(), self._run_chunks)
         # What was used again first: it must not find the write budget used up by what was not.
@@ -241,7 +245,7 @@ class Demoter:
     def _write_run(self, run: Sequence[ChunkInfo]) -> None:
         """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
 
-        After an error not before the slot is needed: the disk may be well again when it is tried next.
+        Not before the slot is needed: the disk may be well again, or have room, when it is tried next.
         """
         is_settled = True
         pinned = [(info, slot) for info in run if (slot := self._pin_dirty(info.key)) is not None]
@@ -272,14 +276,13 @@ class Demoter:
         if self._may_warn():
             problem = "no room on disk for %d chunks" if is_full else "%d chunks could not be demoted"
             logger.warning("hcache: " + problem + ", now and perhaps more: %s", count, error)
-        if is_full:
-            self._observer.count("demote.chunks_dropped_full", count)
-            return True
         self._observer.count("demote.runs_failed")
         self._resting_until = time.monotonic() + _REST_S
         is_given_up = self._are_few(self._host.counts(pinned=False))
         if is_given_up:
-            self._observer.count("demote.chunks_dropped_error", count)
+            self._observer.count(
+                "demote.chunks_dropped_full" if is_full else "demote.chunks_dropped_error", count
+            )
         return is_given_up
 
     def _write_within_budget(self, piece: Sequence[tuple[ChunkInfo, int]]) -> None:

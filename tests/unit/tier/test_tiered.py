@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import StoreFullError, StoreIOError, TierMissError
+from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError, TierMissError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, Run, StoreConfig, StoreStats
@@ -132,7 +132,7 @@ def test_write_through_writes_what_could_not_be_written_when_the_disk_is_well_ag
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
     assert tiers.disk is not None
     with monkeypatch.context() as patch:
-        patch.setattr(tiers.disk, "write_run", failing)
+        patch.setattr(tiers.disk, "write_run", failing())
         put(tiers, 1)
         wait_for(lambda: tiers._observer["demote.runs_failed"])  # type: ignore[index]
         put(tiers, 2)
@@ -151,7 +151,7 @@ def test_a_flush_tries_again_what_could_not_be_written(
     assert tiers.disk is not None
     put(tiers, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(tiers.disk, "write_run", failing)
+        patch.setattr(tiers.disk, "write_run", failing())
         assert not tiers.flush(0.5)
         threading.Timer(0.3, patch.undo).start()
         assert tiers.flush(60)
@@ -162,7 +162,7 @@ def test_a_flush_tries_again_what_could_not_be_written(
 def test_write_through_rests_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demoter, "_REST_S", 600.0)
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
-    monkeypatch.setattr(tiers.disk, "write_run", failing)
+    monkeypatch.setattr(tiers.disk, "write_run", failing())
     put(tiers, 1)
     wait_for(lambda: tiers._observer["demote.runs_failed"])  # type: ignore[index]
     wait_until_saved(tiers)
@@ -369,7 +369,7 @@ def test_what_a_failing_disk_did_not_take_is_written_when_it_is_well(
         put(tiers, name)
     assert tiers.disk is not None
     with monkeypatch.context() as patch:
-        patch.setattr(tiers.disk, "write_run", failing)
+        patch.setattr(tiers.disk, "write_run", failing())
         tiers.demote_all()
         wait_until_saved(tiers)
         assert tiers.host.counts() == (4, 0, 4)
@@ -389,10 +389,29 @@ def test_a_disk_without_room_for_a_segment_is_told(
         put(tiers, name)
     tiers.demote_all()
     wait_until_saved(tiers)
-    assert tiers._observer["demote.chunks_dropped_full"] == 2  # type: ignore[index]
+    assert tiers.host.counts() == (6, 0, 2)
     assert "no room on disk for 2 chunks" in caplog.text
     assert "a new segment of 4.2 MB would leave" in caplog.text
     assert "(--hcache-disk-free-floor)" in caplog.text
+
+
+def test_what_finds_no_room_is_written_when_others_give_some_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_REST_S", 0.2)
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    assert tiers.disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "free_bytes", lambda _: 2**20)
+        for name in (1, 2):
+            put(tiers, name)
+        wait_for(lambda: tiers._observer["store.writes_refused"] >= 3)  # type: ignore[index]
+        assert tiers.disk.stats().chunks == 0
+    wait_until_saved(tiers)
+    assert tiers.flush(60)
+    assert tiers.disk.match([key(1), key(2)]) == 2
+    assert tiers._observer["demote.chunks_dropped_full"] == 0  # type: ignore[index]
+    tiers.close()
 
 
 def test_what_is_on_disk_all_the_same_is_not_counted_as_dropped(
@@ -412,29 +431,66 @@ def test_what_is_on_disk_all_the_same_is_not_counted_as_dropped(
         write_run(run, payload)
 
     monkeypatch.setattr(tiers.disk, "write_run", fill_up)
-    for name in (1, 2, 3):
+    for _ in range(5):
+        tiers.host.reserve()
+    for name in (1, 2, 3):  # the last slots
         put(tiers, name)
-    assert tiers.flush(10.0)
+    wait_for(lambda: tiers.host.counts() == (0, 3, 0))
     assert runs == [(key(1),), (key(3),)]
     assert tiers._observer["demote.chunks_dropped_full"] == 1  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("error", "counter"),
+    [
+        (StoreIOError("the disk fails"), "demote.chunks_dropped_error"),
+        (StoreFullError("full"), "demote.chunks_dropped_full"),
+    ],
+)
 def test_but_it_is_given_up_where_slots_run_short(
-    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch, error: StoreError, counter: str
 ) -> None:
     assert tiers.disk is not None
-    monkeypatch.setattr(tiers.disk, "write_run", failing)
+    monkeypatch.setattr(tiers.disk, "write_run", failing(error))
     for name in range(1, 9):
         put(tiers, name)
     tiers.demote_all()
     wait_until_saved(tiers)
     assert tiers.host.counts()[1] >= 1
-    assert tiers._observer["demote.chunks_dropped_error"] == tiers.host.counts()[1]  # type: ignore[index]
+    assert tiers._observer[counter] == tiers.host.counts()[1]  # type: ignore[index]
     put(tiers, 11, wait=True)
 
 
-def failing(*_: object) -> None:
-    raise StoreIOError("the disk fails")
+@pytest.mark.parametrize("error", [StoreIOError("the disk fails"), StoreFullError("full")])
+def test_a_disk_that_takes_nothing_is_asked_for_few_chunks_whenever_a_slot_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
+    """Not for an eighth of host memory each time."""
+    monkeypatch.setattr(demoter, "_REST_S", 60.0)
+    tiers = open_tiers(tmp_path / "store", slots=400)
+    refused = []
+
+    def refuse(*arguments: object) -> None:
+        refused.append(arguments)
+        raise error
+
+    monkeypatch.setattr(tiers.disk, "write_run", refuse)
+    for number in range(1, 361):
+        put(tiers, 2 * number)  # each chunk is a run
+    wait_until_saved(tiers)
+    for number in range(361, 371):
+        refused.clear()
+        put(tiers, 2 * number)
+        wait_until_saved(tiers)
+        assert 0 < len(refused) <= 4
+    tiers.close()
+
+
+def failing(error: Exception | None = None) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error or StoreIOError("the disk fails")
+
+    return fail
 
 
 def test_a_missing_chunk_holds_nothing(tiers: TieredStore) -> None:
