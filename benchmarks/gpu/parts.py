@@ -64,7 +64,6 @@ PARTS = (
         105,
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
-    Part("prefill graphs", 105, "the same server, with CUDA graphs for prefill", is_extra=True),
     Part("flashinfer", 105, "the same server, with FlashInfer's attention", is_extra=True),
     Part(
         "disk",
@@ -77,7 +76,6 @@ PARTS = (
         120,
         "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("overhead, prefill graphs", 150, "the same, with CUDA graphs for prefill", is_extra=True),
     Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
@@ -119,11 +117,9 @@ def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
 
     measure = {
         "server": serving.measure_server,
-        "prefill graphs": serving.measure_prefill_graphs,
         "flashinfer": serving.measure_flashinfer,
         "disk": serving.measure_disk,
         "overhead": serving.measure_overhead,
-        "overhead, prefill graphs": serving.measure_overhead_of_graphs,
         "zipf": serving.measure_zipf,
     }[name]
     return functools.partial(measure, logs=logs)

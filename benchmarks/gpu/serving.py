@@ -48,7 +48,6 @@ _STRICT = {
 overlap scheduling it loses logprobs of a request that it retracts."""
 _STARTUP_TIMEOUT_S = 300.0
 _SHORT_PROMPTS = 16
-_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "breakable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +111,6 @@ def measure_server(
         server = _server(model, sizes, logs or folder, 2 * sizes.stored_tokens * model.kv_token_bytes, more)
         with server:
             _ask(server, lambda client: ServerChecks(client, model, sizes).run(report))
-
-
-def measure_prefill_graphs(report: Report, logs: Path) -> None:
-    """The same with CUDA graphs for prefill: what is behind a hit is short enough for one."""
-    measure_server(report, logs, more=_PREFILL_GRAPHS)
 
 
 def measure_flashinfer(report: Report, logs: Path) -> None:
@@ -306,11 +300,6 @@ def measure_overhead(
             *("--no-disk", "--dir", name, "--logs", str(logs), "--tier-arguments", shlex.join(more), *sizes),
         )
         run_command("overhead", arguments, on_row)
-
-
-def measure_overhead_of_graphs(report: Report, logs: Path) -> None:
-    """The same, where the server with the tier has CUDA graphs for prefill."""
-    measure_overhead(report, logs, more=_PREFILL_GRAPHS)
 
 
 def overhead_shape() -> Shape:

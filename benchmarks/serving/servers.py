@@ -19,6 +19,7 @@ from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.sglang_plugin.launch.prefill_graphs import SIZES
 
 OWN_METHODS = ("recompute", "kv", "hidden", "hybrid", "auto")
 OTHER_METHODS = {
@@ -32,8 +33,6 @@ _FEWEST_CHUNKS = 17 * 2
 _PREFILL_TOKENS = 4096
 _STARTUP_TIMEOUT_S = 600.0
 _LARGEST_GRAPH = "32"
-_PREFILL_GRAPHS = ("4", "8", "16", "32", "64", "128", "256", "512")
-"""Of 58 that SGLang records when it starts: as few as cover short prefills, for no graph runs less than half full."""
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -73,20 +72,21 @@ def measures_at_start(method: str) -> bool:
 
 
 def device_arguments() -> list[str]:
-    """Of servers that are compared: on a GPU one attention backend for all of them, and graphs of few batch sizes, for
-    each takes a part of a second to record. Larger batches run without one.
+    """Of servers that are compared: on a GPU one attention backend for all of them, and graphs of few sizes, the same
+    for all, for each takes a part of a second to record. Larger batches and prefills run without one.
     """
     if not has_gpu():
         return []
-    return ["--attention-backend", "triton", "--cuda-graph-max-bs-decode", _LARGEST_GRAPH]
+    decode, prefill = (
+        ["--cuda-graph-max-bs-decode", _LARGEST_GRAPH],
+        ["--cuda-graph-bs-prefill", *map(str, SIZES)],
+    )
+    return ["--attention-backend", "triton", *decode, *prefill]
 
 
 def arguments_without_tier() -> list[str]:
-    """Of servers that the tier is compared with: SGLang as it is, but with the same fixes on a CPU, and on a GPU with
-    graphs for few sizes of prefills. Longer ones compute longer than they take to launch.
-    """
-    more = ["--cuda-graph-bs-prefill", *_PREFILL_GRAPHS] if has_gpu() else ["--hcache-cpu-fixes"]
-    return ["--hierarchical-cache", "off", *more]
+    """Of servers that the tier is compared with: SGLang as it is, but with the same fixes on a CPU."""
+    return ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from sglang_hcache.core.config import (
 )
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.sglang_plugin.launch import stopping, support
+from sglang_hcache.sglang_plugin.launch import prefill_graphs, stopping, support
 from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
 from sglang_hcache.sglang_plugin.seam.budget import pool_share, store_config
 from sglang_hcache.store import look_ahead
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "hcache"
 _CPU_FIXES = {"hcache_cpu_fixes": True}
-_PREFILL_GRAPHS = (4, 8, 16, 32, 64, 128, 256, 512)
-"""Tokens: SGLang replays no graph that would be less than half full. To launch the kernels of a longer prefill one by
-one takes no longer than they do."""
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
     *("disk_at_start", "write_policy", "io_engine"),
@@ -120,18 +117,7 @@ def _map_onto_sglang(args: argparse.Namespace, config: HCacheConfig) -> None:
     args.hicache_storage_backend = BACKEND
     args.hicache_storage_backend_extra_config = config.model_dump_json()
     if args.device != "cpu":
-        _choose_prefill_graphs(args)
-
-
-def _choose_prefill_graphs(args: argparse.Namespace) -> None:
-    """None unless they are asked for; then of few and small passes: hidden states of the largest have memory."""
-    asked = (args.cuda_graph_config or {}).get("prefill", {})  # JSON, which wins over other arguments
-    backend = asked.get("backend", args.cuda_graph_backend_prefill)
-    sizes = (asked.get("bs"), asked.get("max_bs"), args.cuda_graph_bs_prefill, args.cuda_graph_max_bs_prefill)
-    if backend is None:
-        args.disable_prefill_cuda_graph = True
-    elif backend == "breakable" and not any(sizes):
-        args.cuda_graph_bs_prefill = list(_PREFILL_GRAPHS)
+        prefill_graphs.choose_sizes(args)
 
 
 def _warn_about_ignored(args: argparse.Namespace) -> None:

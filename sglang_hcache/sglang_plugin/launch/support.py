@@ -10,6 +10,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.sglang_plugin.launch.prefill_graphs import limit_sizes
 from sglang_hcache.sglang_plugin.seam.budget import (
     HostBudget,
     largest_pass_of,
@@ -20,7 +21,6 @@ from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, sha
 from sglang_hcache.sglang_plugin.setup.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
-_LARGEST_PREFILL_GRAPH = 1024
 _AS_COMPUTED = (None, "auto")
 _BFLOAT16 = ("bf16", "bfloat16")
 _HICACHE = "hicache_"
@@ -61,7 +61,7 @@ def check_arguments(args: argparse.Namespace, defaults: type) -> None:
 
 
 def check_server_args(server_args: Any, config: HCacheConfig) -> None:
-    """Refuse resolved settings and models that the tier does not support.
+    """Refuse resolved settings and models that the tier does not support; limit CUDA graphs for prefill.
 
     Raises:
         ConfigError: one line per refusal; sizes that do not fit this model or machine.
@@ -73,7 +73,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"{_FLAG} needs a --page-size that divides {CHUNK_TOKENS}, got {server_args.page_size}"
         )
     prefill = server_args.cuda_graph_config.prefill
-    problems += device_problems(str(server_args.device), str(prefill.backend), max(prefill.bs or (0,)))
+    problems += device_problems(str(server_args.device), str(prefill.backend))
     if server_args.disable_radix_cache:
         problems.append(without_radix_cache(is_deterministic=False))
     if server_args.enable_deterministic_inference:
@@ -102,6 +102,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     _raise(problems)
     store_config(config)
     shape = shape_of(model, kv_dtype)
+    limit_sizes(prefill, shape)
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
@@ -125,41 +126,20 @@ def without_radix_cache(is_deterministic: bool) -> str:
     )
 
 
-def device_problems(device: str, prefill_graphs: str, largest_graph: int) -> list[str]:
+def device_problems(device: str, prefill_graphs: str) -> list[str]:
     """Why the tier does not run on ``device``.
 
     Args:
         prefill_graphs: SGLang's backend of CUDA graphs for prefill.
-        largest_graph: tokens of the largest of them.
     """
     if device not in ("cpu", "cuda"):
         return [f"{_FLAG} runs with --device cpu and cuda, not {device!r}"]
-    if device == "cpu" or prefill_graphs == "disabled":
+    if device == "cpu" or prefill_graphs in ("disabled", "breakable"):
         return []
-    if prefill_graphs != "breakable":
-        return [
-            f"{_FLAG} cannot be used with --cuda-graph-backend-prefill {prefill_graphs}: hidden states are not seen in "
-            "its layers; use breakable, or leave it out"
-        ]
-    if largest_graph > _LARGEST_PREFILL_GRAPH:
-        return [
-            f"{_FLAG} cannot be used with CUDA graphs for prefill of {largest_graph} tokens: device memory is kept for "
-            f"the hidden states of all layers of the largest; use --cuda-graph-max-bs-prefill {_LARGEST_PREFILL_GRAPH} "
-            "or less. Longer prefills gain little from a graph"
-        ]
-    return []
-
-
-def prefill_graphs_told(backend: str) -> str:
-    """For the log of a server on a GPU."""
-    if backend == "disabled":
-        return (
-            "hcache: CUDA graphs for prefill are off, so a short prefill, as behind a hit, takes as long as launching "
-            "its kernels one by one; --cuda-graph-backend-prefill breakable turns them on: not run on a GPU yet"
-        )
-    return (
-        "hcache: CUDA graphs for prefill are on: with the tier they have not run on a GPU yet (docs/gpu.md)"
-    )
+    return [
+        f"{_FLAG} cannot be used with --cuda-graph-backend-prefill {prefill_graphs}: hidden states are not seen in "
+        "its layers; use breakable, or leave it out"
+    ]
 
 
 def determinism_problems(method: PlanKind) -> list[str]:

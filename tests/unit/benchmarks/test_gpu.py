@@ -8,7 +8,6 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,16 +168,14 @@ def test_what_parts_ask_of_commands_can_be_asked(
     assert overhead.tier_arguments == ()
     assert (overhead.method, overhead.has_disk, overhead.starts, logs) == ("auto", False, 0, tmp_path)
     assert overhead.pool_tokens > 16384 + 16 * (128 + overhead.decoded)
-    serving.measure_overhead_of_graphs(lambda *_: None, tmp_path)
-    of_graphs, *_ = seen["overhead"].args
-    assert of_graphs.tier_arguments == ("--cuda-graph-backend-prefill", "breakable")
-    assert replace(of_graphs, tier_arguments=()) == overhead
+    monkeypatch.setattr(bench("serving.servers"), "has_gpu", lambda: True)
     pair = bench("serving.pair").make_pair(
         tmp_path, tmp_path, dtype="float16", pool_tokens=1, host_bytes=1, has_disk=False, method="hidden",
-        tier_arguments=of_graphs.tier_arguments, logs=tmp_path,
+        tier_arguments=("--page-size", "16"), logs=tmp_path,
     )  # fmt: skip
-    assert pair["tier"]._args[-2:] == of_graphs.tier_arguments
-    assert "breakable" not in pair["off"]._args
+    assert pair["tier"]._args[-2:] == ("--page-size", "16")
+    assert "--page-size" not in pair["off"]._args
+    assert all("--cuda-graph-bs-prefill" in server._args for server in pair.values())
     settings, logs = seen["zipf_replay"].args
     assert (settings.disk_size, logs) == (None, tmp_path)
     assert settings.tiny.hidden // settings.tiny.heads == 128

@@ -27,8 +27,9 @@ from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill
 from sglang_hcache.sglang_plugin.launch.flags import config_of
-from sglang_hcache.sglang_plugin.launch.support import prefill_graphs_told
+from sglang_hcache.sglang_plugin.launch.prefill_graphs import told
 from sglang_hcache.sglang_plugin.seam.budget import cuts_prompts, largest_pass_of, staged_passes_of
 from sglang_hcache.sglang_plugin.seam.model import (
     ROUNDED,
@@ -128,7 +129,7 @@ class HCacheRadixCache(RadixCache):
         model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization, bits)
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
-            logger.info(prefill_graphs_told(str(self._server_args.cuda_graph_config.prefill.backend)))
+            logger.info(told(longest_replayed_prefill(self._runner)))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import (
+    PrefillCudaGraphRunner,
+    _resolve_transformer_layer_model,
+)
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     get_tc_piecewise_forward_context,
 )
@@ -36,12 +41,19 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     runner.forward_stream = stream_that_goes_first(device)
     streams = partial(CudaStreams, device, [runner.forward_stream])
     server_args, config = runner.server_args, runner.model_config
+    _leave_prefill_eager(runner.model, server_args.cuda_graph_config.prefill)
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
     quantization = quantization_of(config, server_args.torchao_config)
     model = ServedModel.of(runner.model, config, runner.kv_cache_dtype, quantization)
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers
+
+
+def longest_replayed_prefill(runner: Any) -> int:
+    """Tokens; 0: SGLang has recorded none, whatever it was asked for."""
+    graphs = runner.prefill_cuda_graph_runner  # or SGLang's runner without graphs, or None
+    return int(graphs.max_num_tokens) if isinstance(graphs, PrefillCudaGraphRunner) else 0
 
 
 def records_prefill() -> bool:
@@ -65,4 +77,30 @@ def capture_first(
 def _most_replayed(server_args: Any) -> int:
     """Rows of the largest pass that SGLang records; 0: it records none."""
     phases = (server_args.cuda_graph_config.decode, server_args.cuda_graph_config.prefill)
-    return max((max(phase.bs) for phase in phases if str(phase.backend) != "disabled"), default=0)
+    return max((max(phase.bs or (0,)) for phase in phases if str(phase.backend) != "disabled"), default=0)
+
+
+def _leave_prefill_eager(model: Any, prefill: Any) -> None:
+    """Where SGLang would fail to record prefills of ``model``, and end. It reads ``prefill``, its settings, later."""
+    if str(prefill.backend) == "disabled":
+        return
+    try:
+        forward = _resolve_transformer_layer_model(model).forward
+    except RuntimeError:  # it records none then
+        prefill.backend = "disabled"
+        return
+    if not _takes_what_is_recorded(forward):
+        prefill.backend = "disabled"
+        logger.warning(
+            "hcache: no CUDA graphs for prefill: SGLang 0.5.17 cannot record those of %s",
+            type(model).__name__,
+        )
+
+
+def _takes_what_is_recorded(forward: Callable[..., Any]) -> bool:
+    """Whether it is called with tokens, positions, the batch and embeddings, in this order."""
+    try:
+        bound = inspect.signature(forward).bind(None, None, None, None)
+    except TypeError:
+        return False
+    return list(bound.arguments)[2:3] == ["forward_batch"]

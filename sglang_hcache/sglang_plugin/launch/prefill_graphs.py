@@ -1,0 +1,63 @@
+"""CUDA graphs for prefill: of how many tokens, and what the log of a server on a GPU says of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from sglang_hcache.plan.shapes import ModelShape
+
+logger = logging.getLogger(__name__)
+
+SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens. SGLang has 58, each of which takes a part of a second to record; it replays none that would be less than half
+full. To compute a longer prefill takes longer than to launch its kernels one by one."""
+_MOST_ROWS_BYTES = 512_000_000
+"""For hidden states of the largest pass of ``SIZES``. The larger a model is, the shorter are passes that gain."""
+
+
+def choose_sizes(args: argparse.Namespace) -> None:
+    """Few, where the user gives none. The backend is left to SGLang: it tests a default one, but not a given one."""
+    given = (args.cuda_graph_config or {}).get("prefill", {})  # JSON, which wins over other arguments
+    if given.get("bs") or args.cuda_graph_bs_prefill:
+        return
+    most = given.get("max_bs") or args.cuda_graph_max_bs_prefill or max(SIZES)
+    args.cuda_graph_bs_prefill = [size for size in SIZES if size <= most]
+
+
+def limit_sizes(prefill: Any, shape: ModelShape) -> None:
+    """Leave out what would take too much device memory for hidden states of all layers.
+
+    Args:
+        prefill: SGLang's settings of the phase; they are changed.
+    """
+    sizes = prefill.bs or []
+    if str(prefill.backend) == "disabled" or not sizes:
+        return
+    most = max(SIZES)
+    if max(sizes) > most:
+        logger.warning(
+            "hcache: CUDA graphs for prefill of more than %s tokens are left out: hidden states of all layers of the "
+            "largest have device memory, and to launch kernels one by one takes no longer than so many tokens do",
+            f"{most:,}",
+        )
+    if tuple(sizes) == SIZES:
+        most = min(most, _MOST_ROWS_BYTES // (shape.num_layers * shape.hidden_row_bytes))
+    prefill.bs = [size for size in sizes if size <= most]
+    if not prefill.bs:
+        prefill.backend = "disabled"
+
+
+def told(most_tokens: int) -> str:
+    """For the log.
+
+    Args:
+        most_tokens: of the longest prefill that a graph runs; 0: none does.
+    """
+    if most_tokens:
+        return f"hcache: CUDA graphs run prefills of up to {most_tokens:,} tokens"
+    return (
+        "hcache: CUDA graphs for prefill are off, so a short prefill, as behind a hit, takes as long as launching its "
+        "kernels one by one"
+    )
