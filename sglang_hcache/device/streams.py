@@ -137,8 +137,8 @@ class CudaStreams:
     def __init__(self, device: torch.device, others: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device = device
         self._others = tuple(others)
-        self._copies = _another_stream(device, self._others)
-        self._computations = _another_stream(device, [*self._others, self._copies])
+        self._copies = _another_stream(device, self._others, priority=0)
+        self._computations = _another_stream(device, [*self._others, self._copies], priority=0)
         self._memcpy = _runtime_memcpy()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
@@ -243,15 +243,19 @@ def _runtime_memcpy() -> Memcpy:
     return memcpy
 
 
-def stream_that_goes_first(device: torch.device) -> torch.cuda.Stream:
-    """For the model's forward passes: decoding keeps its time between tokens beside a restore."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def stream_that_goes_first(
+    device: torch.device, others: Sequence[torch.cuda.Stream] = ()
+) -> torch.cuda.Stream:
+    """For forward passes: decoding keeps its time between tokens beside a restore. Not one of ``others``."""
+    return _another_stream(device, others, priority=-1)
 
 
-def _another_stream(device: torch.device, others: Sequence[torch.cuda.Stream]) -> torch.cuda.Stream:
-    """A stream of lowest priority. torch hands out 32, again and again: not one of ``others``."""
+def _another_stream(
+    device: torch.device, others: Sequence[torch.cuda.Stream], priority: int
+) -> torch.cuda.Stream:
+    """A stream; 0 is the lowest priority. torch hands out 32 of each, again and again: not one of ``others``."""
     taken = {torch.cuda.current_stream(device).cuda_stream, *(other.cuda_stream for other in others)}
-    drawn = (torch.cuda.Stream(device, priority=0) for _ in range(2 * _STREAMS))  # type: ignore[no-untyped-call]
+    drawn = (torch.cuda.Stream(device, priority=priority) for _ in range(2 * _STREAMS))  # type: ignore[no-untyped-call]
     return next(stream for stream in drawn if stream.cuda_stream not in taken)
 
 

@@ -20,7 +20,11 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
 )
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
-from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import capture_first, device_buffers
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import (
+    capture_first,
+    device_buffers,
+    schedule_first,
+)
 from sglang_hcache.sglang_plugin.launch import stopping
 from sglang_hcache.sglang_plugin.launch.flags import BACKEND, config_of
 from sglang_hcache.sglang_plugin.seam import hooking
@@ -29,6 +33,7 @@ _MANAGERS = "sglang.srt.managers"
 _POLICY = f"{_MANAGERS}.schedule_policy.SchedulePolicy"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _CAPTURE = "sglang.srt.distributed.parallel_state.GroupCoordinator.graph_capture"
+_LOOP = f"{_MANAGERS}.scheduler.dispatch_event_loop"
 _DECODE_PAGES = "sglang.srt.mem_cache.allocation.alloc_paged_token_slots_decode"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -61,6 +66,7 @@ def install(device: str) -> None:
     }
     if device == "cuda":
         targets[_CAPTURE] = (capture_first, HookType.AROUND)
+        targets[_LOOP] = (schedule_first, HookType.AROUND)
     for method in (
         *(f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")),
         "release_memory_occupation",

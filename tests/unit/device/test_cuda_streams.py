@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_hcache.device import streams
-from sglang_hcache.device.streams import CudaStreams
+from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
 
 CPU = torch.device("cpu")
 _HANDED_OUT = 5
@@ -37,7 +37,7 @@ class Cuda:
 
 class Stream:
     def __init__(self, cuda: Cuda, device: object = None, priority: int = 0) -> None:
-        self.cuda_stream = next(cuda.handles)
+        self.cuda_stream, self.priority = next(cuda.handles), priority
         same = cuda.first_of.setdefault(self.cuda_stream, self)
         self.before: set[str] = set() if same is self else same.before
 
@@ -156,3 +156,14 @@ def test_its_streams_are_nobody_elses(cuda: Cuda) -> None:
         asked = CudaStreams(CPU, [forward])  # type: ignore[list-item]
         mine = {asked._copies.cuda_stream, asked._computations.cuda_stream}
         assert len(mine | {forward.cuda_stream, cuda.current.cuda_stream}) == 4
+
+
+def test_what_goes_first_goes_on_streams_of_their_own(cuda: Cuda) -> None:
+    """Of forward passes, and of what prepares the next one meanwhile."""
+    for _ in range(2 * _HANDED_OUT):
+        forward = stream_that_goes_first(CPU)
+        beside = stream_that_goes_first(CPU, [forward])
+        assert len({forward.cuda_stream, beside.cuda_stream, cuda.current.cuda_stream}) == 3
+        assert forward.priority == beside.priority == -1
+    asked = CudaStreams(CPU, [forward])
+    assert asked._copies.priority == asked._computations.priority == 0

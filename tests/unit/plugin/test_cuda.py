@@ -151,7 +151,7 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
 def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own functions, with a stream of its group's module for a GPU's."""
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_hcache.sglang_plugin import hooks
     from sglang_hcache.sglang_plugin.seam import hooking
@@ -161,8 +161,9 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     for name in ("install_cpu_fixes", "register_radix_cache_backend"):  # with effects beyond this test
         monkeypatch.setattr(hooks, name, lambda *_: None)
     hooks.install("cpu")
-    assert hooks._CAPTURE not in targets
+    assert not {hooks._CAPTURE, hooks._LOOP} & targets.keys()
     hooks.install("cuda")
+    assert targets[hooks._LOOP] == (runner.schedule_first, HookType.AROUND)
     hook, kind = targets[hooks._CAPTURE]  # type: ignore[misc]
 
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
@@ -183,6 +184,51 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     own = parallel_state.GraphCaptureContext(first)
     with group.graph_capture(own) as context:  # of the groups after the first one
         assert context is own
+
+
+class _Stream:
+    """One of ``torch.cuda``'s, which notes what it waits for."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, handle: int = 0, priority: int = 0) -> None:
+        self.cuda_stream = handle
+        self.waited_for: list[_Stream] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waited_for.append(other)
+
+
+def test_batches_are_prepared_with_the_priority_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In SGLang's own ``run_event_loop``, whatever the loop is, and beside its forward passes."""
+    from sglang.srt.managers import scheduler as managers
+
+    forward, own, first = _Stream(1), _Stream(2), _Stream(3)
+    drawn, entered = [], []
+
+    def draw(device: torch.device, others: list[_Stream]) -> _Stream:
+        drawn.append((device, others))
+        return first
+
+    def enter(stream: _Stream) -> nullcontext[None]:
+        entered.append(stream)
+        return nullcontext()
+
+    monkeypatch.setattr(runner, "stream_that_goes_first", draw)
+    scheduler = SimpleNamespace(
+        device="cuda", forward_stream=forward,
+        device_module=SimpleNamespace(Stream=lambda **_: own, StreamContext=enter),
+    )  # fmt: skip
+
+    def loop(given: object) -> None:
+        assert given is scheduler
+        assert entered == [own, first]
+        assert scheduler.schedule_stream is first
+        assert first.waited_for == [own]
+
+    monkeypatch.setattr(managers, "dispatch_event_loop", partial(runner.schedule_first, loop))
+    managers.Scheduler.run_event_loop(scheduler)
+    assert drawn == [(forward.device, [forward])], "or the passes would not overlap with it"
 
 
 def test_a_cpu_has_neither_streams_nor_buffers() -> None:

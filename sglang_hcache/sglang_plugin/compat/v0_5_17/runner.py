@@ -74,6 +74,20 @@ def capture_first(
     return original(group, graph_capture_context, stream)
 
 
+def schedule_first(original: Callable[..., None], scheduler: Any) -> None:
+    """AROUND hook of ``dispatch_event_loop``: prepare batches on a stream that goes before those of restores.
+
+    A pass waits for the small kernels that prepare it. On SGLang's own stream, which has the lowest priority, they may
+    queue behind a restore's products.
+    """
+    forward = scheduler.forward_stream
+    stream = stream_that_goes_first(forward.device, [forward])
+    stream.wait_stream(scheduler.schedule_stream)
+    scheduler.schedule_stream = stream
+    with scheduler.device_module.StreamContext(stream):
+        original(scheduler)
+
+
 def _most_replayed(server_args: Any) -> int:
     """Rows of the largest pass that SGLang records; 0: it records none."""
     phases = (server_args.cuda_graph_config.decode, server_args.cuda_graph_config.prefill)
