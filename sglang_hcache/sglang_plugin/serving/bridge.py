@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,6 +38,7 @@ from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.serving.idling import Idling
 from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
@@ -52,11 +52,13 @@ from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_SAVING_PAUSE_S = 0.001
-
 
 class Bridge:
-    """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only."""
+    """Everything behind the plugin's hooks. Version-neutral: it sees SGLang through ``protocols`` only.
+
+    Args:
+        labels: of this process's metrics; None: there are none.
+    """
 
     def __init__(
         self,
@@ -71,10 +73,6 @@ class Bridge:
         counters: Counters,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """
-        Args:
-            labels: of this process's metrics; None: there are none.
-        """
         self.config = config
         self.counters = counters
         self.tiers = tiers
@@ -104,9 +102,10 @@ class Bridge:
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
         launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
-        self._prefill_times = None
-        if gate is not None and beside is not None:
-            self._prefill_times = PrefillTimes(gate, beside.stage)
+        self._idling = Idling(self.restores, lambda: self.is_saving)
+        self._prefill_times = (
+            PrefillTimes(gate, beside.stage) if gate is not None and beside is not None else None
+        )
         self._closed = threading.Event()
         self.last_writes = LastWrites(tiers, counters, config.shutdown_flush_s)
         self._stored = (
@@ -271,18 +270,11 @@ class Bridge:
     # -- upkeep ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a scheduler round. Yields the interpreter when only our threads have work: SGLang's idle loop spins."""
+        """Once a scheduler round, before requests are admitted."""
         if self._prefill_times is not None:
             self._prefill_times.look()
         self.restores.tick()
-        running = self.restores.running
-        if self.restores.scheduler.is_running() or running.is_recomputing:
-            return
-        if running.tokens:
-            running.wait()
-        elif self.is_saving:
-            # Releases the GIL for the assembler and the demoter; short, for a request may arrive.
-            time.sleep(_SAVING_PAUSE_S)
+        self._idling.pause()
 
     @property
     def is_saving(self) -> bool:

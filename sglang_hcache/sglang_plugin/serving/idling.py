@@ -1,0 +1,47 @@
+"""What a scheduler round waits for when only our threads have work: SGLang's idle loop spins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
+
+_SAVING_PAUSE_S = 0.001
+
+
+class Idling:
+    """Yields the interpreter to the other threads. Used on the scheduler's.
+
+    Args:
+        is_saving: whether captured rows or demotions are being worked on.
+    """
+
+    def __init__(self, restores: RestoreCoordinator, is_saving: Callable[[], bool]) -> None:
+        self._restores = restores
+        self._is_saving = is_saving
+        self._let_in = False
+        """Whether the last time was skipped for somebody in the queue."""
+
+    def pause(self) -> None:
+        """A moment, before SGLang looks at its queue, unless somebody there would be held up."""
+        restores, running = self._restores, self._restores.running
+        if restores.scheduler.is_running() or running.is_recomputing:
+            return
+        if not running.tokens and not self._is_saving():
+            return
+        # Who is still there at the next round lacks room: do not spin until there is some.
+        self._let_in = not self._let_in and self._may_admit()
+        if self._let_in:
+            return
+        if running.tokens:
+            running.wait()
+            restores.reap()  # whose restore is over by now is admitted in this round
+        else:
+            time.sleep(_SAVING_PAUSE_S)  # short, for a request may arrive
+
+    def _may_admit(self) -> bool:
+        """Whether somebody in the queue need not wait for a restore."""
+        return any(
+            self._restores.may_be_admitted(request.rid) for request in self._restores.scheduler.waiting()
+        )

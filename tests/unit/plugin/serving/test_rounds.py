@@ -1,0 +1,94 @@
+"""What the bridge does once a scheduler round, and when it waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hcache.sglang_plugin.serving import idling
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.sglang_plugin.serving.idling import Idling
+
+
+class Round:
+    """A bridge with stand-ins for what it asks, and the calls, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_running = False
+        self.admits = False
+        self.stage = SimpleNamespace(is_shared=False)
+        self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
+        self.bridge: Any = object.__new__(Bridge)
+        self.bridge._prefill_times, self.bridge._beside = None, SimpleNamespace(stage=self.stage)
+        self.bridge._assembler = SimpleNamespace(is_busy=False)
+        self.bridge.tiers = SimpleNamespace(is_saving=False)
+        self.bridge.restores = SimpleNamespace(
+            tick=lambda: self.calls.append("tick"),
+            reap=lambda: self.calls.append("reap"),
+            may_be_admitted=lambda rid: self.admits,
+            running=self.running,
+            scheduler=SimpleNamespace(
+                is_running=lambda: self.is_running, waiting=lambda: [SimpleNamespace(rid="b")]
+            ),
+        )
+        self.bridge._idling = Idling(self.bridge.restores, lambda: self.bridge.is_saving)
+
+    def round(self) -> list[str]:
+        """The calls of one."""
+        self.calls.clear()
+        self.bridge.tick()
+        return list(self.calls)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_device_knows_whether_requests_run_beside_restores(is_running: bool) -> None:
+    world = Round()
+    world.stage.is_shared, world.is_running = not is_running, is_running
+    world.bridge.tick()
+    assert world.stage.is_shared is is_running
+    assert world.calls == ["tick"]
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr(idling.time, "sleep", slept.append)
+    return slept
+
+
+def test_a_restore_that_ends_while_it_is_waited_for_is_settled_in_this_round() -> None:
+    """SGLang looks at its queue right behind the call."""
+    world = Round()
+    world.running.tokens = 64
+    assert world.round() == ["tick", "wait", "reap"]
+
+
+def test_nobody_waits_for_another_ones_restore_before_a_request_is_admitted() -> None:
+    world = Round()
+    world.running.tokens, world.admits = 64, True
+    assert world.round() == ["tick"]
+    assert world.round() == ["tick", "wait", "reap"], "SGLang had no room for it: do not spin"
+    assert world.round() == ["tick"]
+
+
+def test_nobody_pauses_for_what_is_saved_before_a_request_is_admitted(pauses: list[float]) -> None:
+    world = Round()
+    world.bridge.tiers.is_saving, world.admits = True, True
+    assert world.round() == ["tick"]
+    assert not pauses
+    world.admits = False
+    assert world.round() == ["tick"]
+    assert len(pauses) == 1
+
+
+def test_nobody_waits_while_requests_run_or_layers_are_recomputed(pauses: list[float]) -> None:
+    world = Round()
+    world.running.tokens, world.bridge.tiers.is_saving = 64, True
+    world.is_running = True
+    assert world.round() == ["tick"]
+    world.is_running, world.running.is_recomputing = False, True
+    assert world.round() == ["tick"]
+    assert not pauses
