@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,10 @@ _LOOP = f"{_MANAGERS}.scheduler.dispatch_event_loop"
 _DECODE_PAGES = "sglang.srt.mem_cache.allocation.alloc_paged_token_slots_decode"
 _WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
+_SWITCH_S = 5e-4
+"""After which a thread gives the interpreter's lock to one that waits for it; Python's own 5 ms are a decode pass. The
+scheduler gives it up in many of torch's calls, and launches nothing until it has it back."""
+
 _READING_CHECKS = ("snapshot", "compare", "checksum")
 """Of ``/weights_checker``; its other action, ``reset_tensors``, overwrites the weights with random ones."""
 
@@ -65,6 +70,7 @@ def install(device: str) -> None:
         f"{_RUNNER}.forward": (_forward, HookType.AROUND),
     }
     if device == "cuda":
+        sys.setswitchinterval(_SWITCH_S)
         targets[_CAPTURE] = (capture_first, HookType.AROUND)
         targets[_LOOP] = (schedule_first, HookType.AROUND)
     for method in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
@@ -157,12 +158,16 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     from sglang_hcache.sglang_plugin.seam import hooking
 
     targets: dict[str, object] = {}
+    intervals: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
     monkeypatch.setattr(hooking, "apply", targets.update)
     for name in ("install_cpu_fixes", "register_radix_cache_backend"):  # with effects beyond this test
         monkeypatch.setattr(hooks, name, lambda *_: None)
     hooks.install("cpu")
     assert not {hooks._CAPTURE, hooks._LOOP} & targets.keys()
+    assert intervals == []
     hooks.install("cuda")
+    assert intervals == [hooks._SWITCH_S], "a decode pass is launched in a few milliseconds"
     assert targets[hooks._LOOP] == (runner.schedule_first, HookType.AROUND)
     hook, kind = targets[hooks._CAPTURE]  # type: ignore[misc]
 
