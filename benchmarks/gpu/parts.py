@@ -50,13 +50,13 @@ class Part:
 PARTS = (
     Part(
         "kernel",
-        30,
+        20,
         "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
     ),
     Part("restores", 55, "engine, streams and pinned memory on random layers of every shape; efficiency"),
     Part(
         "saving",
-        25,
+        15,
         "rows of prefills and of CUDA graphs that are replayed, as they were; what that adds to a pass",
     ),
     Part(
@@ -76,7 +76,7 @@ PARTS = (
         120,
         "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("zipf", 130, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
+    Part("zipf", 150, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, auto, HiCache"),
     *(
         Part(
             f"model {shape.name}",

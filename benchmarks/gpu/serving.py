@@ -275,9 +275,8 @@ def measure_overhead(
     shape: Shape | None = None,
     sizes: Sequence[str] = OVERHEAD,
     more: Sequence[str] = (),
-    method: str = "auto",
 ) -> None:
-    """``overhead.py``: a server with the tier, in host memory, beside one without it, in turns.
+    """``overhead.py``: a server with the tier, hidden states in host memory, beside one without, in turns.
 
     Args:
         logs: folder for the servers' logs.
@@ -296,7 +295,7 @@ def measure_overhead(
         model.mkdir()
         write_model(model, shape)
         arguments = (
-            *("--model-path", str(model), "--dtype", "bfloat16", "--method", method, "--starts", "0"),
+            *("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--starts", "0"),
             *("--no-disk", "--dir", name, "--logs", str(logs), "--tier-arguments", shlex.join(more), *sizes),
         )
         run_command("overhead", arguments, on_row)
@@ -310,7 +309,7 @@ def overhead_shape() -> Shape:
 
 ZIPF = (
     *("--layers", "16", "--hidden", "4096", "--documents", "8", "--scale", "1", "--context-limit", "8192"),
-    *("--answer-limit", "8", "--requests", "24", "--host-size", "8", "--time-limit", "1.7"),
+    *("--answer-limit", "8", "--requests", "24", "--host-size", "8", "--time-limit", "2"),
 )
 """7,000 tokens a document on average, and as much host memory as K and V of all of them take."""
 
@@ -329,7 +328,7 @@ def measure_zipf(report: Report, logs: Path, sizes: Sequence[str] = ZIPF) -> Non
 
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         arguments = (
-            *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--no-disk"),
+            *("--alphas", "0,1,2", "--methods", "recompute,kv,auto,hicache", "--no-disk"),
             *("--dir", name, "--logs", str(logs), *sizes),
         )
         run_command("zipf_replay", arguments, on_row)

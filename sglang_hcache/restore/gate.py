@@ -33,8 +33,8 @@ _MOST_SURPRISE = 2.0
 _FORGET = 0.99
 """Each restore that is not started brings the estimates closer to the profile again: else they never would."""
 
-_LOAD = 2.0
-"""Our computations take so many times as long while requests run: the device does both in turns."""
+LOADED_COSTS = 2.0
+"""So many times as long our computations take while requests run: the device does both in turns."""
 
 _RECOMPUTING_GAINS = 1.1
 """Layers are recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
@@ -118,11 +118,11 @@ class RestoreGate:
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
-    def decide(self, tokens: Mapping[str, int], start: int, *, loaded: bool = False) -> Decision:
+    def decide(self, tokens: Mapping[str, int], start: int, *, load: float = 1.0) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
-            loaded: whether requests run meanwhile.
+            load: so many times as long computations take, because requests run meanwhile.
 
         Raises:
             ValueError: there are none.
@@ -134,7 +134,7 @@ class RestoreGate:
         count = sum(parts.values())
         times = fastest_restore(
             self._stored,
-            costs.scaled(compute=_LOAD if loaded else 1.0),
+            costs.scaled(compute=load),
             num_blocks=-(-count // self._block_tokens),
             max_recompute=self._max_recompute,
             least_gain=_RECOMPUTING_GAINS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -51,7 +51,6 @@ class LayerRestorer:
         self._rows = rows
         self._lanes = lanes
         self.stage = stage
-        self._rows_at_once = ROWS_AT_ONCE if stage is None else stage.rows_at_once
         self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
@@ -128,9 +127,8 @@ class LayerRestorer:
         if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
-        for first in range(0, len(rows), self._rows_at_once):
-            block = slice(first, first + self._rows_at_once)
-            self._project(layer, rows[block], positions[block], slots[block])
+        for part in _parts(len(rows)) if self.stage is None else self.stage.pace.parts(len(rows)):
+            self._project(layer, rows[part], positions[part], slots[part])
 
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -167,3 +165,9 @@ class LayerRestorer:
             return
         key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
         self._pool.write(layer, slots, key, value)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Of rows that a CPU projects together."""
+    for first in range(0, count, ROWS_AT_ONCE):
+        yield slice(first, first + ROWS_AT_ONCE)

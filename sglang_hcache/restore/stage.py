@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_hcache.device.streams import BufferRing, Mark, Spans, Stamp, Streams
+from sglang_hcache.restore.pace import Pace
 from sglang_hcache.restore.rows import StoredRows
 
 NUM_BUFFERS = 3
@@ -74,6 +75,7 @@ class DeviceStage:
     ) -> None:
         self._streams = streams
         self.rows_at_once = rows_at_once
+        self.pace = Pace(streams.stamp, rows_at_once)
         self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)

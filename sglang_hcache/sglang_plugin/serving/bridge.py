@@ -273,6 +273,11 @@ class Bridge:
         """Once a scheduler round, before requests are admitted."""
         if self._prefill_times is not None:
             self._prefill_times.look()
+        if self._beside is not None:
+            # Unless somebody else waits for the restore as well.
+            self._beside.stage.pace.yields = (
+                len(self.restores.waiting) <= 1 and self.restores.scheduler.is_running()
+            )
         self.restores.tick()
         self._idling.pause()
 

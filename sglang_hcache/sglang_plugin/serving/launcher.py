@@ -14,8 +14,9 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.gate import LOADED_COSTS, Decision, RestoreGate
 from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.pace import YIELDING_COSTS
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
@@ -54,7 +55,13 @@ class Launcher:
         if self._gate is None:
             return None
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
-        return self._gate.decide(tokens, start, loaded=self._device.scheduler.is_running())
+        return self._gate.decide(tokens, start, load=self._load())
+
+    def _load(self) -> float:
+        if not self._device.scheduler.is_running():
+            return 1.0
+        beside = self._device.beside
+        return YIELDING_COSTS if beside is not None and beside.stage.pace.yields else LOADED_COSTS
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
         """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""

@@ -82,9 +82,9 @@ class RestoreCoordinator:
         self.scheduler = device.scheduler
         self._observer = observer
         self._engine = engine
-        self._waiting = Waiting(device.tree, device.scheduler, observer)
+        self.waiting = Waiting(device.tree, device.scheduler, observer)
         self.running = running
-        self._room = Room(device.tree, device.scheduler, running, self._waiting, config.max_inflight_fraction)
+        self._room = Room(device.tree, device.scheduler, running, self.waiting, config.max_inflight_fraction)
         self._stalled = 0
         self._rest = DiskRest()
         self._holding_until = 0.0
@@ -99,7 +99,7 @@ class RestoreCoordinator:
         if not keys:
             return
         ticket = Ticket(prompt, keys)
-        self._waiting.add(ticket)
+        self.waiting.add(ticket)
         if not self._resolve(ticket):
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
@@ -110,7 +110,7 @@ class RestoreCoordinator:
 
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore."""
-        ticket = self._waiting.get(rid)
+        ticket = self.waiting.get(rid)
         if ticket is None:
             return True
         if self._is_held_back(ticket):
@@ -123,7 +123,7 @@ class RestoreCoordinator:
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
         """The request runs, with ``prefix_tokens`` from the device: end its ticket, say what was restored for it."""
-        ticket = self._waiting.take(rid)
+        ticket = self.waiting.take(rid)
         self._stalled, self._look_again = 0, 0.0
         if ticket is None:
             return Admission()
@@ -134,12 +134,12 @@ class RestoreCoordinator:
 
     def keys_of(self, rid: str) -> Sequence[ChunkKey]:
         """Of the whole chunks of a waiting request's prompt; empty if it has no ticket."""
-        ticket = self._waiting.get(rid)
+        ticket = self.waiting.get(rid)
         return () if ticket is None else ticket.keys
 
     def drop(self, rid: str) -> None:
         """The request was aborted or left the queue otherwise."""
-        ticket = self._waiting.take(rid)
+        ticket = self.waiting.take(rid)
         if ticket is not None:
             ticket.note("left the queue")
             logger.debug("hcache: request %s: %s", rid, ticket.life)
@@ -150,7 +150,7 @@ class RestoreCoordinator:
 
         Returns when no job reads weights any more.
         """
-        for ticket in self._waiting:
+        for ticket in self.waiting:
             self._let_go(ticket)
             ticket.keys = []
             ticket.restore = None
@@ -163,7 +163,7 @@ class RestoreCoordinator:
         Returns:
             False if there was nothing.
         """
-        if self._waiting.give_back_pins():
+        if self.waiting.give_back_pins():
             return True
         restore = self.running.newest()
         if restore is None:
@@ -182,10 +182,10 @@ class RestoreCoordinator:
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
-        if not self._waiting and not self.running:
+        if not self.waiting and not self.running:
             return
         self.reap()
-        for rid in self._waiting.gone():
+        for rid in self.waiting.gone():
             self.drop(rid)
         self._relieve()
         self._start_pending()
@@ -195,7 +195,7 @@ class RestoreCoordinator:
 
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase."""
-        return self._waiting.phases()
+        return self.waiting.phases()
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class RestoreCoordinator:
         self._room.look()
         ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
         is_full = not self._room.is_left(CHUNK_TOKENS)
-        for request, ticket in self._waiting.until_last_pending():
+        for request, ticket in self.waiting.until_last_pending():
             is_pending = ticket is not None and ticket.phase is Phase.PENDING
             if ticket is not None and is_pending and (is_full or not self._start(ticket, ahead)):
                 refused = ticket
@@ -335,7 +335,7 @@ class RestoreCoordinator:
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
         # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
         self._tree.free(slots[restore.start : existing])
-        self._waiting.pin(ticket, node)
+        self.waiting.pin(ticket, node)
         self._tree.unlock(restore.node)
         ticket.note("restored in %.3f s", restore.seconds)
 
@@ -345,7 +345,7 @@ class RestoreCoordinator:
             ticket.restore.abandon()
             ticket.restore.ticket = None
         elif ticket.phase is Phase.PINNED:
-            self._waiting.unpin(ticket)
+            self.waiting.unpin(ticket)
 
     # -- keeping the queue alive -----------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class RestoreCoordinator:
         waiting_for_nothing = not self.running.tokens and not self.scheduler.is_running()
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
         patience_s = 0.0 if self._stalled >= _STALLED_TICKS else _PIN_LIMIT_S
-        if self._waiting.give_back_pins(older_than_s=patience_s):
+        if self.waiting.give_back_pins(older_than_s=patience_s):
             self._holding_until = time.monotonic() + _HOLD_S
             self._line.clear()
             self.scheduler.look_again()

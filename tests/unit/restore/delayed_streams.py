@@ -47,6 +47,16 @@ class DelayedMark:
         assert self.streams.go_on(self), "it waits for itself"
 
 
+class DelayedStamp:
+    """Work here takes no time."""
+
+    def is_reached(self) -> bool:
+        return True
+
+    def seconds_since(self, _earlier: DelayedStamp) -> float:
+        return 0.0
+
+
 class DelayedStreams:
     """A :class:`~sglang_hcache.device.streams.Streams` that does nothing before somebody asks for a result.
 
@@ -107,6 +117,9 @@ class DelayedStreams:
 
     def is_recording(self) -> bool:
         return self._recorded is not None
+
+    def stamp(self) -> DelayedStamp:
+        return DelayedStamp()
 
     # -- what happens ----------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def gate(
 
 
 def decide(gate: RestoreGate, host: int, disk: int, start: int = 0, *, loaded: bool = False) -> Decision:
-    return gate.decide({"host": host, "disk": disk}, start, loaded=loaded)
+    return gate.decide({"host": host, "disk": disk}, start, load=2.0 if loaded else 1.0)
 
 
 def test_the_slower_resource_decides_and_the_pipeline_has_to_fill() -> None:

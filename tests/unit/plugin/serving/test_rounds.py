@@ -19,15 +19,20 @@ class Round:
         self.calls: list[str] = []
         self.is_running = False
         self.admits = False
-        self.stage = SimpleNamespace(is_shared=False)
+        self.waiting: list[None] = []
+        self.pace = SimpleNamespace(yields=False)
         self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
         self.bridge: Any = object.__new__(Bridge)
-        self.bridge._prefill_times, self.bridge._beside = None, SimpleNamespace(stage=self.stage)
+        self.bridge._prefill_times, self.bridge._beside = (
+            None,
+            SimpleNamespace(stage=SimpleNamespace(pace=self.pace)),
+        )
         self.bridge._assembler = SimpleNamespace(is_busy=False)
         self.bridge.tiers = SimpleNamespace(is_saving=False)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
             reap=lambda: self.calls.append("reap"),
+            waiting=self.waiting,
             may_be_admitted=lambda rid: self.admits,
             running=self.running,
             scheduler=SimpleNamespace(
@@ -44,11 +49,16 @@ class Round:
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_device_knows_whether_requests_run_beside_restores(is_running: bool) -> None:
+@pytest.mark.parametrize("num_waiting", [0, 1, 2])
+def test_a_restore_yields_to_those_who_decode_unless_somebody_else_waits(
+    is_running: bool, num_waiting: int
+) -> None:
     world = Round()
-    world.stage.is_shared, world.is_running = not is_running, is_running
+    world.is_running = is_running
+    world.waiting += [None] * num_waiting
+    world.pace.yields = not is_running
     world.bridge.tick()
-    assert world.stage.is_shared is is_running
+    assert world.pace.yields is (is_running and num_waiting < 2)
     assert world.calls == ["tick"]
 
 
