@@ -67,7 +67,7 @@ PARTS = (
     Part("flashinfer", 105, "the same server, with FlashInfer's attention", is_extra=True),
     Part(
         "disk",
-        120,
+        150,
         "a server with hidden states on disk, and the next one on the same directory",
         is_extra=True,
     ),
@@ -76,7 +76,7 @@ PARTS = (
         120,
         "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
     ),
-    Part("zipf", 150, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, auto, HiCache"),
+    Part("zipf", 150, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(
         Part(
             f"model {shape.name}",

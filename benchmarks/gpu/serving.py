@@ -328,7 +328,7 @@ def measure_zipf(report: Report, logs: Path, sizes: Sequence[str] = ZIPF) -> Non
 
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         arguments = (
-            *("--alphas", "0,1,2", "--methods", "recompute,kv,auto,hicache", "--no-disk"),
+            *("--alphas", "0,1,2", "--methods", "recompute,kv,hidden,hicache", "--no-disk"),
             *("--dir", name, "--logs", str(logs), *sizes),
         )
         run_command("zipf_replay", arguments, on_row)
