@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SPARE_SHARE = 1 / 8  # of the host slots: so many are kept free, or clean and not pinned
 _TICK_S = 0.5
-_REST_S = 5.0  # after an error, before what should be on disk at once is tried again
+_REST_S = 5.0  # after an error or a full disk, before what should be on disk at once is tried again
 _WAIT_FOR_SLOT_S = 0.5
 _CLOSE_S = 3.0
 _MOST_REQUESTS = 4096
@@ -128,10 +128,12 @@ class Demoter:
         return True
 
     def rest(self, until: float) -> bool:
-        """Wait until what could not be written may be tried again; False if that is not before ``until``."""
+        """Wait until what could not be written may be tried again; False, at once, if that is not before ``until``."""
         resting_until = self._resting_until
-        time.sleep(max(0.0, min(resting_until, until) - time.monotonic()))
-        return max(resting_until, time.monotonic()) < until
+        if resting_until >= until:
+            return False
+        time.sleep(max(0.0, resting_until - time.monotonic()))
+        return time.monotonic() < until
 
     def clear_disk(self, tell: ClearedTold | None = None) -> None:
         """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits.
@@ -238,21 +240,24 @@ class Demoter:
         runs = form_runs(chunks.values(), self._run_chunks)
         # What was used again first: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
-            if self._stopping or self._clearing:
+            if self._stopping or self._clearing or not self._write_run(run):
                 return
-            self._write_run(run)
 
-    def _write_run(self, run: Sequence[ChunkInfo]) -> None:
+    def _write_run(self, run: Sequence[ChunkInfo]) -> bool:
         """Write one run; a chunk that cannot be written is given up, so that its slot can be used again.
 
         Not before the slot is needed: the disk may be well again, or have room, when it is tried next.
+
+        Returns:
+            False if there is no room on disk, for this one and so for others: they are not tried now.
         """
-        is_settled = True
+        is_settled, is_full = True, False
         pinned = [(info, slot) for info in run if (slot := self._pin_dirty(info.key)) is not None]
         try:
             for piece in _consecutive(self._not_on_disk(pinned)):
                 self._write_within_budget(piece)
         except StoreError as error:
+            is_full = isinstance(error, StoreFullError)
             is_settled = self._is_given_up(error, len(self._not_on_disk(pinned)))
         finally:
             for info, slot in reversed(pinned):  # the tail is evicted before the head
@@ -262,6 +267,7 @@ class Demoter:
             with self._freed:
                 self._keeps_up = True
                 self._freed.notify_all()
+        return is_settled or not is_full
 
     def _pin_dirty(self, key: ChunkKey) -> int | None:
         """As :meth:`HostTier.pin`; None for what has been given up since it was asked for."""

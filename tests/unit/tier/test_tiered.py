@@ -486,6 +486,35 @@ def test_a_disk_that_takes_nothing_is_asked_for_few_chunks_whenever_a_slot_is_ne
     tiers.close()
 
 
+def test_a_disk_without_room_is_asked_once_and_a_flush_gives_up_when_it_would_be_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs does not have room either, and a stop must not take all of its time for that."""
+    monkeypatch.setattr(demoter, "_REST_S", 60.0)
+    tiers = open_tiers(tmp_path / "store", slots=400, policy=WritePolicy.WRITE_THROUGH)
+    refused = []
+
+    def refuse(*arguments: object) -> None:
+        refused.append(arguments)
+        raise StoreFullError("full")
+
+    monkeypatch.setattr(tiers.disk, "write_run", refuse)
+    for number in range(1, 101):
+        put(tiers, 2 * number)  # each chunk is a run
+    wait_for(lambda: bool(refused))
+    wait_until_saved(tiers)
+    assert len(refused) == 1
+    slept: list[float] = []
+    monkeypatch.setattr(
+        demoter.time, "sleep", lambda seconds, sleep=time.sleep: (slept.append(seconds), sleep(0.001))
+    )
+    assert not tiers.flush(4.0)  # less than a rest
+    assert max(slept) < 0.1
+    assert tiers.host.counts().dirty == 100
+    monkeypatch.undo()
+    tiers.close()
+
+
 def failing(error: Exception | None = None) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise error or StoreIOError("the disk fails")
