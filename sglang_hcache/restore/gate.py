@@ -33,8 +33,19 @@ _MOST_SURPRISE = 2.0
 _FORGET = 0.99
 """Each restore that is not started brings the estimates closer to the profile again: else they never would."""
 
-LOADED_COSTS = 2.0
-"""So many times as long our computations take while requests run: the device does both in turns."""
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many times as long our computations take because of others."""
+
+    computing: float
+    """But for projections."""
+    projecting: float
+
+
+IDLE = Load(1.0, 1.0)
+LOADED = Load(2.0, 2.0)
+"""While requests run: the device does both in turns."""
 
 _RECOMPUTING_GAINS = 1.1
 """Layers are recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
@@ -118,11 +129,10 @@ class RestoreGate:
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
-    def decide(self, tokens: Mapping[str, int], start: int, *, load: float = 1.0) -> Decision:
+    def decide(self, tokens: Mapping[str, int], start: int, load: Load = IDLE) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
         Args:
-            load: so many times as long computations take, because requests run meanwhile.
 
         Raises:
             ValueError: there are none.
@@ -131,10 +141,11 @@ class RestoreGate:
         for tier in parts.keys() - self.profile.tiers.keys():
             self._assume(tier)
         costs = self._costs(parts, start)
+        projecting_s = load.projecting * costs.compute_hidden_s
         count = sum(parts.values())
         times = fastest_restore(
             self._stored,
-            costs.scaled(compute=load),
+            replace(costs.scaled(compute=load.computing), compute_hidden_s=projecting_s),
             num_blocks=-(-count // self._block_tokens),
             max_recompute=self._max_recompute,
             least_gain=_RECOMPUTING_GAINS,

@@ -100,7 +100,7 @@ class Bridge:
         running = Running()
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
-        launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
+        self._launcher = launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
         self._idling = Idling(self.restores, lambda: self.is_saving)
         self._prefill_times = (
@@ -273,11 +273,7 @@ class Bridge:
         """Once a scheduler round, before requests are admitted."""
         if self._prefill_times is not None:
             self._prefill_times.look()
-        if self._beside is not None:
-            # Unless somebody else waits for the restore as well.
-            self._beside.stage.pace.yields = (
-                len(self.restores.waiting) <= 1 and self.restores.scheduler.is_running()
-            )
+        self._launcher.keep_pace(self.restores.waiting.num_restoring)
         self.restores.tick()
         self._idling.pause()
 

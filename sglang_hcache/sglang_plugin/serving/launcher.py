@@ -14,9 +14,9 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
-from sglang_hcache.restore.gate import LOADED_COSTS, Decision, RestoreGate
+from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob
-from sglang_hcache.restore.pace import YIELDING_COSTS
+from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
@@ -48,6 +48,7 @@ class Launcher:
         self._observer = observer
         self._block_chunks = block_chunks
         self._gate = gate
+        self._pace = None if device.beside is None else device.beside.stage.pace
         self._may_trace = Throttle()
 
     def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
@@ -55,13 +56,21 @@ class Launcher:
         if self._gate is None:
             return None
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
-        return self._gate.decide(tokens, start, load=self._load())
+        return self._gate.decide(tokens, start, self._load())
 
-    def _load(self) -> float:
-        if not self._device.scheduler.is_running():
-            return 1.0
-        beside = self._device.beside
-        return YIELDING_COSTS if beside is not None and beside.stage.pace.yields else LOADED_COSTS
+    def keep_pace(self, num_waiting: int) -> None:
+        """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
+
+        Args:
+            num_waiting: requests that wait for a restore. Of several, the next one waits for the first one's as well.
+        """
+        if self._pace is not None:
+            self._pace.turn(num_waiting <= 1 and self._device.scheduler.is_running())
+
+    def _load(self) -> Load:
+        if self._pace is not None and self._pace.yields:
+            return Load(LOADED.computing, 1 / YIELDING_SHARE)
+        return LOADED if self._device.scheduler.is_running() else IDLE
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
         """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""
@@ -102,7 +111,9 @@ class Launcher:
             if restore.decision is not None:
                 self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        says_something = restore.is_complete or restore.is_late
+        # Nor does one during which its share of the device changed.
+        has_changed = self._pace is not None and self._pace.turns != restore.turns
+        says_something = (restore.is_complete or restore.is_late) and not has_changed
         if self._gate is not None and restore.decision is not None and says_something:
             recomputation = restore.recomputation
             timed = recomputation is not None and recomputation.is_complete
@@ -142,7 +153,8 @@ class Launcher:
                 len(match),
                 decision.num_recompute,
             )
-        return Restore(job, match.slots, match.node, ticket, decision, recomputation)
+        turns = 0 if self._pace is None else self._pace.turns
+        return Restore(job, match.slots, match.node, ticket, decision, recomputation, turns)
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""

@@ -43,6 +43,8 @@ class Restore:
     """Why it was started; None if nobody predicted anything."""
     recomputation: Recomputation | None
     """Of the layers that the job does not bring; None if it brings all."""
+    turns: int = 0
+    """:attr:`Pace.turns` when it was decided."""
 
     @property
     def start(self) -> int:

@@ -64,6 +64,11 @@ class Waiting:
             self._observer.count("restore.tickets_pruned", len(gone))
         return gone
 
+    @property
+    def num_restoring(self) -> int:
+        """Those that wait for their restore to start or to end."""
+        return sum(ticket.phase in (Phase.PENDING, Phase.RUNNING) for ticket in self._tickets.values())
+
     def phases(self) -> dict[str, int]:
         """Number of tickets in each phase. From any thread."""
         counts = {phase.value: 0 for phase in Phase}

@@ -10,7 +10,7 @@ from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
-from sglang_hcache.restore.gate import Decision, RestoreGate
+from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
 
 LAYERS = 10
 SHAPE = ModelShape(
@@ -50,7 +50,7 @@ def gate(
 
 
 def decide(gate: RestoreGate, host: int, disk: int, start: int = 0, *, loaded: bool = False) -> Decision:
-    return gate.decide({"host": host, "disk": disk}, start, load=2.0 if loaded else 1.0)
+    return gate.decide({"host": host, "disk": disk}, start, LOADED if loaded else IDLE)
 
 
 def test_the_slower_resource_decides_and_the_pipeline_has_to_fill() -> None:
@@ -125,6 +125,16 @@ def test_how_many_layers_are_recomputed_follows_tier_length_and_load() -> None:
     assert decide(some, 0, 16384).num_recompute < from_disk.num_recompute, "recomputing grows with the square"
     assert decide(some, 0, 1024, loaded=True).num_recompute < from_disk.num_recompute
     assert decide(some, 0, 1024, start=8192).num_recompute < from_disk.num_recompute, "more to look at"
+
+
+def test_projections_alone_are_slowed_where_they_leave_the_device_to_others() -> None:
+    def work_s(method: Method, load: Load) -> float:
+        some = gate(methods=(method,) * LAYERS, project=3e-6)
+        return some.decide({"host": 1024}, 0, load).work_s
+
+    slow = Load(1.0, 5.0)
+    assert work_s(Method.HIDDEN, slow) == pytest.approx(1024 * (LAYERS * 15e-6 + 1e-6))
+    assert work_s(Method.KV, slow) == work_s(Method.KV, IDLE)
 
 
 def test_a_layer_is_not_recomputed_for_a_few_per_cent() -> None:

@@ -74,7 +74,7 @@ def test_without_others_it_does_not_wait(device: Device) -> None:
 def test_with_others_it_takes_a_share_of_the_time(device: Device, slower: float) -> None:
     """Also where their passes, which go first, make each part take longer: the shortest times count."""
     made = Pace(device.stamp, 3276)
-    made.yields = True
+    made.turn(True)
     project_all(device, made, 1024)
     device.now = device.busy_until
     device.slower = slower
@@ -85,11 +85,31 @@ def test_with_others_it_takes_a_share_of_the_time(device: Device, slower: float)
 
 def test_time_that_was_not_used_is_not_made_up_for(device: Device) -> None:
     made = Pace(device.stamp, 3276)
-    made.yields = True
+    made.turn(True)
     project_all(device, made, 1024)
     device.now = began = 100.0
     project_all(device, made, 10 * 1024)
     assert device.now - began == pytest.approx(9 * 1024 * ROW_S / YIELDING_SHARE)
+
+
+def test_the_first_part_of_all_is_waited_for(device: Device) -> None:
+    """Nobody knows before how long to wait."""
+    made = Pace(device.stamp, 3276)
+    made.turn(True)
+    parts = made.parts(3 * 1024)
+    for _ in range(2):
+        next(parts)
+        assert device.now >= device.busy_until, "nothing of ours is left to do"
+        device.project(1024)
+    next(parts)
+    assert device.now == pytest.approx(device.busy_until - 1024 * ROW_S + 1024 * ROW_S / YIELDING_SHARE)
+
+
+def test_its_turns_are_counted(device: Device) -> None:
+    made = Pace(device.stamp, 3276)
+    for yields in (False, True, True, False):
+        made.turn(yields)
+    assert made.turns == 2
 
 
 @pytest.mark.parametrize("yields", [False, True])
@@ -106,7 +126,7 @@ def test_rows_are_projected_in_such_parts(yields: bool, monkeypatch: pytest.Monk
 
     pool = Pool()
     stage = DeviceStage(DelayedStreams(), 4 * WIDTH, 8 * WIDTH, 50, SLOTS)
-    stage.pace.yields = yields
+    stage.pace.turn(yields)
     restorer = LayerRestorer(torch.float32, pool, 1, Projector(), None, stage=stage)  # type: ignore[arg-type]
     hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]
     restorer.restore(StoredRows.of(0, Method.HIDDEN, hidden), restorer.positions(0, 80), slots)

@@ -20,8 +20,9 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
-from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.serving import line, restores, tickets, waiting
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
@@ -176,7 +177,9 @@ class Forward:
 
 
 class World:
-    def __init__(self, gate: RestoreGate | None = None, config: HCacheConfig | None = None) -> None:
+    def __init__(
+        self, gate: RestoreGate | None = None, config: HCacheConfig | None = None, pace: Pace | None = None
+    ) -> None:
         config = config or HCacheConfig()
         self.counters = Counters()
         host = HostTier(np.zeros(64 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, self.counters, keep_dirty=False)
@@ -189,14 +192,16 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
-            beside=None,
+            beside=pace  # type: ignore[arg-type]
+            and SimpleNamespace(stage=SimpleNamespace(pace=pace, fence=lambda: None)),
         )
+        self.launcher = Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(
             device,
             self.tiers,
             config,
             self.counters,
-            Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate),
+            self.launcher,
             engine=self.engine,  # type: ignore[arg-type]
             running=Running(),
         )
@@ -1130,3 +1135,48 @@ def test_a_restore_gets_as_long_as_recomputing_would_take(mixing: World) -> None
     mixing.coordinator.tick()
     recompute_s = 3 * 0.5e-4 * 32 * CHUNK_TOKENS
     assert mixing.engine.jobs[0].deadline_s == pytest.approx(1.5 * recompute_s)
+
+
+def no_stamp() -> None:
+    """Nothing is projected here."""
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("num_waiting", [0, 1, 2])
+def test_a_restore_yields_to_requests_that_run_unless_another_one_waits_for_it(
+    is_running: bool, num_waiting: int
+) -> None:
+    pace = Pace(no_stamp, 1)  # type: ignore[arg-type]
+    world = World(gate_for(1.0, may_recompute=False), pace=pace)
+    world.scheduler.running = is_running
+    for index in range(num_waiting):
+        prompt = tokens(index, 3)
+        world.store(prompt)
+        world.queue(str(index), prompt)
+    world.queue("nothing is stored of it", tokens(9, 3))
+    pace.turn(not is_running)
+    assert world.coordinator.waiting.num_restoring == num_waiting
+    world.launcher.keep_pace(world.coordinator.waiting.num_restoring)
+    yields = is_running and num_waiting < 2
+    assert pace.yields is yields
+    expected = Load(LOADED.computing, 5.0) if yields else LOADED if is_running else IDLE
+    assert world.launcher._load() == expected
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(turns: bool) -> None:
+    """It took what was not predicted, for a reason that is known."""
+    pace, learnt = Pace(no_stamp, 1), []  # type: ignore[arg-type]
+    gate = gate_for(1.0, may_recompute=False)
+    gate.restored = lambda decision, seconds, _: learnt.append(decision)  # type: ignore[method-assign]
+    world = World(gate, pace=pace)
+    prompt = tokens(1, 3)
+    world.store(prompt)
+    world.queue("a", prompt)
+    world.coordinator.tick()
+    if turns:
+        pace.turn(True)
+        pace.turn(False)
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert len(learnt) == (0 if turns else 1)

@@ -19,20 +19,16 @@ class Round:
         self.calls: list[str] = []
         self.is_running = False
         self.admits = False
-        self.waiting: list[None] = []
-        self.pace = SimpleNamespace(yields=False)
         self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
         self.bridge: Any = object.__new__(Bridge)
-        self.bridge._prefill_times, self.bridge._beside = (
-            None,
-            SimpleNamespace(stage=SimpleNamespace(pace=self.pace)),
-        )
+        self.bridge._prefill_times = None
+        self.bridge._launcher = SimpleNamespace(keep_pace=lambda waiting: None)
         self.bridge._assembler = SimpleNamespace(is_busy=False)
         self.bridge.tiers = SimpleNamespace(is_saving=False)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
             reap=lambda: self.calls.append("reap"),
-            waiting=self.waiting,
+            waiting=SimpleNamespace(num_restoring=0),
             may_be_admitted=lambda rid: self.admits,
             running=self.running,
             scheduler=SimpleNamespace(
@@ -48,18 +44,11 @@ class Round:
         return list(self.calls)
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-@pytest.mark.parametrize("num_waiting", [0, 1, 2])
-def test_a_restore_yields_to_those_who_decode_unless_somebody_else_waits(
-    is_running: bool, num_waiting: int
-) -> None:
+def test_the_pace_is_set_by_who_waits_before_restores_start() -> None:
     world = Round()
-    world.is_running = is_running
-    world.waiting += [None] * num_waiting
-    world.pace.yields = not is_running
-    world.bridge.tick()
-    assert world.pace.yields is (is_running and num_waiting < 2)
-    assert world.calls == ["tick"]
+    world.bridge.restores.waiting.num_restoring = 3
+    world.bridge._launcher.keep_pace = lambda waiting: world.calls.append(f"pace {waiting}")
+    assert world.round() == ["pace 3", "tick"]
 
 
 @pytest.fixture
