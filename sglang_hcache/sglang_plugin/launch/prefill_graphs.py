@@ -26,11 +26,12 @@ def choose_sizes(args: argparse.Namespace) -> None:
     args.cuda_graph_bs_prefill = [size for size in SIZES if size <= most]
 
 
-def limit_sizes(prefill: Any, shape: ModelShape) -> None:
-    """Leave out what would take too much device memory for hidden states of all layers.
+def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int) -> None:
+    """Leave out what would take too much device memory for hidden states of all layers, or is never run.
 
     Args:
         prefill: SGLang's settings of the phase; they are changed.
+        largest_pass: tokens.
     """
     sizes = prefill.bs or []
     if str(prefill.backend) == "disabled" or not sizes:
@@ -43,7 +44,8 @@ def limit_sizes(prefill: Any, shape: ModelShape) -> None:
             f"{most:,}",
         )
     if tuple(sizes) == SIZES:
-        most = min(most, _MOST_ROWS_BYTES // (shape.num_layers * shape.hidden_row_bytes))
+        enough = next((size for size in SIZES if size >= largest_pass), most)
+        most = min(enough, _MOST_ROWS_BYTES // (shape.num_layers * shape.hidden_row_bytes))
     prefill.bs = [size for size in sizes if size <= most]
     if not prefill.bs:
         prefill.backend = "disabled"

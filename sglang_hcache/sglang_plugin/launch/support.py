@@ -102,7 +102,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     _raise(problems)
     store_config(config)
     shape = shape_of(model, kv_dtype)
-    limit_sizes(prefill, shape)
+    limit_sizes(prefill, shape, largest_pass_of(server_args))
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)

@@ -59,27 +59,29 @@ def test_sizes_that_are_given_are_kept(given: dict[str, Any], sizes: list[int] |
 
 
 @pytest.mark.parametrize(
-    ("given", "layers", "kept"),
+    ("given", "layers", "largest_pass", "kept"),
     [
-        (SIZES, 40, list(SIZES)),  # Llama-2-13B
-        (SIZES, 80, [size for size in SIZES if size <= 512]),
-        ((700, 1000), 80, [700, 1000]),  # the user's own
-        ((64, 2048), 40, [64]),
+        (SIZES, 40, 8192, list(SIZES)),  # Llama-2-13B
+        (SIZES, 80, 8192, [size for size in SIZES if size <= 512]),
+        (SIZES, 40, 256, [size for size in SIZES if size <= 256]),
+        (SIZES, 40, 300, [size for size in SIZES if size <= 384]),
+        ((700, 1000), 80, 256, [700, 1000]),  # the user's own
+        ((64, 2048), 40, 8192, [64]),
     ],
 )
 def test_sizes_have_a_limit(
-    given: tuple[int, ...], layers: int, kept: list[int], caplog: pytest.LogCaptureFixture
+    given: tuple[int, ...], layers: int, largest_pass: int, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = ModelShape(
         name="large", num_layers=layers, hidden_size=5120, num_heads=40, num_kv_heads=40, head_size=128,
         ffn=FFNKind.GATED, ffn_size=13824, hidden_dtype_bytes=2, kv_dtype_bytes=2,
     )  # fmt: skip
     prefill = SimpleNamespace(backend="breakable", bs=list(given))
-    limit_sizes(prefill, shape)
+    limit_sizes(prefill, shape, largest_pass)
     assert (prefill.backend, prefill.bs) == ("breakable", kept)
     assert ("more than 1,024 tokens are left out" in caplog.text) is (max(given) > 1024)
     none_left = SimpleNamespace(backend="breakable", bs=[2048])
-    limit_sizes(none_left, shape)
+    limit_sizes(none_left, shape, 8192)
     assert none_left.backend == "disabled"
 
 
