@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -118,14 +117,11 @@ def measure_flashinfer(report: Report, logs: Path) -> None:
     measure_server(report, logs, more=("--attention-backend", "flashinfer"))
 
 
-def measure_disk(
-    report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU, more: Sequence[str] = ()
-) -> None:
+def measure_disk(report: Report, logs: Path | None = None, sizes: Sizes = ON_GPU) -> None:
     """Hidden states on disk, some of them in host memory as well; then the next server on the same directory.
 
     Args:
         logs: folder for the servers' log; None: it is removed.
-        more: arguments of both servers.
     """
     with tempfile.TemporaryDirectory(prefix="hcache-gpu-") as name:
         folder = Path(name)
@@ -133,7 +129,7 @@ def measure_disk(
         stored = sizes.stored_tokens * model.kv_token_bytes
         disk = ("--hcache-dirs", str(folder / "disk"), "--hcache-disk-size", str(2 * stored))
         # Of hidden states, which are half as large, it holds a part.
-        server = _server(model, sizes, logs or folder, stored // 3, [*disk, *more])
+        server = _server(model, sizes, logs or folder, stored // 3, disk)
         with server:
             computed = _ask(server, lambda client: ServerChecks(client, model, sizes).from_disk(report))
             server.stop()
@@ -274,7 +270,6 @@ def measure_overhead(
     logs: Path,
     shape: Shape | None = None,
     sizes: Sequence[str] = OVERHEAD,
-    more: Sequence[str] = (),
 ) -> None:
     """``overhead.py``: a server with the tier, hidden states in host memory, beside one without, in turns.
 
@@ -282,7 +277,6 @@ def measure_overhead(
         logs: folder for the servers' logs.
         shape: of the model, whose weights are dummies. Default: Llama-2-13B, or 7B where two of those do not fit.
         sizes: arguments that say how much is measured.
-        more: arguments of the server with the tier.
     """
     shape = shape or overhead_shape()
 
@@ -296,7 +290,7 @@ def measure_overhead(
         write_model(model, shape)
         arguments = (
             *("--model-path", str(model), "--dtype", "bfloat16", "--method", "hidden", "--starts", "0"),
-            *("--no-disk", "--dir", name, "--logs", str(logs), "--tier-arguments", shlex.join(more), *sizes),
+            *("--no-disk", "--dir", name, "--logs", str(logs), *sizes),
         )
         run_command("overhead", arguments, on_row)
 

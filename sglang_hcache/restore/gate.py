@@ -132,8 +132,6 @@ class RestoreGate:
     def decide(self, tokens: Mapping[str, int], start: int, load: Load = IDLE) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
 
-        Args:
-
         Raises:
             ValueError: there are none.
         """

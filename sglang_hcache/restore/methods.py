@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjecto
 from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.lanes import Lanes
-from sglang_hcache.restore.rows import StoredRows, Writing
+from sglang_hcache.restore.rows import StoredRows, Writing, slices
 from sglang_hcache.restore.stage import DeviceStage
 
 ROWS_AT_ONCE = 2048
@@ -127,7 +127,8 @@ class LayerRestorer:
         if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
-        for part in _parts(len(rows)) if self.stage is None else self.stage.pace.parts(len(rows)):
+        count, stage = len(rows), self.stage
+        for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count):
             self._project(layer, rows[part], positions[part], slots[part])
 
     def _project(
@@ -165,9 +166,3 @@ class LayerRestorer:
             return
         key, value = rows.view(len(rows), 2, self._kv_heads, -1).unbind(1)
         self._pool.write(layer, slots, key, value)
-
-
-def _parts(count: int) -> Iterator[slice]:
-    """Of rows that a CPU projects together."""
-    for first in range(0, count, ROWS_AT_ONCE):
-        yield slice(first, first + ROWS_AT_ONCE)

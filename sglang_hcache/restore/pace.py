@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from sglang_hcache.device.streams import Stamp
+from sglang_hcache.restore.rows import slices
 
 YIELDING_SHARE = 0.2
 """Of the device's time for projections while requests run. What a restore computes, their passes lose, for the device
@@ -49,8 +50,7 @@ class Pace:
         """Of ``count`` rows, in order: each is to be projected when it comes."""
         yields = self.yields
         at_once = min(self._rows_at_once, _ROWS_BETWEEN) if yields else self._rows_at_once
-        for first in range(0, count, at_once):
-            part = slice(first, min(first + at_once, count))
+        for part in slices(count, at_once):
             if not yields:
                 yield part
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -69,3 +70,9 @@ class Writing(Protocol):
 
     def result(self) -> object:
         """Wait for the end; its error."""
+
+
+def slices(count: int, at_once: int) -> Iterator[slice]:
+    """Of ``count`` rows, in order, ``at_once`` each, and what is left."""
+    for first in range(0, count, at_once):
+        yield slice(first, min(first + at_once, count))

@@ -273,7 +273,7 @@ class Bridge:
         """Once a scheduler round, before requests are admitted."""
         if self._prefill_times is not None:
             self._prefill_times.look()
-        self._launcher.keep_pace(self.restores.waiting.num_restoring)
+        self._launcher.keep_pace(self.restores.waiting)
         self.restores.tick()
         self._idling.pause()
 

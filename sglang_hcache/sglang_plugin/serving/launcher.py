@@ -20,6 +20,7 @@ from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
+from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
@@ -58,14 +59,13 @@ class Launcher:
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
         return self._gate.decide(tokens, start, self._load())
 
-    def keep_pace(self, num_waiting: int) -> None:
+    def keep_pace(self, waiting: Waiting) -> None:
         """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
 
-        Args:
-            num_waiting: requests that wait for a restore. Of several, the next one waits for the first one's as well.
+        Not where several wait for restores: the next one waits for the first one's as well.
         """
         if self._pace is not None:
-            self._pace.turn(num_waiting <= 1 and self._device.scheduler.is_running())
+            self._pace.turn(self._device.scheduler.is_running() and waiting.num_restoring <= 1)
 
     def _load(self) -> Load:
         if self._pace is not None and self._pace.yields:

@@ -122,7 +122,9 @@ class Bench:
 
     def _recompute_curve(self) -> CostCurve:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        lengths = self._prefill_lengths if self._is_beside else self._quick_enough(self._prefill_lengths)
+        lengths = self._prefill_lengths
+        if not self._is_beside:
+            lengths = self._quick_enough(lengths)
         pieces = [(length, 0) for length in lengths]
         behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
         if sum(behind) <= self.model.context_length:
@@ -132,7 +134,7 @@ class Bench:
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
 
-    def _quick_enough(self, lengths: Sequence[int]) -> Sequence[int]:
+    def _quick_enough(self, lengths: list[int]) -> list[int]:
         """Those whose passes are worth the time, by that of the shortest."""
         token_s = min(self._recompute_one(lengths[0], 0) for _ in range(_FEWEST_ROUNDS)) / lengths[0]
         quick = [length for length in lengths if length * token_s <= _MOST_BUDGETS * self.budget_s]
@@ -276,9 +278,8 @@ class Bench:
                 break
             share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
             first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
-            times = (
-                [first_s] if first_s > self.budget_s and not self._is_beside else []
-            )  # kernels are loaded, too
+            counts = first_s > self.budget_s and not self._is_beside  # where it also loads kernels
+            times = [first_s] if counts else []
             while self._is_more_wanted(times, share_ends):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)

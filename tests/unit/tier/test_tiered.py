@@ -468,13 +468,8 @@ def test_a_disk_that_takes_nothing_is_asked_for_few_chunks_whenever_a_slot_is_ne
     """Not for an eighth of host memory each time."""
     monkeypatch.setattr(demoter, "_REST_S", 60.0)
     tiers = open_tiers(tmp_path / "store", slots=400)
-    refused = []
-
-    def refuse(*arguments: object) -> None:
-        refused.append(arguments)
-        raise error
-
-    monkeypatch.setattr(tiers.disk, "write_run", refuse)
+    refused: list[object] = []
+    monkeypatch.setattr(tiers.disk, "write_run", failing(error, refused))
     for number in range(1, 361):
         put(tiers, 2 * number)  # each chunk is a run
     wait_until_saved(tiers)
@@ -492,13 +487,8 @@ def test_a_disk_without_room_is_asked_once_and_a_flush_gives_up_when_it_would_be
     """What runs does not have room either, and a stop must not take all of its time for that."""
     monkeypatch.setattr(demoter, "_REST_S", 60.0)
     tiers = open_tiers(tmp_path / "store", slots=400, policy=WritePolicy.WRITE_THROUGH)
-    refused = []
-
-    def refuse(*arguments: object) -> None:
-        refused.append(arguments)
-        raise StoreFullError("full")
-
-    monkeypatch.setattr(tiers.disk, "write_run", refuse)
+    refused: list[object] = []
+    monkeypatch.setattr(tiers.disk, "write_run", failing(StoreFullError("full"), refused))
     for number in range(1, 101):
         put(tiers, 2 * number)  # each chunk is a run
     wait_for(lambda: bool(refused))
@@ -515,8 +505,12 @@ def test_a_disk_without_room_is_asked_once_and_a_flush_gives_up_when_it_would_be
     tiers.close()
 
 
-def failing(error: Exception | None = None) -> Callable[..., None]:
-    def fail(*_: object) -> None:
+def failing(error: Exception | None = None, asked: list[object] | None = None) -> Callable[..., None]:
+    """Args: asked: receives what it is called with."""
+
+    def fail(*arguments: object) -> None:
+        if asked is not None:
+            asked.append(arguments)
         raise error or StoreIOError("the disk fails")
 
     return fail

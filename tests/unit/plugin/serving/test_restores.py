@@ -1156,7 +1156,7 @@ def test_a_restore_yields_to_requests_that_run_unless_another_one_waits_for_it(
     world.queue("nothing is stored of it", tokens(9, 3))
     pace.turn(not is_running)
     assert world.coordinator.waiting.num_restoring == num_waiting
-    world.launcher.keep_pace(world.coordinator.waiting.num_restoring)
+    world.launcher.keep_pace(world.coordinator.waiting)
     yields = is_running and num_waiting < 2
     assert pace.yields is yields
     expected = Load(LOADED.computing, 5.0) if yields else LOADED if is_running else IDLE

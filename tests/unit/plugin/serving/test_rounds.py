@@ -47,7 +47,7 @@ class Round:
 def test_the_pace_is_set_by_who_waits_before_restores_start() -> None:
     world = Round()
     world.bridge.restores.waiting.num_restoring = 3
-    world.bridge._launcher.keep_pace = lambda waiting: world.calls.append(f"pace {waiting}")
+    world.bridge._launcher.keep_pace = lambda waiting: world.calls.append(f"pace {waiting.num_restoring}")
     assert world.round() == ["pace 3", "tick"]
 
 
