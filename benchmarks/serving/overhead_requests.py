@@ -172,9 +172,11 @@ class PairedRequests:
     async def _company(self) -> list[dict[str, Any]]:
         """TBT of others: alone, and while a returning request's history comes back.
 
-        What it computes afterwards holds up the others as a hit on the device does, without any tier: not counted.
+        What it computes afterwards holds up the others as a hit on the device does, without any tier: not counted. It
+        is one token behind whole chunks, in both cases.
         """
-        history = self._prompt(self._settings.long_history)
+        length = self._settings.long_history // CHUNK_TOKENS * CHUNK_TOKENS
+        history = self._prompt(length + 1)
         gaps: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside": []} for name in self.clients}
         restored: list[int] = []
         for _ in range(self._settings.rounds):
@@ -188,7 +190,7 @@ class PairedRequests:
                 if name == TIER:
                     restored.append(answer.sources.restored)
                 await self.clients[TIER].settle()
-        return company_rows(self._settings.long_history, gaps, restored)
+        return company_rows(length, gaps, restored)
 
     async def _have_saved(self, client: TokenClient, history: list[int]) -> None:
         """All of ``history`` is computed, in pieces: passes right behind each other may find no room in staging."""
@@ -237,13 +239,12 @@ def company_rows(
     """TBT beside the return of a history over TBT alone.
 
     Args:
-        length: of the history.
+        length: whole chunks of the history.
         gaps: of each server, ``alone`` and ``beside`` it, in seconds.
         restored: tokens of it, in each round. Of less than the whole nothing is said: it was prefilled beside them.
     """
     least = min(restored)
-    # The last token of a prompt is computed, and with it what it shares a chunk with.
-    is_whole = least >= length - CHUNK_TOKENS
+    is_whole = least >= length
     why_not = {} if is_whole else {"not_measured": f"{least:,} of {length:,} tokens were restored"}
     rows = []
     for statistic, percent in (("p50", 50), ("p99", 99)):
