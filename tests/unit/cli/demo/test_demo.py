@@ -145,14 +145,35 @@ def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("page", [[], ["--chat"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--conversations", "4", "--chat"],
+        ["--turns", "3", "--chat"],
+        ["--json", "--chat"],
+        ["--host", "127.0.0.1"],
+        ["--port", "0"],
+        ["--allow-host", "chat.example.org"],
+        ["--open"],
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(ServerProcess, "launch", pytest.fail)
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"{arguments[0]}: it belongs to the ")
+
+
+@pytest.mark.parametrize("page", [[], ["--chat", "--port", "0"]])
 @pytest.mark.parametrize("flag", ["--dirs", "--keep"])
 def test_a_folder_that_cannot_be_made_is_refused_before_a_server_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str, page: list[str]
 ) -> None:
     monkeypatch.setattr(ServerProcess, "launch", pytest.fail)
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["demo", *page, "--port", "0", flag, str(tmp_path / "file" / "tier")])
+    result = CliRunner().invoke(app, ["demo", *page, flag, str(tmp_path / "file" / "tier")])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith(f"{flag}: cannot make {tmp_path}/file/tier: ")
 
