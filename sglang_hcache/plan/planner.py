@@ -12,12 +12,12 @@ at once, for one length: what is fastest, and the baselines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
+from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.timeline import FloatArray, IntArray, Timeline, best_timeline, block_totals
@@ -201,46 +201,6 @@ def fastest_restore(
     return RestoreTimes(best, float(total[best]), float(io[best]), float(compute[best]))
 
 
-def pays_from(
-    stored: Sequence[Method],
-    costs_of: Callable[[int], LayerCosts],
-    *,
-    max_tokens: int = 2**20,
-    max_recompute: int | None = None,
-    buffers: int | None = None,
-) -> int | None:
-    """From how many tokens on is restoring predicted faster than recomputing, at every longer length, too?
-
-    Lengths are looked at in steps of about a fifth up to ``max_tokens``, then chunk by chunk around the first one.
-
-    Args:
-        stored: what each layer stores, as :func:`plan_stored` returns it.
-        costs_of: costs of one layer for a length, such as :meth:`Profile.costs` with one tier.
-        max_tokens: longest length to look at, at least one chunk.
-        max_recompute: most layers that a restore recomputes; None: all but one.
-        buffers: layers that fit in memory at once; None: all.
-
-    Returns:
-        Tokens, a whole number of chunks; None if restoring does not pay at ``max_tokens``, or nothing is stored.
-    """
-    most = len(stored) - 1 if max_recompute is None else min(max_recompute, len(stored) - 1)
-
-    def pays(num_chunks: int) -> bool:
-        costs = costs_of(num_chunks * CHUNK_TOKENS)
-        totals = _restore_totals(stored, range(most + 1), costs, buffers)
-        return bool(totals.min() < len(stored) * costs.compute_recompute_s)
-
-    above = max_tokens // CHUNK_TOKENS
-    if Method.RECOMPUTE in stored or above < 1 or not pays(above):
-        return None
-    while above > 1:
-        below = min(above - 1, round(above / 1.2))
-        if not pays(below):
-            return CHUNK_TOKENS * _bisect(pays, below, above)
-        above = below
-    return CHUNK_TOKENS
-
-
 def closed_form(costs: LayerCosts, num_layers: int) -> Split:
     """[HCache §4.1.2]: balance computation and I/O with one method besides hidden states.
 
@@ -310,24 +270,6 @@ def _after_recomputing(stored: Sequence[Method], choices: range) -> tuple[IntArr
     hidden = np.array([method is Method.HIDDEN for method in stored] + [False], dtype=np.int64)
     kv = np.array([method is Method.KV for method in stored] + [False], dtype=np.int64)
     return counts, hidden[::-1].cumsum()[::-1][counts], kv[::-1].cumsum()[::-1][counts]
-
-
-def _restore_totals(
-    stored: Sequence[Method], choices: range, costs: LayerCosts, buffers: int | None
-) -> FloatArray:
-    """Seconds for each number of recomputed first layers in ``choices``."""
-    if buffers is None:
-        return block_totals(*_after_recomputing(stored, choices), costs)[0]
-    plans = [(Method.RECOMPUTE,) * count + tuple(stored[count:]) for count in choices]
-    return _simulated_totals(plans, costs, buffers)
-
-
-def _bisect(holds: Callable[[int], bool], below: int, above: int) -> int:
-    """The least number over ``below`` that ``holds``, which ``above`` does and ``below`` does not."""
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (below, middle) if holds(middle) else (middle, above)
-    return above
 
 
 def _simulated_totals(

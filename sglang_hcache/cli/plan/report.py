@@ -10,15 +10,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.plan.server import ServerPlan, decision_data, restores
+from sglang_hcache.cli.plan.server import LONGEST, ServerPlan, decision_data, restores
 from sglang_hcache.cli.report import METHOD_NAMES, counted, new_table
 from sglang_hcache.core.layout import Method, PlanKind
-from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import (
     Plan,
     Split,
     closed_form,
-    pays_from,
     plan_stored,
     search,
     stored_bytes,
@@ -28,8 +26,6 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import PLANNED_TOKENS
 
 _PIPE_WIDTH = 120
-_LONGEST = 2**20
-"""Tokens: the longest history that is looked at for whether restoring pays."""
 SHOWN_NAMES = {
     PlanKind.AUTO: "hcache",
     PlanKind.HIDDEN: "hidden",
@@ -60,7 +56,6 @@ class PlanReport:
     plans: Mapping[PlanKind, Plan]
     stored: tuple[Method, ...]
     """What each layer has to store so that restores of every length can be planned."""
-    pays_from_tokens: int | None
     paper_split: Split | None
     """[HCache §4.1.2]'s closed form; None where it does not apply."""
     why_not_hidden: str | None
@@ -108,10 +103,10 @@ class PlanReport:
             "busy_ms": {"compute": _ms(timeline.compute_s), "io": _ms(timeline.io_s)},
             "idle_ms": {"compute": _ms(timeline.compute_idle_s), "io": _ms(timeline.io_idle_s)},
             "fill_ms": _ms(timeline.fill_s),
-            "pays_from_tokens": self.pays_from_tokens,
             "server": {
                 **self.server.data(),
                 **decision_data(self.server.restore(self.tier, self.num_tokens)),
+                "pays_from_tokens": self.server.pays_from(self.tier),
             },
             "closed_form": _counts(self.paper_split) if self.paper_split else None,
         }
@@ -168,7 +163,6 @@ class PlanReport:
             f"Layers    {_ranges_text(self.plan.methods)}",
             f"Compute   busy {text_ms(timeline.compute_s)} ms, idle {text_ms(timeline.compute_idle_s)} ms",
             f"I/O       busy {text_ms(timeline.io_s)} ms, idle {text_ms(timeline.io_idle_s)} ms",
-            f"Pays      {self._pays()}",
             *self._storage(),
         ]
         if self.kind is PlanKind.AUTO and self.paper_split is not None:
@@ -186,20 +180,18 @@ class PlanReport:
             if restores(decision)
             else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, 2 ms of it overhead"
         )
+        pays_from = server.pays_from(self.tier)
+        pays = (
+            f"never: a server with auto recomputes all histories of up to {LONGEST:,} tokens"
+            if pays_from is None
+            else f"from {pays_from:,} tokens on: a server with auto restores those histories"
+        )
         return [
             f"Server    with auto it stores {split_text(server.split)}, its best mix for {PLANNED_TOKENS:,} tokens "
             f"from {server.tier},",
             f"          and {does}",
+            f"Pays      {pays}",
         ]
-
-    def _pays(self) -> str:
-        if self.kind is PlanKind.RECOMPUTE:
-            return "this is what happens without a tier"
-        if self.pays_from_tokens is None:
-            return f"never: up to {_LONGEST:,} tokens recomputing is predicted to be as fast or faster"
-        return (
-            f"from {self.pays_from_tokens:,} tokens on restoring is predicted to be faster than recomputing"
-        )
 
     def _storage(self) -> list[str]:
         shape = self.profile.model
@@ -229,11 +221,7 @@ def make_report(
         why_not_hidden: given where hidden states are not used; then ``profile`` must make them expensive.
     """
     num_layers = profile.model.num_layers
-
-    def costs_of(length: int) -> LayerCosts:
-        return profile.costs({tier: length})
-
-    costs = costs_of(num_tokens)
+    costs = profile.costs({tier: num_tokens})
     kinds = [each for each in PlanKind if each is not PlanKind.HIDDEN or why_not_hidden is None]
     plans = {each: search(costs, num_layers, each, buffers=buffers) for each in kinds}
     stored = plan_stored(costs, num_layers, kind)
@@ -249,13 +237,6 @@ def make_report(
         buffers=buffers,
         plans=plans,
         stored=stored,
-        pays_from_tokens=pays_from(
-            stored,
-            costs_of,
-            max_tokens=_LONGEST,
-            max_recompute=None if kind in (PlanKind.AUTO, PlanKind.HYBRID) else 0,
-            buffers=buffers,
-        ),
         paper_split=paper_split,
         why_not_hidden=why_not_hidden,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.layout import Method
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, best_stored, planned_tier
@@ -14,6 +15,8 @@ from sglang_hcache.restore.gate import Decision, RestoreGate
 
 _BLOCK_TOKENS = 4096
 """Most tokens that the server reads at a time, where its host memory is not very small."""
+LONGEST = 2**20
+"""Tokens: the longest history that is looked at for whether restoring pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,16 @@ class ServerPlan:
     def restore(self, tier: str, num_tokens: int) -> Decision:
         """How ``num_tokens`` tokens that are all in ``tier`` would come back."""
         return RestoreGate(self.profile, self.stored, _BLOCK_TOKENS).decide({tier: num_tokens}, 0)
+
+    def pays_from(self, tier: str) -> int | None:
+        """From how many tokens in ``tier`` on histories are restored; None: none of up to :data:`LONGEST` is.
+
+        Fixed costs count less the longer a history is, so there is one such length. Only where the mix changes, at
+        the start of another block or for a gain of 10 %, a few lengths beyond it may be recomputed again.
+        """
+        chunks = range(1, LONGEST // CHUNK_TOKENS + 1)
+        place = bisect_left(chunks, True, key=lambda n: restores(self.restore(tier, n * CHUNK_TOKENS)))
+        return chunks[place] * CHUNK_TOKENS if place < len(chunks) else None
 
     def data(self) -> dict[str, Any]:
         """For programs: what is stored, and for which case it is best."""

@@ -17,7 +17,6 @@ from sglang_hcache.plan.planner import (
     closed_form,
     fastest_restore,
     make_plan,
-    pays_from,
     plan_stored,
     search,
     stored_bytes,
@@ -322,49 +321,6 @@ def test_k_and_v_are_given_up_before_hidden_states():
     methods = Split(1, 2, 3).methods()
     assert methods == (RE, KV, KV, KV, H, H)
     assert Split.of(methods) == Split(1, 2, 3)
-
-
-# --- from which length on a restore pays ---
-
-
-def costs_of(profile):
-    """By length, from the one tier."""
-    return lambda num_tokens: profile.costs({"disk": num_tokens})
-
-
-@given(fixed_s=st.floats(1e-5, 0.02), buffers=st.none() | st.integers(1, 3))
-def test_pays_from_the_first_chunk_after_which_it_always_does(fixed_s, buffers):
-    shape = replace(NAMED_SHAPES["llama2-7b"], num_layers=4)
-    late = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=26e9, io_fixed_s=fixed_s))
-    stored = (H,) * 4
-
-    def pays(n: int) -> bool:
-        costs = costs_of(late)(n)
-        return make_plan(stored, costs, buffers).total_s < 4 * costs.compute_recompute_s
-
-    first = pays_from(stored, costs_of(late), max_recompute=0, buffers=buffers)
-    assert first % CHUNK_TOKENS == 0
-    assert pays(first)
-    assert first == CHUNK_TOKENS or not pays(first - CHUNK_TOKENS)
-    assert all(pays(first * factor) for factor in (2, 3, 10))
-
-
-def test_pays_at_once_or_never():
-    shape = NAMED_SHAPES["llama2-7b"]
-    fast = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=26e9))
-    assert pays_from((H,) * 32, costs_of(fast)) == 64
-    assert pays_from((RE,) * 32, costs_of(fast)) is None
-    slow = analytic_profile(shape, Hardware(flops=2e14, io_bytes_per_s=1e8))
-    assert pays_from((H,) * 32, costs_of(slow), max_tokens=4096, max_recompute=0) is None
-
-
-def test_only_long_contexts_pay_on_a_slow_disk():
-    """Attention grows with the square of the length: at some length reading is faster than anything."""
-    slow = analytic_profile(NAMED_SHAPES["llama2-7b"], Hardware(flops=2e14, io_bytes_per_s=2e9))
-    first = pays_from((H,) * 32, costs_of(slow), max_recompute=0)
-    assert 64 < first < 2**20
-    # Reading some layers while the others are recomputed is faster at once.
-    assert pays_from((H,) * 32, costs_of(slow)) == 64
 
 
 # --- bytes ---

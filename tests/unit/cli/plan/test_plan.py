@@ -72,7 +72,6 @@ def test_json(plan_json):
     for resource in ("compute", "io"):
         assert data["busy_ms"][resource] + data["idle_ms"][resource] == pytest.approx(total_ms)
     assert data["fill_ms"] == pytest.approx(min(data["idle_ms"].values()))
-    assert data["pays_from_tokens"] == 64
     assert data["tokens"] == 4096
     assert data["closed_form"] == {"hidden": 32, "kv": 0, "recompute": 0}
 
@@ -89,12 +88,12 @@ def test_text(plan):
     assert rows["recompute"][1:5] == ["0", "0", "48", "0"]
     for text in (
         "Layers    0-7 recomputed, 8-47 hidden states",
-        "Pays      from 64 tokens on",
         "Storage   573,440 bytes a token, 2.40 times less than K and V",
         "688,128 if recomputed layers are stored, too",
         "40 hidden states + 8 recomputed",
         "with auto it stores 48 hidden states, its best mix for 4,096 tokens from disk,",
         "and recomputes 8 layers in this restore: 74.0 ms with 2 ms of overhead; recomputing all 231.4 ms",
+        "Pays      from 64 tokens on: a server with auto",
     ):
         assert text in out
     assert all(len(line) <= 120 for line in lines)
@@ -109,7 +108,7 @@ def test_method_chooses_the_plan_that_is_shown(plan, plan_json, method, layers):
     assert tuple(data["layers"].values()) == layers
     assert data["speed_up"][method] == 1
     assert data["speed_up"]["hcache"] <= 1
-    assert data["pays_from_tokens"] == (None if method == "recompute" else 64)
+    assert data["server"]["pays_from_tokens"] == 64  # with auto
     assert f"\n{method} " in plan("llama2-7b", *RATES, "--method", method)[1]
 
 
@@ -135,6 +134,22 @@ def test_what_a_server_does_where_restoring_is_slower(plan, plan_json):
     assert "and recomputes this history in 0.829 ms: restoring would take" in plan(*slow)[1]
 
 
+@pytest.mark.parametrize("tflops", [197, 1000, 5000])
+def test_pays_from_the_first_length_that_a_server_restores(plan, plan_json, tflops):
+    """One answer: with a fixed cost of 2 ms, short histories are recomputed on a fast device."""
+
+    def asked(tokens: int) -> tuple[object, ...]:
+        return ("llama2-7b", "--io-gbps", 25, "--tflops", tflops, "--tokens", tokens)
+
+    first = plan_json(*asked(4096))["server"]["pays_from_tokens"]
+    assert (first == 64) is (tflops == 197)
+    for tokens in (first, first + 64, 2 * first, 5 * first):
+        assert plan_json(*asked(tokens))["server"]["restores"], tokens
+    for tokens in range(64, first, 64):
+        assert not plan_json(*asked(tokens))["server"]["restores"], tokens
+    assert f"Pays      from {first:,} tokens on: a server with auto" in plan(*asked(4096))[1]
+
+
 def test_gqa_stores_k_and_v(plan_json, plan):
     data = plan_json("llama3-8b", "--io-gbps", 7, "--tflops", 300)
     assert data["layers"]["hidden"] == 0
@@ -146,9 +161,10 @@ def test_gqa_stores_k_and_v(plan_json, plan):
 
 
 def test_restoring_that_does_not_pay(plan, plan_json):
-    slow = ("llama3-8b", "--io-gbps", 0.05, "--tflops", 1000, "--method", "hidden")
-    assert plan_json(*slow)["pays_from_tokens"] is None
-    assert "Pays      never: up to 1,048,576 tokens" in plan(*slow)[1]
+    slow = ("llama3-8b", "--io-gbps", 1e-5, "--tflops", 1e5, "--method", "hidden")
+    assert plan_json(*slow)["server"]["pays_from_tokens"] is None
+    text = "Pays      never: a server with auto recomputes all histories of up to 1,048,576 tokens"
+    assert text in plan(*slow)[1]
 
 
 def test_few_buffers_are_never_faster(plan_json):
