@@ -83,13 +83,13 @@ class Plan:
         return self.timeline.total_s
 
 
-def make_plan(methods: Sequence[Method], costs: LayerCosts, buffers: int | None = None) -> Plan:
+def make_plan(methods: Sequence[Method], costs: LayerCosts) -> Plan:
     """A given method for every layer, with its times.
 
     Raises:
         ValueError: as :func:`sglang_hcache.plan.timeline.simulate`.
     """
-    return Plan(methods=tuple(methods), timeline=best_timeline(methods, costs, buffers))
+    return Plan(methods=tuple(methods), timeline=best_timeline(methods, costs))
 
 
 def search(
@@ -97,7 +97,6 @@ def search(
     num_layers: int,
     kind: PlanKind = PlanKind.AUTO,
     *,
-    buffers: int | None = None,
     with_fill: bool = True,
 ) -> Plan:
     """The fastest plan of ``kind``, found by trying all of them.
@@ -108,12 +107,11 @@ def search(
         costs: seconds of one layer, for one length.
         num_layers: layers of the model, at least 1.
         kind: which methods may be mixed.
-        buffers: layers that fit in memory at once; None: all.
         with_fill: False leaves the pipeline's fill out of what is minimised, as [HCache §4.1.2] does. The plan's
             own times always have it.
 
     Raises:
-        ValueError: ``num_layers`` or ``buffers`` below 1.
+        ValueError: ``num_layers`` below 1.
     """
     if num_layers < 1:
         raise ValueError(f"a model has at least one layer, got {num_layers}")
@@ -122,10 +120,8 @@ def search(
     total, io, compute = block_totals(recompute, hidden, kv, costs)
     if not with_fill:
         total = np.maximum(io, compute)
-    elif buffers is not None:
-        total = _simulated_totals([split.methods() for split in splits], costs, buffers)
     best = splits[_first_of_fastest(total, compute, io)]
-    return make_plan(best.methods(), costs, buffers)
+    return make_plan(best.methods(), costs)
 
 
 def plan_stored(costs: LayerCosts, num_layers: int, kind: PlanKind = PlanKind.AUTO) -> tuple[Method, ...]:
@@ -176,7 +172,7 @@ def fastest_restore(
 ) -> RestoreTimes:
     """The fastest way to bring back what was stored: how many first layers to recompute instead, if any.
 
-    With memory for all layers, and quick: the serving thread asks.
+    Quick: the serving thread asks.
 
     Args:
         stored: what each layer stores, ``HIDDEN`` or ``KV``.
@@ -270,12 +266,6 @@ def _after_recomputing(stored: Sequence[Method], choices: range) -> tuple[IntArr
     hidden = np.array([method is Method.HIDDEN for method in stored] + [False], dtype=np.int64)
     kv = np.array([method is Method.KV for method in stored] + [False], dtype=np.int64)
     return counts, hidden[::-1].cumsum()[::-1][counts], kv[::-1].cumsum()[::-1][counts]
-
-
-def _simulated_totals(
-    candidates: Sequence[Sequence[Method]], costs: LayerCosts, buffers: int | None
-) -> FloatArray:
-    return np.array([best_timeline(methods, costs, buffers).total_s for methods in candidates])
 
 
 def _first_of_fastest(total: FloatArray, second: FloatArray, third: FloatArray) -> int:

@@ -6,12 +6,13 @@ computations, both in the same order of steps. That is a flow shop with two mach
 **Which order.** Layers that are recomputed must be the first ones of the model and stay in order; between the others
 there is no dependence, for each is made from its own stored rows. So the order in time is free:
 
-* With memory for all layers, Johnson's rule gives the shortest time (S. M. Johnson, "Optimal two- and three-stage
-  production schedules with setup times included", 1954): first the steps whose reads are shorter than their
-  computations, shortest read first; then the others, longest computation first. Recomputed layers read nothing and
-  come first, K and V that need no computation come last.
-* With memory for a few layers only, reads must not run ahead while layers are recomputed: steps of all methods are
-  spread evenly, so that both resources always have something to do.
+* Johnson's rule gives the shortest time (S. M. Johnson, "Optimal two- and three-stage production schedules with setup
+  times included", 1954): first the steps whose reads are shorter than their computations, shortest read first; then
+  the others, longest computation first. Recomputed layers read nothing and come first, K and V that need no
+  computation come last.
+* With memory for a few layers only, as a server has it, reads must not run ahead while layers are recomputed: steps of
+  all methods are spread evenly, so that both resources always have something to do. Times are predicted as if there
+  were memory for all.
 
 **Where the two share cores** they hold each other up. Of the shorter one's work the longer hides only a part: all
 times of a restore are stretched alike, so that ``max(I/O, computation) + contention * min(I/O, computation)`` is what
@@ -20,8 +21,7 @@ the two take together.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,51 +83,40 @@ class Timeline:
         return self.total_s - self.compute_s
 
 
-def simulate(
-    methods: Sequence[Method], order: Sequence[int], costs: LayerCosts, buffers: int | None = None
-) -> Timeline:
+def simulate(methods: Sequence[Method], order: Sequence[int], costs: LayerCosts) -> Timeline:
     """Run the steps.
 
     Args:
         methods: each layer's method.
         order: the layers as they are read and computed, each once.
         costs: seconds of one layer.
-        buffers: layers that fit in memory at once, the one that is computed included: a read begins when the
-            computation ``buffers`` reads before it has ended. None: as many as there are.
 
     Raises:
-        ValueError: no layers, ``buffers`` below 1, ``order`` is not an order of the layers, or recomputed layers that
-            are not the first ones, in order.
+        ValueError: no layers, ``order`` is not an order of the layers, or recomputed layers that are not the first
+            ones, in order.
     """
     recomputed = [layer for layer in order if methods[layer] is Method.RECOMPUTE]
     if not methods or sorted(order) != list(range(len(methods))):
         raise ValueError(f"order must name each of {len(methods)} layers once")
     if recomputed != list(range(len(recomputed))):
         raise ValueError(f"recomputed layers must be the first ones, in order, got {recomputed}")
-    if buffers is not None and buffers < 1:
-        raise ValueError(f"buffers must be at least 1, got {buffers}")
     longer = _stretch(
         sum(costs.io_s(method) for method in methods),
         sum(costs.compute_s(method) for method in methods),
         costs,
     )
     costs = costs.scaled(io=float(longer), compute=float(longer))
-    in_memory: deque[float] = deque(
-        maxlen=buffers
-    )  # when each of the last reads was computed and its buffer free
     read_free = compute_free = 0.0
     steps = []
     for layer in order:
         method = methods[layer]
         reads = method is not Method.RECOMPUTE
-        waits_for = in_memory[0] if reads and len(in_memory) == buffers else 0.0
-        read_start = max(read_free, waits_for) if reads else 0.0
+        read_start = read_free if reads else 0.0
         read_end = read_start + costs.io_s(method)
         compute_start = max(compute_free, read_end)
         compute_free = compute_start + costs.compute_s(method)
         if reads:
             read_free = read_end
-            in_memory.append(compute_free)
         steps.append(
             Step(
                 layer=layer,
@@ -160,7 +149,7 @@ def johnson_methods(costs: LayerCosts) -> tuple[Method, ...]:
 
 
 def johnson_order(methods: Sequence[Method], costs: LayerCosts) -> tuple[int, ...]:
-    """The layers in the order that takes the least time when memory holds all of them."""
+    """The layers in the order that takes the least time."""
     place = {method: index for index, method in enumerate(johnson_methods(costs))}
     return tuple(sorted(range(len(methods)), key=lambda layer: (place[methods[layer]], layer)))
 
@@ -182,23 +171,19 @@ def spread_order(methods: Sequence[Method], costs: LayerCosts) -> tuple[int, ...
     )
 
 
-def best_timeline(methods: Sequence[Method], costs: LayerCosts, buffers: int | None = None) -> Timeline:
-    """The steps in the better of the two orders; in Johnson's where memory holds all layers.
+def best_timeline(methods: Sequence[Method], costs: LayerCosts) -> Timeline:
+    """The steps in Johnson's order.
 
     Raises:
         ValueError: as :func:`simulate`.
     """
-    orders: list[Callable[[Sequence[Method], LayerCosts], tuple[int, ...]]] = [johnson_order]
-    if buffers is not None:
-        orders.append(spread_order)
-    timelines = [simulate(methods, order(methods, costs), costs, buffers) for order in orders]
-    return min(timelines, key=lambda timeline: timeline.total_s)
+    return simulate(methods, johnson_order(methods, costs), costs)
 
 
 def block_totals(
     num_recompute: IntArray, num_hidden: IntArray, num_kv: IntArray, costs: LayerCosts
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(total, I/O, computation) in seconds of many plans at once, with memory for all layers.
+    """(total, I/O, computation) in seconds of many plans at once.
 
     In a flow shop with two machines the end is the longest way through: over all steps k, the reads up to k and the
     computations from k on. Within a block of equal steps that is linear in k, so its ends are enough. The total

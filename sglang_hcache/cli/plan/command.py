@@ -62,12 +62,6 @@ MethodName = Annotated[
         help="Whose plan to show in full: auto, hidden, kv, hybrid or recompute. auto may mix them all."
     ),
 ]
-Buffers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Layers in memory at once; the server has 4. Default: as many as there are."
-    ),
-]
 DtypeName = Annotated[
     str,
     typer.Option(
@@ -96,7 +90,6 @@ def plan(
     tier: TierName = "",
     tokens: Tokens = 4096,
     method: MethodName = "auto",
-    buffers: Buffers = None,
     dtype: DtypeName = "",
     kv_cache_dtype: KVCacheDtypeName = "auto",
     as_json: AsJson = False,
@@ -123,14 +116,14 @@ def plan(
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
-    _check_between(1, _MOST, tokens=tokens, buffers=buffers)
+    _check_between(1, _MOST, tokens=tokens)
     _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops)
     planned = _model(model, dtype, kv_cache_dtype)
     costs = _profile(planned, io_gbps, tflops, profile)
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
         raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
-    report = make_report(costs, _tier(costs, tier), tokens, kind, buffers, why_not_hidden)
+    report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden)
     if png is not None:
         _draw(png, report)
     if as_json:

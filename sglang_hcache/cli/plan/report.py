@@ -52,7 +52,6 @@ class PlanReport:
     num_tokens: int
     kind: PlanKind
     """Whose plan is shown in full."""
-    buffers: int | None
     plans: Mapping[PlanKind, Plan]
     stored: tuple[Method, ...]
     """What each layer has to store so that restores of every length can be planned."""
@@ -82,7 +81,6 @@ class PlanReport:
             "tier": self.tier,
             "tokens": self.num_tokens,
             "method": str(self.kind),
-            "buffers": self.buffers,
             "why_not_hidden": self.why_not_hidden,
             "layers": _counts(self.plan.split),
             "layer_ranges": [
@@ -212,7 +210,6 @@ def make_report(
     tier: str,
     num_tokens: int,
     kind: PlanKind,
-    buffers: int | None,
     why_not_hidden: str | None,
 ) -> PlanReport:
     """Plan all kinds for ``num_tokens`` tokens in ``tier``; show the one of ``kind`` in full.
@@ -223,7 +220,7 @@ def make_report(
     num_layers = profile.model.num_layers
     costs = profile.costs({tier: num_tokens})
     kinds = [each for each in PlanKind if each is not PlanKind.HIDDEN or why_not_hidden is None]
-    plans = {each: search(costs, num_layers, each, buffers=buffers) for each in kinds}
+    plans = {each: search(costs, num_layers, each) for each in kinds}
     stored = plan_stored(costs, num_layers, kind)
     try:
         paper_split = closed_form(costs, num_layers) if why_not_hidden is None else None
@@ -234,7 +231,6 @@ def make_report(
         tier=tier,
         num_tokens=num_tokens,
         kind=kind,
-        buffers=buffers,
         plans=plans,
         stored=stored,
         paper_split=paper_split,

@@ -98,16 +98,6 @@ def test_search_equals_brute_force_for_real_models(name, machine, length):
     assert search(costs, 12).total_s == pytest.approx(brute_force(costs, 12, PlanKind.AUTO), rel=1e-9)
 
 
-@given(costs=layer_costs, num_layers=st.integers(1, 6), buffers=st.integers(1, 4))
-def test_search_with_few_buffers(costs, num_layers, buffers):
-    """T is the simulated time; and more memory, or more choice, is never slower."""
-    plan = search(costs, num_layers, buffers=buffers)
-    assert plan.total_s == make_plan(plan.methods, costs, buffers).total_s
-    assert plan.total_s >= search(costs, num_layers).total_s - 1e-9
-    for kind in PlanKind:
-        assert search(costs, num_layers, kind, buffers=buffers).total_s >= plan.total_s - 1e-9
-
-
 @given(costs=layer_costs, num_layers=st.integers(1, 12))
 def test_baselines_are_never_faster(costs, num_layers):
     best = search(costs, num_layers).total_s

@@ -167,15 +167,6 @@ def test_restoring_that_does_not_pay(plan, plan_json):
     assert text in plan(*slow)[1]
 
 
-def test_few_buffers_are_never_faster(plan_json):
-    times = [
-        plan_json("llama2-7b", *RATES, *buffers)["predicted_ms"]["hcache"]
-        for buffers in (("--buffers", 1), ("--buffers", 3), ("--buffers", 4), ())
-    ]
-    assert times == sorted(times, reverse=True)
-    assert times[2] == pytest.approx(times[3], rel=0.02)
-
-
 def test_model_folder_and_file(plan_json, tmp_path):
     (tmp_path / "config.json").write_text(config())
     folder = plan_json(tmp_path, *RATES)
@@ -289,7 +280,6 @@ def test_tier_of_a_profile(plan_json, tmp_path):
             "--io-gbps: 1e-300 is not allowed; give a number between 1e-09 and 1e+09",
         ),
         (["llama2-7b", "--io-gbps", "1", "--tflops", "1e308"], "--tflops: 1e+308 is not allowed"),
-        (["llama2-7b", *RATES, "--buffers", "0"], "--buffers: 0 is not allowed"),
         (["llama2-7b", *RATES, "--dtype", "int8"], "--dtype: 'int8' is not allowed; allowed: float32"),
         (
             ["llama2-7b", *RATES, "--kv-cache-dtype", "fp4"],
@@ -372,7 +362,7 @@ def test_help_teaches(plan):
     status, out, _ = plan("--help")
     assert status == 0
     text = " ".join(out.split())
-    for word in ("MODEL", "--io-gbps", "--tflops", "--profile", "--tokens", "--method", "--buffers", "--png"):
+    for word in ("MODEL", "--io-gbps", "--tflops", "--profile", "--tokens", "--method", "--png"):
         assert word in text
     assert "hcache profile --model-path MODEL" in text
     assert "best for 4,096 tokens" in text
