@@ -12,8 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.core.layout import Method
+from sglang_hcache.core.metrics import RESTORE_PHASES
 
 METHOD_NAMES = {Method.HIDDEN: "hidden states", Method.KV: "K and V", Method.RECOMPUTE: "recomputed"}
+_PHASE_NAMES = {
+    "queue": "waiting to begin",
+    "read": "reading",
+    "project": "writing K and V",
+    "recompute": "recomputing layers",
+}
 _PIPE_WIDTH = 160
 """Columns where nobody's window limits them."""
 
@@ -55,3 +62,21 @@ def new_table(columns: Sequence[str], right: set[str]) -> Table:
 def counted(number: int, what: str) -> str:
     """``"1 run"``, ``"1,234 runs"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def restore_times(measures: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Names and mean seconds of what restores spent time on; none before the first one ended well.
+
+    Args:
+        measures: of ``/server_info``.
+    """
+    seen = {
+        phase: measures.get(f"restore.{phase}_seconds", {"count": 1, "sum": 0}) for phase in RESTORE_PHASES
+    }
+    means = {phase: measure["sum"] / measure["count"] for phase, measure in seen.items()}
+    return [(_PHASE_NAMES[phase], seconds) for phase, seconds in means.items() if seconds > 0]
+
+
+def seconds_text(seconds: float) -> str:
+    """``"85 ms"``, ``"1.42 s"``."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.options import ApiKey, ServerUrl
-from sglang_hcache.cli.report import new_table, print_report
+from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text
 from sglang_hcache.cli.server.client import ChatClient, ChatError
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import redraws
@@ -196,6 +196,8 @@ def _title(url: str, state: Mapping[str, Any]) -> Text:
     text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} being saved")
     text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
     text.append("; saving" if state["saving"] else "")
+    times = [f"{name} {seconds_text(seconds)}" for name, seconds in restore_times(state["measures"])]
+    text.append(f"\na restore on average: {', '.join(times)}" if times else "")
     if state["nothing_saved"] == "old_weights":
         text.append(
             "\nnothing is saved: KV of earlier weights is on the device (POST /flush_cache)", "bold red"

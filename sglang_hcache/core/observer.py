@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Protocol
 
 
@@ -28,6 +28,8 @@ class Counters:
         self._listener = listener
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._measured: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def count(self, event: str, amount: int = 1) -> None:
         with self._lock:
@@ -36,7 +38,9 @@ class Counters:
             self._listener.count(event, amount)
 
     def observe(self, measure: str, value: float) -> None:
-        """For the listener only."""
+        with self._lock:
+            self._measured[measure] += 1
+            self._sums[measure] += value
         if self._listener is not None:
             self._listener.observe(measure, value)
 
@@ -44,6 +48,14 @@ class Counters:
         """All counters so far, sorted by name."""
         with self._lock:
             return dict(sorted(self._counts.items()))
+
+    def measures(self) -> dict[str, dict[str, float]]:
+        """Of each measure how often it was observed, and the sum of its values, sorted by name."""
+        with self._lock:
+            return {
+                measure: {"count": count, "sum": self._sums[measure]}
+                for measure, count in sorted(self._measured.items())
+            }
 
     def __getitem__(self, event: str) -> int:
         """Without the lock, which the thread may hold that a signal's handler interrupts."""

@@ -43,7 +43,7 @@ def server(
     arguments = [
         *("--model-path", str(tiny_model()), "--dtype", "float32", "--served-model-name", "random-model"),
         *("--max-total-tokens", "6144", "--chunked-prefill-size", "1024"),
-        *("--hcache-config", str(config), "--enable-metrics"),
+        *("--hcache-config", str(config)),
     ]
     with TierServer(folder, arguments, port=free_port()) as running:
         yield running

@@ -42,7 +42,7 @@ OTHERS = {
     "sglang_plugin": {"numpy", "torch", "sglang", "yaml", "prometheus_client"},
     "cli": {
         *("torch", "typer", "rich", "yaml", "psutil", "httpx"),
-        *("transformers", "tokenizers", "safetensors", "matplotlib", "prometheus_client", "nicegui"),
+        *("transformers", "tokenizers", "safetensors", "matplotlib", "nicegui"),
         *("markdown_it", "pygments", "starlette"),
     },
     "testing": {"numpy", "xxhash"},

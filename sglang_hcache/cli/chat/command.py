@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_hcache.cli.chat.server import AnswerOptions
+from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.options import ApiKey, ServerUrl
 from sglang_hcache.cli.server.client import authorization
 from sglang_hcache.cli.server.ports import try_to_listen
@@ -71,8 +71,7 @@ def chat(
 
     To see a restore: send a long message, press *Clear the GPU cache*, then send another one.
 
-    The server needs nothing but to run; start it with `hcache serve`, and with `--enable-metrics` to also see times of
-    restores. Without a server at hand: `hcache demo --chat`.
+    The server needs nothing but to run; start it with `hcache serve`. Without a server at hand: `hcache demo --chat`.
 
     Conversations live in this process: they outlast a reload of the page, not this command. Nothing is written to disk.
     Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Ctrl-C ends it.

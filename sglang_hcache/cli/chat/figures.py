@@ -9,10 +9,10 @@ from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.watch import FOREIGN_ERRORS, FOREIGN_STATE, Look, Reach
-from sglang_hcache.cli.report import METHOD_NAMES, counted
+from sglang_hcache.cli.report import METHOD_NAMES, counted, restore_times, seconds_text
 from sglang_hcache.cli.server.client import TokenSources
 from sglang_hcache.core.layout import Method
-from sglang_hcache.core.metrics import COUNTERS, RESTORE_PHASES
+from sglang_hcache.core.metrics import COUNTERS
 from sglang_hcache.core.units import format_bytes
 
 _SOURCE_NAMES = {"device": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed"}
@@ -25,12 +25,6 @@ _RESULT_NAMES = {
     "no_slots": "not started: no room in the KV pool",
 }
 _LOST = ("failed", "late")
-_PHASE_NAMES = {
-    "queue": "waiting to begin",
-    "read": "reading",
-    "project": "writing K and V",
-    "recompute": "recomputing layers",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +99,6 @@ def exchange_html(exchange: Exchange) -> str:
     return found
 
 
-def seconds_text(seconds: float) -> str:
-    """``"85 ms"``, ``"1.42 s"``."""
-    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
 def trouble_text(look: Look) -> str:
     """What to say above the field; empty if nothing is wrong."""
     if look.reach is Reach.AWAY:
@@ -147,7 +136,7 @@ def _state_html(look: Look, tier: Mapping[str, Any]) -> str:
             _hits_html(tier["counters"]),
             _restores_html(tier["counters"]),
             _layers_html(look),
-            _phases_html(look.phases),
+            _phases_html(tier["measures"]),
         )
     )
 
@@ -245,16 +234,7 @@ def strip_html(layers: Sequence[Method]) -> str:
     )
 
 
-def _phases_html(phases: Mapping[str, float] | None) -> str:
-    title = "Time of a restore, on average"
-    if phases is None:
-        line = "The server does not say: it was started without <code>--enable-metrics</code>."
-        return _section(title, f'<p class="hint">{line}</p>')
-    if not phases:
-        return _section(title, '<p class="hint">No restore ended yet.</p>')
-    rows = [
-        _row(_PHASE_NAMES[phase], seconds_text(phases[phase]))
-        for phase in RESTORE_PHASES
-        if phases.get(phase, 0.0) > 0
-    ]
-    return _section(title, "".join(rows))
+def _phases_html(measures: Mapping[str, Any]) -> str:
+    rows = [_row(name, seconds_text(seconds)) for name, seconds in restore_times(measures)]
+    found = "".join(rows) if rows else '<p class="hint">No restore ended yet.</p>'
+    return _section("Time of a restore, on average", found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from sglang_hcache.cli.chat.client import AsyncChatClient, RefusalError
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
-from sglang_hcache.cli.chat.server import ChatServer, RefusalError
 from sglang_hcache.cli.chat.watch import Watch
 from sglang_hcache.cli.server.client import ChatError, StreamReader
 
@@ -30,7 +30,7 @@ class Session:
         watch: told when something happened at the server.
     """
 
-    def __init__(self, server: ChatServer, watch: Watch) -> None:
+    def __init__(self, server: AsyncChatClient, watch: Watch) -> None:
         self._server = server
         self._watch = watch
         self._answering: dict[int, asyncio.Task[None]] = {}

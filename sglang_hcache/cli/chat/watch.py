@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sglang_hcache.cli.chat.server import ChatServer, SilentError
+from sglang_hcache.cli.chat.client import AsyncChatClient, SilentError
 from sglang_hcache.cli.server.client import ChatError
 from sglang_hcache.core.layout import Method
 
@@ -43,11 +43,9 @@ class Look:
     """The tier's state; None without the tier."""
     layers: tuple[Method, ...] = ()
     """What each layer stores; none without the tier."""
-    phases: Mapping[str, float] | None = None
-    """Mean seconds of a restore's phases; None without ``--enable-metrics``."""
 
 
-def look_of(info: Mapping[str, Any], phases: Mapping[str, float] | None) -> Look:
+def look_of(info: Mapping[str, Any]) -> Look:
     """What ``/server_info`` says."""
     state = info["internal_states"][0]
     tier = state.get("hcache")
@@ -57,14 +55,13 @@ def look_of(info: Mapping[str, Any], phases: Mapping[str, float] | None) -> Look
         model=name.rstrip("/").rpartition("/")[2],
         tier=tier,
         layers=() if tier is None else tuple(map(Method, tier["layers"])),
-        phases=phases,
     )
 
 
 class Watch:
     """Keeps :attr:`look` fresh. ``run`` is one task; the rest may be called at any time on the same loop."""
 
-    def __init__(self, server: ChatServer) -> None:
+    def __init__(self, server: AsyncChatClient) -> None:
         self._server = server
         self._seen_at = 0.0
         self._wake = asyncio.Event()
@@ -98,8 +95,7 @@ class Watch:
 
     async def _look_once(self) -> None:
         try:
-            info = await self._server.info()
-            self.look = look_of(info, await self._server.phase_seconds())
+            self.look = look_of(await self._server.info())
         except SilentError as error:
             self.look = replace(self.look, reach=Reach.BUSY, problem=str(error))
         except FOREIGN_ERRORS:

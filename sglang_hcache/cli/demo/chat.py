@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
-from sglang_hcache.cli.chat.server import AnswerOptions
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -100,7 +100,7 @@ def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> Se
         *("--model-path", str(model), "--dtype", "float32", "--served-model-name", "random-model"),
         *("--max-total-tokens", str(_POOL_TOKENS), "--chunked-prefill-size", str(_PASS_TOKENS)),
         *tier,
-        *("--enable-metrics", "--sleep-on-idle"),
+        "--sleep-on-idle",
     ]
     return ServerProcess(
         arguments,

@@ -312,6 +312,7 @@ class Bridge:
             **tier_state(self.tiers),
             "version": __version__,
             "counters": self.counters.snapshot(),
+            "measures": self.counters.measures(),
             "namespace": None if namespace is None else namespace.namespace_id().hex(),
             "saving": self.is_saving,
             "nothing_saved": self._why_nothing_is_saved,

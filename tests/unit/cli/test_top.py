@@ -28,6 +28,7 @@ def state(**counters: int) -> dict[str, Any]:
     """As ``Bridge.state`` returns it."""
     return {
         "counters": {name.replace("__", "."): count for name, count in counters.items()},
+        "measures": {},
         "namespace": "00ff",
         "saving": False,
         "nothing_saved": None,
@@ -93,6 +94,18 @@ def test_totals_and_rates() -> None:
     assert found["bytes read from disk"][-4:] == ["4.0", "MB", "2.0", "MB"]
     assert found["restores failed"][-2:] == ["1", "0.5"]
     assert found["restores done"][-1] == "0"
+
+
+def test_what_a_restore_takes() -> None:
+    measures = {
+        "restore.read_seconds": {"count": 4, "sum": 0.048},
+        "restore.project_seconds": {"count": 4, "sum": 6.0},
+        "restore.queue_seconds": {"count": 4, "sum": 0.0},
+        "restore.prediction_ratio": {"count": 4, "sum": 4.4},
+    }
+    line = "a restore on average: reading 12 ms, writing K and V 1.50 s"
+    assert line in shown(Sample(0.0, state() | {"measures": measures}), None)
+    assert not any(text.startswith("a restore") for text in shown(Sample(0.0, state()), None))
 
 
 def test_without_a_disk_tier() -> None:

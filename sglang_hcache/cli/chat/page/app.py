@@ -14,9 +14,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
 from sglang_hcache.cli.chat.page.answer_html import code_css
 from sglang_hcache.cli.chat.page.tab import ChatPage, PageTexts
-from sglang_hcache.cli.chat.server import AnswerOptions, ChatServer
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.watch import Watch
 
@@ -70,7 +70,9 @@ class ChatApp:
 
     def start(self) -> None:
         """On the page's event loop."""
-        self._server = ChatServer(self._settings.url, self._settings.options, api_key=self._settings.api_key)
+        self._server = AsyncChatClient(
+            self._settings.url, self._settings.options, api_key=self._settings.api_key
+        )
         self._watch = Watch(self._server)
         self._watching = asyncio.create_task(self._watch.run())
         print(

@@ -78,7 +78,7 @@ def test_a_server_without_the_tier() -> None:
     assert "Nothing is known" in tier_html(Look())
 
 
-@pytest.mark.parametrize("lacking", ["host", "counters", "disk"])
+@pytest.mark.parametrize("lacking", ["host", "counters", "disk", "measures"])
 def test_a_tier_of_another_version(lacking: str) -> None:
     tier = {name: part for name, part in state().items() if name != lacking}
     assert "not that of this version" in tier_html(tier_look(tier=tier))
@@ -90,7 +90,6 @@ def tier_look(**changes: Any) -> Look:
         "reach": Reach.UP,
         "model": "m",
         "tier": state(**counters, restore__tokens_disk=640),
-        "phases": {},
     }
     return Look(**{**fields, **changes})
 
@@ -112,15 +111,15 @@ def test_without_a_disk_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "said"),
+    ("seconds", "said"),
     [
-        (None, "--enable-metrics"),
         ({}, "No restore ended yet"),
-        ({"queue": 0.0, "read": 0.012, "project": 1.5}, "reading 12 ms writing K and V 1.50 s"),
+        ({"queue": 0.0, "read": 0.024, "project": 3.0}, "reading 12 ms writing K and V 1.50 s"),
     ],
 )
-def test_phases(phases: dict[str, float] | None, said: str) -> None:
-    shown = text_of(tier_html(tier_look(phases=phases)))
+def test_phases(seconds: dict[str, float], said: str) -> None:
+    measures = {f"restore.{phase}_seconds": {"count": 2, "sum": sum_s} for phase, sum_s in seconds.items()}
+    shown = text_of(tier_html(tier_look(tier=state() | {"measures": measures})))
     assert said in shown
     assert "waiting to begin" not in shown
 

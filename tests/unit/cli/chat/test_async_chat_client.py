@@ -12,14 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_hcache.cli.chat.conversation import Phase
-from sglang_hcache.cli.chat.server import (
+from sglang_hcache.cli.chat.client import (
     AnswerOptions,
-    ChatServer,
+    AsyncChatClient,
     SilentError,
     UnreachableError,
-    mean_phases,
 )
+from sglang_hcache.cli.chat.conversation import Phase
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.watch import Look, Reach, Watch, look_of
 from sglang_hcache.cli.server.client import ChatError
@@ -62,8 +61,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 @contextlib.asynccontextmanager
-async def server_of(handler: Handler, **options: Any) -> AsyncIterator[ChatServer]:
-    server = ChatServer("http://there/", AnswerOptions(**options), transport=httpx.MockTransport(handler))
+async def server_of(handler: Handler, **options: Any) -> AsyncIterator[AsyncChatClient]:
+    server = AsyncChatClient(
+        "http://there/", AnswerOptions(**options), transport=httpx.MockTransport(handler)
+    )
     try:
         yield server
     finally:
@@ -85,7 +86,7 @@ async def session_of(handler: Handler, **options: Any) -> AsyncIterator[Session]
         await session.close()
 
 
-async def texts_of(server: ChatServer) -> list[str]:
+async def texts_of(server: AsyncChatClient) -> list[str]:
     texts: list[str] = []
     await server.answer([], lambda reader: texts.append(reader.text))
     return texts
@@ -279,34 +280,18 @@ def test_why_the_gpu_cache_was_not_cleared(handler: Handler, said: str, is_runni
     asyncio.run(run())
 
 
-METRICS = """\
-# TYPE sglang:hcache_restore_phase_seconds histogram
-sglang:hcache_restore_phase_seconds_sum{phase="read",tp_rank="0"} 3.0
-sglang:hcache_restore_phase_seconds_count{phase="read",tp_rank="0"} 2.0
-sglang:hcache_restore_phase_seconds_sum{phase="queue",tp_rank="0"} 0.0
-sglang:hcache_restore_phase_seconds_count{phase="queue",tp_rank="0"} 0.0
-"""
-
-
-def test_mean_phases() -> None:
-    assert mean_phases(METRICS) == {"read": 1.5}
-    assert mean_phases("") == {}
-
-
 def info(tier: dict[str, Any] | None) -> dict[str, Any]:
     return {"internal_states": [{} if tier is None else {"hcache": tier}], "served_model_name": "dir/name"}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "phases"), [(httpx.Response(200, text=METRICS), {"read": 1.5}), (httpx.Response(404), None)]
-)
-def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[str, float] | None) -> None:
+def test_the_watch_looks_and_looks_again() -> None:
     is_up = True
 
     def handler(request: httpx.Request) -> httpx.Response:
         if not is_up:
             return fails_with(httpx.ConnectError)(request)
-        return metrics if request.url.path == "/metrics" else httpx.Response(200, json=info(state()))
+        assert request.url.path == "/server_info"
+        return httpx.Response(200, json=info(state()))
 
     async def run() -> None:
         nonlocal is_up
@@ -318,7 +303,6 @@ def test_the_watch_looks_and_looks_again(metrics: httpx.Response, phases: dict[s
             watch.seen()
             await until(lambda: watch.look.reach is Reach.UP)
             assert watch.look.model == "name"
-            assert watch.look.phases == phases
             assert watch.look.layers == (Method.KV, Method.HIDDEN)
             is_up = False
             watch.hurry()
@@ -363,7 +347,7 @@ def test_the_watch_outlives_a_state_of_another_version(states: Any) -> None:
 
 
 def test_a_server_without_the_tier() -> None:
-    look = look_of(info(None), None)
+    look = look_of(info(None))
     assert (look.reach, look.tier, look.layers) == (Reach.UP, None, ())
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_hcache.cli.server.client import (
     CHAT_PATH,
@@ -22,13 +21,11 @@ from sglang_hcache.cli.server.client import (
     refusal,
     request_body,
 )
-from sglang_hcache.core.metrics import PREFIX, RESTORE_PHASES
 
 _SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
 _CONNECT_S = 5.0
 _LOOK_S = 5.0  # a busy scheduler answers between two batches
 _FLUSH_S = 60.0
-_PHASES = f"{PREFIX}restore_phase_seconds"
 _T = TypeVar("_T")
 
 
@@ -63,7 +60,7 @@ class SilentError(ChatError):
     """The server took the request and did not answer in time: it may be busy."""
 
 
-class ChatServer:
+class AsyncChatClient:
     """One server, asked without blocking, from any event loop.
 
     Requests run on a thread of their own: times must not depend on how long the page takes to draw itself.
@@ -131,21 +128,6 @@ class ChatServer:
         if not is_ready:
             raise ChatError(f"{self.url} does not answer like an SGLang server.")
         return info
-
-    async def phase_seconds(self) -> Mapping[str, float] | None:
-        """Mean seconds of a restore's phases; empty before the first one, None without ``--enable-metrics``.
-
-        Raises:
-            ChatError: no answer.
-        """
-        try:
-            response = await self._elsewhere(self._get("/metrics"))
-        except (UnreachableError, SilentError):
-            raise
-        except ChatError:  # 404
-            return None
-        lines = [line for line in response.text.splitlines() if PREFIX in line]
-        return mean_phases("\n".join(lines) + "\n") if lines else None
 
     async def clear_gpu_cache(self) -> None:
         """Drop the KV cache of all conversations on the device. What the tier keeps stays; what is in host memory
@@ -220,21 +202,3 @@ class ChatServer:
         if isinstance(error, httpx.TimeoutException):
             return SilentError(f"{self.url} did not answer in time.")
         return ChatError(f"The connection to {self.url} broke.")
-
-
-def mean_phases(text: str) -> dict[str, float]:
-    """Mean seconds of a restore's phases.
-
-    Args:
-        text: of ``/metrics``.
-    """
-    sums: dict[str, float] = {}
-    counts: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            phase = sample.labels.get("phase", "")
-            if sample.name == f"{_PHASES}_sum":
-                sums[phase] = sums.get(phase, 0.0) + sample.value
-            elif sample.name == f"{_PHASES}_count":
-                counts[phase] = counts.get(phase, 0.0) + sample.value
-    return {phase: sums[phase] / counts[phase] for phase in RESTORE_PHASES if counts.get(phase)}
