@@ -33,10 +33,10 @@ class CostCurve:
     def __post_init__(self) -> None:
         for name in ("fixed_s", "per_token_s", "per_token_squared_s"):
             value = getattr(self, name)
-            if not _is_number(value) or not math.isfinite(value) or value < 0:
+            if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be a number of seconds, not negative, got {value!r}")
         r_squared = self.r_squared
-        if r_squared is not None and not (_is_number(r_squared) and r_squared <= 1):
+        if r_squared is not None and not r_squared <= 1:
             raise ValueError(f"r_squared must be a number up to 1, or null, got {r_squared!r}")
 
     def seconds(self, num_tokens: int, start: int = 0) -> float:
@@ -104,7 +104,3 @@ def fit_curve(
 def _r_squared(y: np.ndarray, predicted: np.ndarray) -> float | None:
     variance = float(np.sum((y - y.mean()) ** 2))
     return 1.0 - float(np.sum((y - predicted) ** 2)) / variance if variance > 0 else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

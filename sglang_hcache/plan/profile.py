@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 import sglang_hcache
 from sglang_hcache.core.errors import ConfigError
@@ -20,12 +23,10 @@ from sglang_hcache.plan.costs import (
     recompute_flops,
 )
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.plan.shapes import ModelShape
 
 PROFILE_FORMAT = 1
 """Version of the JSON form. A file with another number is refused."""
-
-_T = TypeVar("_T")
 
 
 class ProfileSource(StrEnum):
@@ -85,6 +86,8 @@ class Profile:
         ValueError: no tier, or a range of lengths that is empty.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # also of what it is made of
+
     source: ProfileSource
     model: ModelShape
     machine: str
@@ -98,8 +101,6 @@ class Profile:
     """Shortest and longest length that all curves were measured at; None: they hold everywhere."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.machine, str):
-            raise ValueError(f"machine must be a text, got {self.machine!r}")
         if not self.tiers:
             raise ValueError("tiers must name at least one tier")
         if self.token_range is not None and not 1 <= self.token_range[0] <= self.token_range[1]:
@@ -173,27 +174,19 @@ class Profile:
                 says where.
         """
         try:
-            return cls._from_data(json.loads(text))
+            data = json.loads(text)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-
-    @classmethod
-    def _from_data(cls, data: Any) -> Profile:
-        if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
+        found = data.pop("format", None) if isinstance(data, dict) else None
+        if found != PROFILE_FORMAT:
             raise ValueError(f"format must be {PROFILE_FORMAT}, got {found!r}: not a profile of this version")
-        del data["format"]
-        data["source"] = ProfileSource(str(data.get("source")))
-        data["model"] = _build(ModelShape, "model", _with_ffn_kind(data.get("model")))
-        tiers = _object("tiers", data.get("tiers"))
-        data["tiers"] = {name: _curves(TierCurves, f"tiers.{name}", tier) for name, tier in tiers.items()}
-        data["compute"] = _curves(ComputeCurves, "compute", data.get("compute"))
-        data["versions"] = {
-            name: str(text) for name, text in _object("versions", data.get("versions", {})).items()
-        }
-        if data.get("token_range") is not None:
-            data["token_range"] = _token_range(data["token_range"])
-        return _build(cls, "profile", data)
+        try:
+            return _LOADER.validate_json(json.dumps(data))
+        except ValidationError as error:
+            raise ValueError("; ".join(_explain(dict(item)) for item in error.errors())) from None
+
+
+_LOADER = TypeAdapter(Profile)
 
 
 def analytic_profile(
@@ -252,38 +245,11 @@ def _check_costs(name: str, curve: CostCurve) -> None:
         raise ValueError(f"{name}: it must take some time, and all numbers are 0")
 
 
-def _object(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object, got {value!r}")
-    return value
-
-
-def _build(kind: type[_T], where: str, value: Any) -> _T:
-    """``kind(**value)``, with every problem named."""
-    data = _object(where, value)
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(data.keys() - known):
-        raise ValueError(f"{where}: unknown {', '.join(unknown)}")
-    try:
-        return kind(**data)
-    except (OverflowError, TypeError, ValueError) as error:  # TypeError: a field without default is missing
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _with_ffn_kind(value: Any) -> dict[str, Any]:
-    data = _object("model", value)
-    return {**data, "ffn": FFNKind(str(data.get("ffn")))}
-
-
-def _curves(kind: type[_T], where: str, value: Any) -> _T:
-    values = {
-        name: value if name == "contention" else _build(CostCurve, f"{where}.{name}", value)
-        for name, value in _object(where, value).items()
-    }
-    return _build(kind, where, values)
-
-
-def _token_range(value: Any) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(item) is int for item in value):
-        raise ValueError(f"token_range must be [shortest, longest], got {value!r}")
-    return value[0], value[1]
+def _explain(error: dict[str, Any]) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] in ("missing", "unexpected_keyword_argument"):
+        return f"{where} is {'missing' if error['type'] == 'missing' else 'unknown'}"
+    reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+    if error["type"] != "value_error":  # ours name the value
+        reason += f", got {reprlib.repr(error['input'])}"
+    return f"{where}: {reason}" if where else reason

@@ -33,7 +33,7 @@ OURS = {
 # numpy carries bytes from the tier through capture, restore and device; xxhash makes the store's digests.
 OTHERS = {
     "core": {"pydantic"},
-    "plan": {"numpy"},
+    "plan": {"numpy", "pydantic"},
     "store": {"numpy", "xxhash", "nixl"},
     "tier": {"numpy"},
     "device": {"numpy", "torch", "triton"},
