@@ -13,7 +13,7 @@ from rich.progress import Progress
 from common.model import load_arguments
 from common.terminal import while_doing
 from serving.servers import arguments_without_tier, device_arguments
-from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server.pair import launch_together
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 
 OFF, TIER = "off", "tier"
@@ -60,7 +60,6 @@ def make_pair(
         name: ServerProcess(
             [*common, *args],
             log=logs / f"{name}.log",
-            extra_env=FAIR_ENVIRONMENT,
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
         for name, args in own.items()

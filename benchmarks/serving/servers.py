@@ -14,7 +14,7 @@ from common.model import load_arguments
 from common.precision import precision
 from common.terminal import while_doing
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
-from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, launch_together
+from sglang_hcache.cli.server.pair import launch_together
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.errors import ConfigError
@@ -153,7 +153,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, logs: Pa
         *("--incremental-streaming-output", *load_arguments(model)),
         "--sleep-on-idle",  # the servers that are not asked leave the cores to the one that is
     ]
-    environment = dict(FAIR_ENVIRONMENT)
+    environment = {}
     if method == "recompute":
         args += arguments_without_tier()
     elif method in OTHER_METHODS:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 from sglang_hcache.cli.server.client import ChatClient, Message
 from sglang_hcache.cli.server.pair import (
-    FAIR_ENVIRONMENT,
     LOGPROB_TOLERANCE,
     PairedAnswer,
     ServerPair,
@@ -118,7 +117,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         [*common, "--hcache-config", str(config), "--hcache-dirs", str(folder / "store")],
         log=folder / "tier.log",
         extra_env={
-            **FAIR_ENVIRONMENT,
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             "PYTHONPATH": str(PLUGINS),
             "HCACHE_TEST_SWITCHES": str(switches),
@@ -128,7 +126,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     reference = ServerProcess(
         [*common, "--hierarchical-cache", "off", "--hcache-cpu-fixes"],
         log=folder / "reference.log",
-        extra_env=FAIR_ENVIRONMENT,
         startup_timeout_s=400,
     )
     try:

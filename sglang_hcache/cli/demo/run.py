@@ -14,7 +14,7 @@ from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
 from sglang_hcache.cli.server.client import ChatClient, Message
-from sglang_hcache.cli.server.pair import FAIR_ENVIRONMENT, ServerPair, kill_all, launch_together
+from sglang_hcache.cli.server.pair import ServerPair, kill_all, launch_together
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
@@ -171,7 +171,7 @@ def _servers(
         *("--max-total-tokens", str(sizes.pool_tokens)),
         "--sleep-on-idle",  # the server that is not asked leaves the cores to the other one
     ]
-    environment = {**FAIR_ENVIRONMENT, "TMPDIR": scratch}
+    environment = {"TMPDIR": scratch}
     return (
         ServerProcess(
             [*common, *tier],

@@ -62,7 +62,9 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
     on_cpu = _wants_cpu([*arguments_in_file(arguments), *arguments], has_gpu=gpu)
     folder = ensure_stub() if on_cpu else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
-    # Restores must not wait for cores on which OpenMP's threads spin.
+    # Restores must not wait for cores on which OpenMP's threads spin. Nor must a server without the tier spin, which
+    # beside another busy process made it two to three times slower: with the tier's threads OpenMP spins less, and a
+    # comparison would show a difference that has nothing to do with the tier.
     defaults = {"OMP_WAIT_POLICY": "passive"} if on_cpu else {}
     return command, environment_with(changes, defaults)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from sglang_hcache.cli.server.client import (
     AnswerDifference,
@@ -20,13 +19,6 @@ from sglang_hcache.cli.server.process import ServerProcess
 
 LOGPROB_TOLERANCE = 1e-3
 """Two float32 answers are equal if their tokens are, and their logprobs within this."""
-FAIR_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
-"""For both servers of a comparison on a CPU.
-
-OpenMP's threads spin at barriers by default. With another busy process on the machine that made the server
-without the tier two to three times slower, but not the one with it, whose additional threads make OpenMP
-spin less: a difference that has nothing to do with the tier.
-"""
 _SAVING_TIMEOUT_S = 60.0
 
 

@@ -152,6 +152,17 @@ def test_prepare_returns_the_whole_environment(monkeypatch):
     assert environment["KEPT"] == "yes"
 
 
+@pytest.mark.parametrize("tier", [(), ("--hierarchical-cache", "off")])
+def test_threads_do_not_spin_on_a_cpu_with_the_tier_and_without(monkeypatch, tier):
+    """Or the two could not be compared."""
+    monkeypatch.setattr(module, "ensure_stub", lambda: STUB)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert prepare_launch([*MODEL, *tier])[1]["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert prepare_launch([*MODEL, *tier])[1]["OMP_WAIT_POLICY"] == "active"
+
+
 def test_a_port_in_use_is_told_at_once():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
