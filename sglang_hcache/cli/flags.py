@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.core.config import (
     COMMAND_LINE_FLAGS,
     CONFIG_FLAG,
@@ -65,20 +64,23 @@ def _default_of(name: str) -> str:
     return format_bytes(default) if name in SIZE_FIELDS else f"{default}"
 
 
-def flags(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def flags(as_json: AsJson = False) -> None:
     """List the tier's flags, and the settings that only the file of `--hcache-config` can hold."""
     if as_json:
         print(json.dumps([asdict(setting) for setting in describe()], indent=2))
         return
+    Console().print(settings_table(describe()))
+
+
+def settings_table(settings: Iterable[Setting]) -> Table:
+    """``settings`` for people."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("setting", no_wrap=True)  # to be copied: never cut
     table.add_column("default")
     table.add_column("meaning")
-    for setting in describe():
+    for setting in settings:
         table.add_row(setting.flag or f"{setting.name}\n(file only)", setting.default, _text(setting))
-    Console().print(table)
+    return table
 
 
 def _text(setting: Setting) -> str:

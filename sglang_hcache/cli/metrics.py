@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.core.metrics import describe
 
 _COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning")
 
 
-def metrics(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def metrics(as_json: AsJson = False) -> None:
     """List the metrics that a server with the tier and `--enable-metrics` adds to SGLang's `/metrics`.
 
     All have the labels of SGLang's own metrics (`model_name`, `tp_rank` ...) as well.

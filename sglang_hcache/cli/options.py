@@ -26,7 +26,7 @@ def _address(given: str) -> str:
     return address
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
 ServerUrl = Annotated[str, typer.Option(help="The SGLang server.", callback=_address)]
 ApiKey = Annotated[
     str | None,

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.options import ApiKey, ServerUrl
+from sglang_hcache.cli.options import ApiKey, AsJson, ServerUrl
 from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text
 from sglang_hcache.cli.server.client import ChatClient, ChatError
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -69,17 +69,12 @@ def top(
     api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the state as JSON: one line per refresh; with --once a single line."
-        ),
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.
 
     It asks `/server_info`, which every server has; `--enable-metrics` is not needed. Where the window is low,
-    what went wrong comes first.
+    what went wrong comes first. With `--json` each look is the whole state on one line.
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")

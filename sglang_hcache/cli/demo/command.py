@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
+from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path, named_path
 from sglang_hcache.core.errors import ConfigError
 
@@ -34,7 +35,7 @@ def demo(
             help="Keep model, disk tier and logs here; a second run finds them again.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print measurements as JSON, no table.")] = False,
+    as_json: AsJson = False,
     with_page: Annotated[
         bool,
         typer.Option(

@@ -6,32 +6,16 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from sglang_hcache.cli.flags import describe, settings_table
 from sglang_hcache.cli.server import tier_flags
 from sglang_hcache.cli.server.arguments import values_of
-from sglang_hcache.core.config import (
-    COMMAND_LINE_FLAGS,
-    CONFIG_FLAG,
-    FLAG_FIELDS,
-    TIER_FLAG,
-    flag_help,
-    flag_of,
-)
 from sglang_hcache.core.errors import ConfigError
 
 
 def _print_help(wanted: bool) -> None:
     if not wanted:
         return
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_row(TIER_FLAG, COMMAND_LINE_FLAGS[TIER_FLAG])
-    for name in FLAG_FIELDS:
-        table.add_row(flag_of(name), escape(flag_help(name)))
-    table.add_row(CONFIG_FLAG, COMMAND_LINE_FLAGS[CONFIG_FLAG])
     console = Console()
     console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
     console.print(
@@ -40,7 +24,7 @@ def _print_help(wanted: bool) -> None:
         "--disable-overlap-schedule and what else SGLang needs there.\n",
         markup=False,
     )
-    console.print(table)
+    console.print(settings_table(setting for setting in describe() if setting.flag is not None))
     console.print("\nSGLang's own arguments: python -m sglang.launch_server --help", markup=False)
     raise typer.Exit
 

@@ -63,3 +63,4 @@ def test_names_of_flags_are_whole_in_a_narrow_window(command: list[str]) -> None
         assert f"{flags.flag_of(field)} " in shown
     assert "--hierarchical-cache " in shown
     assert "--hcache-config " in shown
+    assert "--hcache-cpu-fixes " in shown
