@@ -148,6 +148,7 @@ class Eviction:
         A device that fails must not cost the whole cache: what is gained on another one does not count, and nothing
         more goes where files stay.
         """
+        within &= mask_of(volume.stripe for volume in self._volumes if volume.health.can_delete)
         within &= ~self._remover.stuck(_EVICTIONS_IN_VAIN)
         for _ in range(_EVICTIONS_IN_VAIN):
             before = self._free_space.deleted_in(within)

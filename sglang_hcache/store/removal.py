@@ -40,8 +40,8 @@ class Remover:
         self._may_warn = Throttle()
         self.leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
-        self._undeletable: set[Segment] = set()
-        """Those of them that were tried."""
+        self._undeletable: dict[Segment, set[int]] = {}
+        """In which directories a file of theirs could not be deleted. One that is out is not asked."""
 
     @property
     def leftover_bytes(self) -> int:
@@ -50,9 +50,7 @@ class Remover:
 
     def stuck(self, at_least: int) -> int:
         """Directories, as bits, in which so many files could not be deleted."""
-        counts = Counter(
-            stripe for item in self._undeletable for stripe, size in item.accounted.items() if size
-        )
+        counts = Counter(stripe for stripes in self._undeletable.values() for stripe in stripes)
         return mask_of(stripe for stripe, count in counts.items() if count >= at_least)
 
     def evict_coldest(self, within: int = -1) -> bool:
@@ -116,7 +114,7 @@ class Remover:
             stray = Segment(number, self._volumes, (volume.stripe,), size)
             stray.measure()
             self.remember(stray)
-            self._undeletable.add(stray)
+            self._undeletable[stray] = {volume.stripe}
 
     def retry(self) -> None:
         """Delete what could not be deleted before, and what is not pinned any more."""
@@ -126,15 +124,18 @@ class Remover:
 
     def _unlink(self, segment: Segment) -> None:
         before = dict(segment.accounted)
-        error = segment.unlink()
+        out = {volume.stripe for volume in self._volumes if not volume.health.readable}
+        failures = segment.unlink()
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
                 self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
-        if error is None:
+        if not failures:
             self.leftovers.discard(segment)
-            self._undeletable.discard(segment)
+        tried = failures.keys() - out
+        if not tried:
+            self._undeletable.pop(segment, None)
             return
-        self._undeletable.add(segment)
+        self._undeletable[segment] = tried
         self._observer.count("store.unlink_failures")
         if self._may_warn():
-            logger.warning("hcache: segment %d stays for now: %s", segment.number, error)
+            logger.warning("hcache: segment %d stays for now: %s", segment.number, failures[min(tried)])

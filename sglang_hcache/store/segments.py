@@ -148,16 +148,16 @@ class Segment:
             else:
                 self.accounted[stripe] = size + FILE_SLACK_BYTES if size else 0
 
-    def unlink(self) -> StoreError | None:
-        """Remove the files; returns the last failure. Files that stay are still accounted for."""
-        failure: StoreError | None = None
+    def unlink(self) -> dict[int, StoreError]:
+        """Remove the files; returns the failures, by directory. Files that stay are still accounted for."""
+        failures: dict[int, StoreError] = {}
         for stripe in self.members:
             try:
                 self._volumes[stripe].unlink_segment(self.number)
                 self.accounted[stripe] = 0
             except StoreError as error:
-                failure = error
-        return failure
+                failures[stripe] = error
+        return failures
 
     def file(self, stripe: int) -> OpenFile:
         """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""

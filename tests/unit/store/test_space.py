@@ -363,6 +363,40 @@ def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
     wait_until(lambda: not victim.exists())
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_a_directory_that_is_out_is_not_asked_to_delete_and_no_such_failure_is_counted(
+    tmp_path: Path, open_store: OpenStore, counters: Counters
+) -> None:
+    config = small_config(tmp_path, 2, segment=MIB)
+    store = open_store(config)
+    fill(store, 0, 5)
+    volume = Inside(store).volumes[1]
+    volume.health.take_out("the test says so")
+    store.clear()
+    Inside(store).space.tend()
+    assert counters["store.unlink_failures"] == 0
+    assert [len(list(path.glob("*.seg"))) for path in config.dirs] == [0, 5]
+    volume.health.recover()
+    Inside(store).space.tend()
+    assert not list(config.dirs[1].glob("*.seg"))
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_lies_in_a_directory_that_is_out_is_not_evicted_for_room(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    store = open_store(small_config(tmp_path, 2, size=16 * MIB, segment=2 * MIB))
+    first, second = (volume.health for volume in Inside(store).volumes)
+    first.failed(OSError(errno.EROFS, "Read-only file system"), writing=True)
+    kept = fill(store, 0, 4)
+    first.recover()
+    second.take_out("the test says so")
+    for number in range(1, 20):
+        fill(store, 1000 * number, 1)
+    second.recover()
+    assert [store.match(keys) for keys in kept] == [6] * 4
+
+
 def test_a_smaller_cap_is_obeyed_at_the_next_start(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(small_config(tmp_path, size=16 * MIB, segment=MIB))
     written = fill(store, 0, 12)
