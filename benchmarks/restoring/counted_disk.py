@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from restoring.limited_engine import LimitedEngine
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind
-from sglang_hcache.store.io.limit import LimitedEngine
 from sglang_hcache.store.io.posix import PosixEngine
 
 
@@ -43,26 +43,28 @@ class CountingEngine:
             return found
 
 
-def disk_config(folder: Path, limit: int | None) -> StoreConfig:
-    """Of a new store in ``folder``.
-
-    Args:
-        limit: bytes a second that are read from it at most; None: as fast as it goes.
-    """
+def disk_config(folder: Path) -> StoreConfig:
+    """Of a new store in ``folder``."""
     return StoreConfig(
         dirs=(folder,),
         size_bytes=16 * 2**30,
         free_floor_bytes=0,
         segment_bytes=2**28,
-        read_limit_bytes_per_s=limit,
     )
 
 
+def posix_engine(limit: int | None) -> IOEngine:
+    """The engine of a store with one directory.
+
+    Args:
+        limit: bytes a second that are read at most; None: as fast as it goes.
+    """
+    engine = PosixEngine(1, 8)
+    return engine if limit is None else LimitedEngine(engine, limit)
+
+
 def open_disk(folder: Path, kind: IOKind, limit: int | None = None) -> tuple[DiskStore, CountingEngine]:
-    """A new store in ``folder`` whose operations of ``kind`` are counted; ``limit`` as in :func:`disk_config`."""
-    config = replace(disk_config(folder, limit), io_timeout_s=60.0)
-    engine: IOEngine = PosixEngine(1, config.io_threads)
-    if limit is not None:
-        engine = LimitedEngine(engine, limit)
-    counting = CountingEngine(engine, kind)
+    """A new store in ``folder`` whose operations of ``kind`` are counted; ``limit`` as in :func:`posix_engine`."""
+    counting = CountingEngine(posix_engine(limit), kind)
+    config = replace(disk_config(folder), io_timeout_s=60.0)
     return DiskStore.open(config, Counters(), counting), counting

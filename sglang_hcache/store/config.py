@@ -46,8 +46,6 @@ class StoreConfig:
     io_engine: str = "auto"
     io_threads: int = 8
     """Operations that each directory's device sees at once, where threads do them."""
-    read_limit_bytes_per_s: int | None = None
-    """Read no faster than this, as from a slower disk; None: as fast as it goes."""
     io_timeout_s: float = 5.0
     """An operation that takes longer is given up, and its directory taken out, seconds; writes have a second more for
     each 20 MB."""

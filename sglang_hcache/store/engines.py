@@ -8,7 +8,6 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
-from sglang_hcache.store.io.limit import LimitedEngine
 from sglang_hcache.store.volumes.sizes import SizeMeter
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -16,15 +15,13 @@ from sglang_hcache.store.volumes.volume import Volume
 def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
     """The engine of the configuration."""
     well_first = sorted(volumes, key=lambda volume: not volume.health.writable)
-    engine = choose_engine(
+    return choose_engine(
         config.io_engine,
         [volume.path for volume in well_first],
         [volume.directory.direct for volume in well_first],
         config.io_threads,
         _spare_bytes(config, well_first),
     )
-    limit = config.read_limit_bytes_per_s
-    return engine if limit is None else LimitedEngine(engine, limit)
 
 
 def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:

@@ -1,4 +1,4 @@
-"""The planner's choice on slow disks, by ``benchmarks/restore_speed.py``; the store limits the disks' speed.
+"""The planner's choice on slow disks, by ``benchmarks/restore_speed.py``; its engine limits the disks' speed.
 
 What load on the machine cannot spoil is tested always; how long it takes only with ``--exact-times``, on a machine that
 does nothing else: ``auto`` as fast as the best single method within 5 %, every method as predicted within 20 %.

@@ -1,4 +1,4 @@
-"""An engine that reads no faster than it is told: a slower disk, for tests and comparisons."""
+"""An engine that reads no faster than it is told: a slower disk."""
 
 from __future__ import annotations
 
