@@ -59,7 +59,7 @@ def posix_engine(limit: int | None) -> IOEngine:
     Args:
         limit: bytes a second that are read at most; None: as fast as it goes.
     """
-    engine = PosixEngine(1, 8)
+    engine = PosixEngine(1)
     return engine if limit is None else LimitedEngine(engine, limit)
 
 

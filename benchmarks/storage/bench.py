@@ -170,7 +170,7 @@ class Bench:
 
     def _engine_loads(self, data: Path) -> Loads:
         file = open_direct(data)
-        with closing(SharedMemory(8 * 2**20)) as memory, _closing_engine(PosixEngine(1, 8)) as engine:
+        with closing(SharedMemory(8 * 2**20)) as memory, _closing_engine(PosixEngine(1)) as engine:
             all_of_it = Load("read", 2**20, 8, self._plan.file_bytes // 2)
             rate = run_engine(engine, all_of_it, file, memory).mb_per_s
         for pattern in PATTERNS:

@@ -44,8 +44,6 @@ class StoreConfig:
     free_floor_percent: float = 0.0
     """Likewise, of the size of the file system."""
     io_engine: str = "auto"
-    io_threads: int = 8
-    """Operations that each directory's device sees at once, where threads do them."""
     io_timeout_s: float = 5.0
     """An operation that takes longer is given up, and its directory taken out, seconds; writes have a second more for
     each 20 MB."""
@@ -74,8 +72,6 @@ class StoreConfig:
             raise ConfigError(
                 f"--hcache-io-engine: {self.io_engine!r} is not allowed; allowed: {', '.join(ENGINES)}"
             )
-        if self.io_threads < 1:
-            raise ConfigError(f"io_threads must be at least 1, got {self.io_threads}")
         least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.index_reserve_bytes
         if self.size_bytes < least:
             raise ConfigError(

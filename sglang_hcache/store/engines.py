@@ -19,7 +19,6 @@ def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
         config.io_engine,
         [volume.path for volume in well_first],
         [volume.directory.direct for volume in well_first],
-        config.io_threads,
         _spare_bytes(config, well_first),
     )
 

@@ -28,7 +28,6 @@ def small_config(
         size_bytes=size,
         free_floor_bytes=floor,
         segment_bytes=segment,
-        io_threads=2,
         io_engine="posix",
         io_timeout_s=15.0,
         retry_s=0.05,

@@ -33,9 +33,9 @@ BUSY_S, FREE_S = 0.004, 0.001
 
 
 def choose_engine(
-    name: str, directories: Sequence[Path], direct: Sequence[bool], num_threads: int, spare_bytes: int
+    name: str, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: int
 ) -> IOEngine:
-    """The engine ``name``, for ``directories``; ``posix`` with ``num_threads`` threads for each.
+    """The engine ``name``, for ``directories``.
 
     ``auto`` reads a small file in the first directory with both, beside a thread that keeps the interpreter busy as
     the scheduler of a loaded server does, and takes the faster one. It logs one line.
@@ -47,12 +47,12 @@ def choose_engine(
     Raises:
         ConfigError: ``nixl`` is asked for and does not work here.
     """
-    if name == "nixl" or (name == "auto" and _nixl_wins(directories[0], direct[0], num_threads, spare_bytes)):
-        return NixlEngine(len(directories), max(NIXL_DEPTH, num_threads))
-    return PosixEngine(len(directories), num_threads)
+    if name == "nixl" or (name == "auto" and _nixl_wins(directories[0], direct[0], spare_bytes)):
+        return NixlEngine(len(directories), NIXL_DEPTH)
+    return PosixEngine(len(directories))
 
 
-def _nixl_wins(directory: Path, direct: bool, num_threads: int, spare_bytes: int) -> bool:
+def _nixl_wins(directory: Path, direct: bool, spare_bytes: int) -> bool:
     problem = nixl_problem()
     if problem is not None:
         logger.info("hcache: %s; using the posix engine", problem)
@@ -63,7 +63,7 @@ def _nixl_wins(directory: Path, direct: bool, num_threads: int, spare_bytes: int
         return False
     lane = Lane("hcache-probe")
     try:
-        posix, nixl = lane.call(lambda: _compare(directory, direct, num_threads, size), PROBE_TIMEOUT_S)
+        posix, nixl = lane.call(lambda: _compare(directory, direct, size), PROBE_TIMEOUT_S)
     except Exception as error:  # whatever it is, the server starts: posix needs nothing that can be missing
         logger.warning("hcache: comparing I/O engines failed (%s); using the posix engine", error)
         return False
@@ -77,13 +77,10 @@ def _nixl_wins(directory: Path, direct: bool, num_threads: int, spare_bytes: int
     return wins
 
 
-def _compare(directory: Path, direct: bool, num_threads: int, size: int) -> list[float]:
+def _compare(directory: Path, direct: bool, size: int) -> list[float]:
     """Bytes a second of posix and NIXL. Raises OSError, or ConfigError if NIXL does not start."""
     with contextlib.ExitStack() as stack:
-        engines: list[IOEngine] = [
-            PosixEngine(1, num_threads),
-            NixlEngine(1, max(NIXL_DEPTH, num_threads)),
-        ]
+        engines: list[IOEngine] = [PosixEngine(1), NixlEngine(1, NIXL_DEPTH)]
         for engine in engines:
             stack.callback(engine.close, 0.0)
         stack.enter_context(_busy_neighbour())

@@ -15,18 +15,21 @@ from sglang_hcache.store.io.workers import WorkerPool
 MAX_VIEWS = os.sysconf("SC_IOV_MAX")
 """Buffers that one system call takes."""
 
+NUM_THREADS = 8
+"""Operations that each directory's device sees at once."""
+
 
 class PosixEngine:
     """An ``IOEngine`` over blocking system calls, which release the GIL.
 
     Args:
         num_stripes: directories.
-        num_threads: threads of each: operations its device sees at once.
+        num_threads: for each of them.
     """
 
     name = "posix"
 
-    def __init__(self, num_stripes: int, num_threads: int) -> None:
+    def __init__(self, num_stripes: int, num_threads: int = NUM_THREADS) -> None:
         self._pools = [WorkerPool(f"hcache-io{stripe}", num_threads) for stripe in range(num_stripes)]
 
     def submit(self, batch: Batch, indices: Iterable[int]) -> None:
