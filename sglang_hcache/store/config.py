@@ -58,8 +58,6 @@ class StoreConfig:
     (linear layers 24 h^2, attention 4 h a token of context; [HCache §3.2])."""
     user_pid: int | None = None
     """The process that others are told to stop before they use these directories; None: this one."""
-    fstab: Path = Path("/etc/fstab")
-    """Names what should be mounted before a directory without a superblock becomes one of a store."""
 
     def __post_init__(self) -> None:
         if not self.dirs:

@@ -218,7 +218,7 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     try:
         with _naming_dirs():
             found.place = volume.probe(partial(real_place, path))
-        volume.probe(partial(check_may_begin, path, config.fstab))
+        volume.probe(partial(check_may_begin, path))
         found.device, found.total_bytes = volume.probe(directory.file_system_size)
         if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOUNTED = Path("/proc/self/mountinfo")
+_LISTED = Path("/etc/fstab")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """How both files write blanks in names."""
 
@@ -37,8 +38,8 @@ def mount_of(path: Path) -> Mount | None:
     )  # the last one is on top
 
 
-def check_mounted_as_listed(path: Path, fstab: Path) -> None:
-    """Whether ``path`` lies below a mount point of ``fstab``, without ``noauto``, where nothing is mounted.
+def check_mounted_as_listed(path: Path) -> None:
+    """Whether ``path`` lies below a mount point of ``/etc/fstab``, without ``noauto``, where nothing is mounted.
 
     Raises:
         OSError: it does, on the disk that is mounted further up.
@@ -46,9 +47,11 @@ def check_mounted_as_listed(path: Path, fstab: Path) -> None:
     place, mount = Path(os.path.realpath(path)), mount_of(path)
     if mount is None:
         return  # nobody can tell
-    for point in _listed(fstab):  # real places: a listed name that is a link is never above one
+    for point in _listed():  # real places: a listed name that is a link is never above one
         if place.is_relative_to(point) and mount.point in point.parents:
-            raise OSError(errno.ENODEV, f"nothing is mounted at {point}, which {fstab} lists: mount it first")
+            raise OSError(
+                errno.ENODEV, f"nothing is mounted at {point}, which {_LISTED} lists: mount it first"
+            )
 
 
 def _mounted() -> Iterator[Mount]:
@@ -58,8 +61,8 @@ def _mounted() -> Iterator[Mount]:
         yield Mount(Path(_plain(fields.split()[4])), kind, _plain(source))
 
 
-def _listed(fstab: Path) -> Iterator[Path]:
-    for line in _lines(fstab):
+def _listed() -> Iterator[Path]:
+    for line in _lines(_LISTED):
         fields = [] if line.lstrip().startswith("#") else line.split()
         is_noauto = len(fields) > 3 and "noauto" in fields[3].split(",")
         if len(fields) > 1 and fields[1].startswith("/") and not is_noauto:

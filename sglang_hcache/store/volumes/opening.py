@@ -59,7 +59,7 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         for path in config.dirs
     ]
     try:
-        found = _acquire_all(volumes, config.fstab)
+        found = _acquire_all(volumes)
         known = [item for item in found if item.superblock is not None]
         _check_damage(found, bool(known))
         identity = agreed_at_start(found) if known else _new_identity(volumes, config)
@@ -126,25 +126,25 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     return identity if found is None else found.identity
 
 
-def check_may_begin(path: Path, fstab: Path) -> None:
-    """Raises OSError: a directory is of no store yet, and the disk that ``fstab`` names for it is not mounted."""
+def check_may_begin(path: Path) -> None:
+    """Raises OSError: a directory is of no store yet, and the disk that is listed for it is not mounted."""
     if not has_superblock(path):
-        check_mounted_as_listed(path, fstab)
+        check_mounted_as_listed(path)
 
 
-def _acquire_all(volumes: Sequence[Volume], fstab: Path) -> list[_Found]:
+def _acquire_all(volumes: Sequence[Volume]) -> list[_Found]:
     """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
     in_order = sorted(volumes, key=lambda item: os.path.abspath(item.path))
-    found = {volume: _acquire(volume, fstab) for volume in in_order}
+    found = {volume: _acquire(volume) for volume in in_order}
     return [found[volume] for volume in volumes]
 
 
-def _acquire(volume: Volume, fstab: Path) -> _Found:
+def _acquire(volume: Volume) -> _Found:
     """Lock the directory and read its superblock; a device that fails, or is not mounted, is taken out."""
     directory = volume.directory
 
     def acquire() -> None:
-        check_may_begin(directory.path, fstab)
+        check_may_begin(directory.path)
         directory.acquire()
 
     try:

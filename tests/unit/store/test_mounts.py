@@ -22,19 +22,25 @@ KEYS = make_keys(0, 2)
 SIZES = (4096, 4096)
 
 
+@pytest.fixture(autouse=True)
+def fstab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is read in place of ``/etc/fstab``."""
+    monkeypatch.setattr(mounts, "_LISTED", tmp_path / "fstab")
+    return tmp_path / "fstab"
+
+
 def configured(tmp_path: Path, base: Path, line: str, num_dirs: int = 1) -> StoreConfig:
-    """With a ``fstab`` that has ``line`` between others."""
-    fstab = tmp_path / "fstab"
-    fstab.write_text(
+    """With ``line`` between others in the ``fstab``."""
+    (tmp_path / "fstab").write_text(
         f"# made by hand\n\nUUID=0 / ext4 errors=remount-ro 0 1\n{line}\nUUID=9 none swap sw 0 0\n"
         f"UUID=8 {tmp_path}/elsewhere ext4\n"
     )
-    return replace(small_config(base, num_dirs), fstab=fstab)
+    return small_config(base, num_dirs)
 
 
 def open_refused(config: StoreConfig, point: Path) -> None:
     """Before a model is loaded, and then."""
-    wanted = f"cannot use {config.dirs[0]} (--hcache-dirs): nothing is mounted at {point}, which {config.fstab} lists"
+    wanted = f"cannot use {config.dirs[0]} (--hcache-dirs): nothing is mounted at {point}, which {mounts._LISTED} lists"
     with pytest.raises(StoreFormatError) as ahead:
         look_ahead(config)
     assert wanted in str(ahead.value)
@@ -100,14 +106,14 @@ def test_where_nobody_says_what_is_mounted_nothing_is_refused(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(tmp_path, tmp_path / "point", f"UUID=1 {tmp_path}/point ext4")
-    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "none")
-    assert mount_of(tmp_path) is None
-    open_store(config).close()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(mounts, "_MOUNTED", tmp_path / "none")
+        assert mount_of(tmp_path) is None
+        open_store(config).close()
     write_keys(open_store(config), KEYS, SIZES)  # a store that is there is used
 
 
-def test_one_of_two_disks_is_missing(tmp_path: Path, open_store: OpenStore) -> None:
+def test_one_of_two_disks_is_missing(tmp_path: Path, fstab: Path, open_store: OpenStore) -> None:
     """It is left out as ever, and nothing is made on the disk below."""
     point, away = tmp_path / "point", tmp_path / "away"
     config = configured(tmp_path, tmp_path, "")
@@ -118,7 +124,7 @@ def test_one_of_two_disks_is_missing(tmp_path: Path, open_store: OpenStore) -> N
     store.close()
     point.rename(away)
     point.mkdir()
-    config.fstab.write_text(f"UUID=1 {point} ext4 nofail 0 2")
+    fstab.write_text(f"UUID=1 {point} ext4 nofail 0 2")
     assert look_ahead(config).holders == {}
     store = open_store(config)
     volume = Inside(store).volumes[1]
