@@ -174,8 +174,8 @@ HISTOGRAMS = (
 GAUGES = (
     GaugeMetric(
         "tier_bytes",
-        "Bytes that a tier takes: on disk its files, room for the next chunks and the index included; of a directory "
-        "that is out, what counts against the capacity for it.",
+        "Bytes that a tier takes: on disk what its files count against the capacity, room for the next chunks, the "
+        "index and 16 KiB a file for what file systems add included.",
         "bytes", ("tier",), ("host", "disk"),
     ),
     GaugeMetric(

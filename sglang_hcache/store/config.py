@@ -149,16 +149,11 @@ class DirectoryStats:
     """``healthy``, ``read-only`` or ``out``."""
     reason: str
     """Why it is not healthy."""
-    physical_bytes: int
-    """Allocated blocks of the store's files in this directory, as ``du`` counts. If it cannot be asked: what its
-    segments count against the cap, and 0 where that is not known either."""
-    free_bytes: int
-    """Free space of its file system for this user; -1 if it cannot be asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The store as the keeper saw it last, a moment ago; or one that could not be opened."""
+    """A store as it is, or one that could not be opened."""
 
     chunks: int
     """Distinct chunk keys."""
@@ -166,10 +161,8 @@ class StoreStats:
     segments: int
     quarantined: int
     """Chunks that are damaged and not served."""
-    physical_bytes: int
-    """Sum over the directories, index included; measured, as far as they answer."""
-    reserved_bytes: int
-    """What the store counts against the cap: never less than ``physical_bytes``."""
+    used_bytes: int
+    """What its segments count against the cap, and what its index takes; as of a moment ago."""
     cap_bytes: int
     written_today_bytes: int
     """Bytes written in the last 24 hours."""
@@ -191,13 +184,12 @@ class StoreStats:
             runs=0,
             segments=0,
             quarantined=0,
-            physical_bytes=0,
-            reserved_bytes=0,
+            used_bytes=0,
             cap_bytes=config.size_bytes,
             written_today_bytes=0,
             write_budget_bytes=config.write_budget_bytes,
             clearing_pending=False,
             engine="none",
             totals={},
-            directories=tuple(DirectoryStats(path, "out", reason, 0, -1) for path in config.dirs),
+            directories=tuple(DirectoryStats(path, "out", reason) for path in config.dirs),
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
-from sglang_hcache.store.volumes.sizes import SizeMeter
 from sglang_hcache.store.volumes.volume import Volume
 
 
@@ -25,10 +25,13 @@ def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
 
 def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:
     """What may be written for a moment to the first of ``volumes``, below cap and above floor."""
-    stats = [SizeMeter(volume).stats() for volume in volumes]
-    below_cap = config.size_bytes - sum(item.physical_bytes for item in stats)
+    below_cap = config.size_bytes
+    for volume in volumes:
+        with contextlib.suppress(StoreError):
+            below_cap -= volume.allocated_bytes()
+    first = volumes[0]
     try:
-        total = volumes[0].call(volumes[0].directory.total_bytes, "cannot ask for its size")
+        total = first.call(first.directory.total_bytes, "cannot ask for its size")
+        return max(0, min(below_cap, first.free_bytes() - config.floor_of(total)))
     except StoreError:
         return 0
-    return max(0, min(below_cap, stats[0].free_bytes - config.floor_of(total)))

@@ -119,11 +119,6 @@ class Eviction:
         in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
         return in_use + self._remover.leftover_bytes
 
-    def used_bytes_in(self, stripe: int) -> int:
-        """The part of one directory in :meth:`used_bytes`."""
-        counted = [*self._catalog.segments(), *self._remover.leftovers]
-        return sum(segment.accounted.get(stripe, 0) for segment in counted)
-
     def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
         """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough.
 

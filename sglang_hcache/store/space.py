@@ -185,15 +185,10 @@ class Space:
                 self._remover.retire(segment, only_unpinned=False)
             return is_noted
 
-    def reserved_bytes(self) -> int:
-        """What counts against the cap, the index's part included."""
+    def used_bytes(self) -> int:
+        """What segments count against the cap."""
         with self._lock:
-            return self._eviction.used_bytes() + self._config.index_reserve_bytes
-
-    def counted_in(self, stripe: int) -> int:
-        """What counts against the cap for the segment files in one directory, whether or not it answers."""
-        with self._lock:
-            return self._eviction.used_bytes_in(stripe)
+            return self._eviction.used_bytes()
 
     def close(self) -> None:
         """Trim the active segment. Files of segments still pinned are left for the next start to remove."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
 
 from sglang_hcache.core.errors import (
     StoreError,
@@ -20,7 +19,7 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
-from sglang_hcache.store.config import Run, StoreConfig, StoreStats
+from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
 from sglang_hcache.store.format.geometry import extent_bytes, mask_of
 from sglang_hcache.store.io.engine import IOEngine
@@ -36,7 +35,6 @@ from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Space
 from sglang_hcache.store.tally import Tally
 from sglang_hcache.store.volumes.opening import open_volumes
-from sglang_hcache.store.volumes.sizes import SizeMeter
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.store.writer import RunWriter
@@ -46,14 +44,12 @@ logger = logging.getLogger(__name__)
 _RECENCY_BATCH = 64
 _CLOSE_S = 3.0
 _ROUND_S = 1.0
-_PARTS_A_ROUND = 4
-"""Of each directory's files so many times 128 are asked for their sizes in one round."""
 
 
 class DiskStore:
     """Runs of chunks on disk, by chunk key. All methods may be called from any thread.
 
-    ``contains``, ``match``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``last_stats`` do no I/O;
+    ``contains``, ``match``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``stats`` do no I/O;
     everything else may take as long as ``io_timeout_s`` for each directory that hangs.
     """
 
@@ -90,8 +86,7 @@ class DiskStore:
             volume.health.on_change = self._on_health
         self._on_health()
         self._space.adopt(recovered.segments, recovered.leftovers, recovered.next_number)
-        self._meters = [SizeMeter(volume) for volume in volumes]
-        self._last_stats = self._stats(self._meters)
+        self._used_bytes = self._counted_bytes()
         self._keeper.start()
 
     @classmethod
@@ -234,38 +229,32 @@ class DiskStore:
 
     # -- upkeep ----------------------------------------------------------------------------------
 
-    @property
-    def last_stats(self) -> StoreStats:
-        """Counts as they are now, sizes and conditions as they were a moment ago."""
-        return replace(self._last_stats, **self._counts())
-
     def stats(self) -> StoreStats:
-        """Sizes as they are now; asks the file systems."""
-        return self._stats([SizeMeter(volume) for volume in self._volumes])
-
-    def _stats(self, meters: Sequence[SizeMeter], num_parts: int | None = None) -> StoreStats:
-        found = [meter.stats(num_parts) for meter in meters]
-        directories = tuple(
-            item if item.free_bytes >= 0 else replace(item, physical_bytes=self._space.counted_in(stripe))
-            for stripe, item in enumerate(found)
-        )
+        """From memory."""
         return StoreStats(
-            physical_bytes=sum(item.physical_bytes for item in directories),
-            reserved_bytes=self._space.reserved_bytes(),
+            **asdict(self._catalog.counts()),
+            used_bytes=self._used_bytes,
             cap_bytes=self._config.size_bytes,
+            written_today_bytes=self._allowance.written(time.time()),
             write_budget_bytes=self._config.write_budget_bytes,
+            clearing_pending=self._ledger.is_clearing_pending,
             engine=self._engine.name,
-            directories=directories,
-            **self._counts(),
+            totals=self._tally.totals(),
+            directories=tuple(
+                DirectoryStats(volume.path, str(volume.health.condition), volume.health.reason)
+                for volume in self._volumes
+            ),
         )
 
-    def _counts(self) -> dict[str, Any]:
-        return {
-            **asdict(self._catalog.counts()),
-            "written_today_bytes": self._allowance.written(time.time()),
-            "clearing_pending": self._ledger.is_clearing_pending,
-            "totals": self._tally.totals(),
-        }
+    def allocated_bytes(self) -> int:
+        """What the files in all directories take, as ``du`` counts; asks for each. Raises StoreError."""
+        return sum(volume.allocated_bytes() for volume in self._volumes)
+
+    def _counted_bytes(self) -> int:
+        index_bytes = 0
+        with contextlib.suppress(StoreError):  # it is elsewhere in a moment
+            index_bytes = self._volumes[self._ledger.identity.index_stripe].index_bytes()
+        return self._space.used_bytes() + index_bytes
 
     def evict_one(self) -> bool:
         """Remove the least dear segment; False if none can go."""
@@ -331,7 +320,7 @@ class DiskStore:
         }
 
     def _write_down(self) -> None:
-        self._last_stats = self._stats(self._meters, _PARTS_A_ROUND)
+        self._used_bytes = self._counted_bytes()
         self._save_recency()
         meta = self._meta()
         if meta != self._saved:
@@ -347,7 +336,7 @@ class DiskStore:
             is_more = bool(recency)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _refusals_counted(tally: Tally) -> Iterator[None]:
     try:
         yield

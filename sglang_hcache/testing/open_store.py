@@ -28,6 +28,11 @@ class Inside:
         return self.catalog._chunks[key]
 
     @property
+    def reserved_bytes(self) -> int:
+        """What counts against the cap, all that is kept for the index included."""
+        return self.space.used_bytes() + self.store._config.index_reserve_bytes
+
+    @property
     def floor(self) -> float:
         """The least score of a segment that is used now."""
         return self.catalog._floor

@@ -278,8 +278,8 @@ class TieredStore:
 
     @property
     def disk_stats(self) -> StoreStats | None:
-        """The disk tier's numbers, sizes at most a moment old, or of one that is left out; None if nobody wants one."""
-        return self._left_out if self.disk is None else self.disk.last_stats
+        """The disk tier's numbers, or of one that is left out; None if nobody wants one."""
+        return self._left_out if self.disk is None else self.disk.stats()
 
     @property
     def is_clearing_pending(self) -> bool:

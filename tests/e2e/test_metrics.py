@@ -151,7 +151,7 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
     seen: list[tuple[Samples, dict[str, Any]]] = []
 
     def agree() -> bool:
-        """The gauges of one moment say what is there; while a directory is out, its bytes cannot be asked for."""
+        """The gauges of one moment say what is there."""
         seen.append((read(server), server.state()))
         found, state = seen[-1]
         there = {

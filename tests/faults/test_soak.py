@@ -164,7 +164,7 @@ def check_all_is_well(store: DiskStore, config: StoreConfig) -> None:
         expected = {segment.number for segment in segments if volume.stripe in segment.members}
         assert volume.directory.segment_sizes().keys() == expected
         assert volume._lane.call(lambda: True, HANG_S)
-    assert store.stats().physical_bytes <= store.stats().reserved_bytes <= config.size_bytes
+    assert physical_bytes(config.dirs) <= Inside(store).reserved_bytes <= config.size_bytes
 
 
 def read_everything(store: DiskStore) -> int:

@@ -93,8 +93,8 @@ class Traffic:
 
     def _step(self, chance: random.Random, leases: list[ReadLease]) -> None:
         draw = chance.random()
-        stats = self.store.last_stats
-        if draw < self.habits.clear_rate or stats.reserved_bytes > self.habits.clear_above * stats.cap_bytes:
+        stats = self.store.stats()
+        if draw < self.habits.clear_rate or stats.used_bytes > self.habits.clear_above * stats.cap_bytes:
             self.clear()
         elif draw < 0.6:
             self.write(*self._range(chance), chance.choice(SHAPES))

@@ -23,7 +23,7 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
         if disk is None
         else {
             "chunks": disk.chunks,
-            "bytes": disk.physical_bytes,
+            "bytes": disk.used_bytes,
             "cap_bytes": disk.cap_bytes,
             "written_today_bytes": disk.written_today_bytes,
             "quarantined": disk.quarantined,

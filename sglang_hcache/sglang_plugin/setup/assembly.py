@@ -197,7 +197,7 @@ def _tiers(
     may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
     group_slots = _GROUP_SLOTS if may_group else 1
     host = HostTier(memory, layout, counters, keep_dirty=disk is not None, group_slots=group_slots)
-    run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.last_stats.cap_bytes)
+    run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.stats().cap_bytes)
     return TieredStore(
         host,
         disk,

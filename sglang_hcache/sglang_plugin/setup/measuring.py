@@ -183,7 +183,7 @@ class Bench:
     def _scratch_in(self, disk: DiskStore | None, holds: ExitStack) -> dict[Method, ScratchReads]:
         most_bytes = _MOST_SCRATCH_BYTES
         if disk is not None:
-            most_bytes = min(most_bytes, int(disk.last_stats.cap_bytes * _SCRATCH_SHARE))
+            most_bytes = min(most_bytes, int(disk.stats().cap_bytes * _SCRATCH_SHARE))
         together = most_together(self.model.shape.num_layers)
         found = {}
         for method in (Method.HIDDEN, Method.KV):

@@ -129,7 +129,7 @@ def _change(dirs: Sequence[Path], before: Snapshot, counters: Counters) -> Chang
 
 def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int) -> None:
     """Evict until no more than ``to_bytes`` are allocated, or nothing is left."""
-    while (excess := store.stats().physical_bytes - to_bytes) > 0:
+    while (excess := store.allocated_bytes() - to_bytes) > 0:
         # Measuring takes long in a large store: several at once, but fewer than could be too many.
         for _ in range(max(1, excess // (2 * segment_bytes))):
             if not store.evict_one():

@@ -185,7 +185,7 @@ def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> S
         index_stripe=0,
         first_segment=0,
         file_systems=(0,) * len(seen),
-        size_bytes=2 * sum(sum(item.directory.allocated()) for item in seen) + 4 * segment_bytes + 2**24,
+        size_bytes=2 * sum(item.directory.allocated_bytes() for item in seen) + 4 * segment_bytes + 2**24,
         segment_bytes=segment_bytes,
         free_floor_bytes=0,
     )

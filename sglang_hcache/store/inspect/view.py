@@ -32,13 +32,16 @@ from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at
-from sglang_hcache.store.volumes.sizes import SizeMeter
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryInfo(DirectoryStats):
     """One directory of the store. Its condition is what the server says if one runs, else as it looks now."""
 
+    physical_bytes: int
+    """Allocated blocks of all files in it, as ``du`` counts; 0 if it cannot be asked."""
+    free_bytes: int
+    """Free space of its file system for this user; -1 if it cannot be asked."""
     stripe: int
     segments: int
     """Segment files in it."""
@@ -147,7 +150,7 @@ class StoreView:
         found = []
         for volume in self.volumes:
             try:
-                physical, free = SizeMeter(volume).measure()
+                physical, free = volume.allocated_bytes(), volume.free_bytes()
                 segments = len(volume.segment_sizes())
             except StoreError as error:
                 volume.health.take_out(str(error))

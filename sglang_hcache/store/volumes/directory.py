@@ -10,7 +10,6 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
@@ -34,7 +33,6 @@ _OWN_NAMES = frozenset(
     | {INDEX_NAME + suffix for suffix in INDEX_SUFFIXES}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
-_ENTRIES_AT_ONCE = 128
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +99,21 @@ class StoreDirectory:
             raise failures[-1]
         return sizes
 
-    def allocated(self) -> Iterator[int]:
-        """Allocated bytes of the directory and everything in it, to be added up: of some entries at a time, for
-        asking for thousands takes long. Raises OSError.
+    def allocated_bytes(self) -> int:
+        """Of the directory and everything in it, as ``du`` counts; takes long where there are thousands of files.
+
+        Raises:
+            OSError: the directory is gone or sick.
         """
-        yield 512 * self.path.stat().st_blocks
-        entries = self._entries()
-        while some := list(islice(entries, _ENTRIES_AT_ONCE)):
-            yield 512 * sum(_blocks(entry) for entry in some)
+        return 512 * (self.path.stat().st_blocks + sum(_blocks(entry) for entry in self._entries()))
+
+    def index_bytes(self) -> int:
+        """Of them those of the index's files, as far as there are any. Raises OSError."""
+        total = 0
+        for suffix in INDEX_SUFFIXES:
+            with contextlib.suppress(FileNotFoundError):
+                total += 512 * (self.path / (INDEX_NAME + suffix)).stat().st_blocks
+        return total
 
     def free_bytes(self) -> int:
         """Bytes this user may still allocate on the file system.

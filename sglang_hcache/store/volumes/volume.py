@@ -86,6 +86,15 @@ class Volume:
         measure = partial(self.directory.segment_bytes, segment)
         return self.call(measure, "cannot measure a segment file", blame=False)
 
+    def allocated_bytes(self) -> int:
+        return self.call(self.directory.allocated_bytes, "cannot ask for sizes")
+
+    def free_bytes(self) -> int:
+        return self.call(self.directory.free_bytes, "cannot ask for free space")
+
+    def index_bytes(self) -> int:
+        return self.call(self.directory.index_bytes, "cannot ask for the index's size")
+
     def segment_sizes(self) -> dict[int, int]:
         return self.call(self.directory.segment_sizes, "cannot list the segments")
 

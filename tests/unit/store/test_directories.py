@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,13 +28,9 @@ from sglang_hcache.core.errors import (
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.inspect.rebuild import rebuild
-from sglang_hcache.store.volumes import directory as plain_directory
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import SeenDirectory
-from sglang_hcache.store.volumes.sizes import SizeMeter
-from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -173,7 +168,7 @@ def test_a_directory_that_takes_no_writes_is_judged_alike_by_looking_ahead_and_b
     monkeypatch.setattr("os.statvfs", read_only_statvfs)
     if is_known:
         assert look_ahead(config).holders == {}
-        assert [item.condition for item in open_store(config).last_stats.directories] == ["healthy", "out"]
+        assert [item.condition for item in open_store(config).stats().directories] == ["healthy", "out"]
     else:
         with pytest.raises(StoreFormatError, match=r"cannot write to .*disk1 .*Read-only"):
             look_ahead(config)
@@ -455,38 +450,3 @@ def test_configuration_errors_name_the_flag(tmp_path: Path) -> None:
         StoreConfig(
             dirs=(tmp_path,), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20, io_engine="uring"
         )
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_whoever_reads_does_not_wait_until_all_files_were_asked_for_their_size(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store of 5 TB has 20,000 files. Opening one goes through the thread that measures them."""
-    config = small_config(tmp_path)
-    volume = Inside(open_store(config)).volumes[0]
-    for number in range(1000):
-        (config.dirs[0] / f"segment-{number:08d}.seg").write_bytes(b"1")
-    asked: list[str] = []
-    at_first = threading.Event()
-    blocks, queued = plain_directory._blocks, threading.Event()
-
-    def note(entry: os.DirEntry[str]) -> int:
-        asked.append(entry.name)
-        at_first.set()
-        queued.wait(60)
-        return blocks(entry)
-
-    monkeypatch.setattr(plain_directory, "_blocks", note)
-    opened: list[int] = []
-    thread = threading.Thread(
-        target=lambda: volume.call(lambda: opened.append(len(asked)), "cannot open"), daemon=True
-    )
-    sizes = threading.Thread(target=SizeMeter(volume).stats, daemon=True)
-    sizes.start()
-    assert at_first.wait(60)
-    thread.start()
-    wait_until(lambda: volume._lane._pool._jobs.qsize() > 0)
-    queued.set()
-    thread.join(60)
-    sizes.join(60)
-    assert opened[0] < 1000 <= len(asked)

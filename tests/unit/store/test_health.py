@@ -578,7 +578,7 @@ def test_a_clearing_that_no_directory_takes_down_says_so(
     for volume in Inside(store).volumes:
         keep_out(volume)
     assert not store.clear()
-    assert store.last_stats.clearing_pending
+    assert store.stats().clearing_pending
     for path in config.dirs:
         assert f"{path} is out" in caplog.text
     if is_killed:
@@ -586,12 +586,12 @@ def test_a_clearing_that_no_directory_takes_down_says_so(
         assert open_store(config).match(OLD) == 4, "that is why it says so"
         return
     Inside(store).volumes[1].health._retry_at = 0.0
-    wait_until(lambda: not store.last_stats.clearing_pending)
+    wait_until(lambda: not store.stats().clearing_pending)
     kill(store)
     store = open_store(config)
     assert store.match(OLD) == 0
     assert store.clear()
-    assert not store.last_stats.clearing_pending
+    assert not store.stats().clearing_pending
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -59,9 +59,9 @@ def test_files_of_a_segment_that_could_not_be_made_are_counted_and_go_later(
         with pytest.raises(StoreError):
             write_keys(store, make_keys(0, 2), LAYERS)
         assert list(config.dirs[0].glob("*.seg"))
-        assert Inside(store).space.reserved_bytes() >= config.index_reserve_bytes + config.file_bytes
+        assert Inside(store).reserved_bytes >= config.index_reserve_bytes + config.file_bytes
     wait_until(lambda: not list(config.dirs[0].glob("*.seg")))
-    wait_until(lambda: Inside(store).space.reserved_bytes() == config.index_reserve_bytes)
+    wait_until(lambda: Inside(store).reserved_bytes == config.index_reserve_bytes)
 
 
 def test_large_files_in_a_directory_that_is_out_count_in_full(
@@ -82,7 +82,7 @@ def test_large_files_in_a_directory_that_is_out_count_in_full(
     monkeypatch.setattr(StoreDirectory, "acquire", sick)
     config = small_config(tmp_path, 2, size=size)  # with smaller segments than those that are there
     store = open_store(config)
-    assert Inside(store).space.reserved_bytes() >= physical_bytes(config.dirs)
+    assert Inside(store).reserved_bytes >= physical_bytes(config.dirs)
 
 
 def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
     volume = Inside(store).volumes[1]
     stray = volume.path / "segment-00000900.seg"
     stray.write_bytes(bytes(MIB))
-    before = Inside(store).space.reserved_bytes()
+    before = Inside(store).reserved_bytes
     unlink = StoreDirectory.unlink_segment
 
     def immutable(self: StoreDirectory, segment: int) -> None:
@@ -107,10 +107,10 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_a_directory_out(
         volume.health.take_out("for a test")
         wait_until(lambda: volume.health.writable)
         read_keys(store, keys)
-        assert Inside(store).space.reserved_bytes() >= before + MIB
+        assert Inside(store).reserved_bytes >= before + MIB
         assert counters["store.unlink_failures"] >= 1
     wait_until(lambda: not stray.exists())
-    wait_until(lambda: Inside(store).space.reserved_bytes() == before)
+    wait_until(lambda: Inside(store).reserved_bytes == before)
 
 
 def test_a_file_that_cannot_be_deleted_does_not_cost_the_segment_of_its_number(
@@ -332,7 +332,7 @@ def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
 def test_statistics_of_a_closed_store(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(small_config(tmp_path))
     store.close()
-    assert store.stats().physical_bytes == 0
+    assert store.stats().segments == 0
 
 
 @pytest.mark.parametrize("restart", [False, True])

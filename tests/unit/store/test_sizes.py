@@ -2,77 +2,56 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_hcache.store import DiskStore
-from sglang_hcache.store.volumes import directory as plain_directory
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
+from tests.unit.store.conftest import sick
 
 OpenStore = Callable[..., DiskStore]
-SIZES = (4096, 4096)
-AT_ONCE = 4 * 128
-"""Files that are asked for their size in one round of the keeper."""
-INDEX_BYTES = 2**18
-"""By so much the index may grow meanwhile."""
+LAYERS = (2**15,) * 4
+SMALL = 2**18
+"""The index, what is allowed for each file, superblock and lock: together no more than this."""
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_a_round_does_not_cost_more_with_more_files(
+def test_what_is_taken_is_known_without_asking_for_the_segments(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small_config(tmp_path)
+    config = small_config(tmp_path, 2, segment=2**20)
     store = open_store(config)
-    write_keys(store, make_keys(0, 2), SIZES)
-    others = 3 * AT_ONCE
-    for number in range(others):
-        (config.dirs[0] / f"other-{number}").write_bytes(b"1")
-    asked: list[str] = []
-    blocks = plain_directory._blocks
-
-    def note(entry: os.DirEntry[str]) -> int:
-        asked.append(entry.name)
-        return blocks(entry)
-
-    monkeypatch.setattr(plain_directory, "_blocks", note)
-    before = store.last_stats.physical_bytes
-    for turn in range(1, 4):
-        Inside(store).keeper.round()
-        assert len(asked) <= turn * AT_ONCE
-        assert store.last_stats.physical_bytes == before, "until all were asked"
-    Inside(store).keeper.round()
-    assert len(set(asked)) == len(asked) > others
-    found = store.last_stats.physical_bytes
-    assert abs(found - physical_bytes(config.dirs)) <= INDEX_BYTES < found - before
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_where_asking_fails_it_begins_anew(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(tmp_path)
-    store = open_store(config)
-    for number in range(2 * AT_ONCE):
-        (config.dirs[0] / f"other-{number}").write_bytes(b"1")
-    Inside(store).keeper.round()
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "sick")
-
+    for first in range(0, 40, 8):
+        write_keys(store, make_keys(first, 8), LAYERS)
     with monkeypatch.context() as patch:
-        patch.setattr(plain_directory, "_blocks", fail)
+        for name in ("segment_bytes", "segment_sizes", "segment_time", "allocated_bytes"):
+            patch.delattr(StoreDirectory, name)
         Inside(store).keeper.round()
+    full = store.stats().used_bytes
+    assert abs(full - physical_bytes(config.dirs)) <= SMALL
     for _ in range(3):
-        Inside(store).keeper.round()
-    assert abs(store.last_stats.physical_bytes - physical_bytes(config.dirs)) <= INDEX_BYTES
+        assert store.evict_one()
+    Inside(store).keeper.round()
+    assert (
+        abs(store.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL < full - store.stats().used_bytes
+    )
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_the_index_takes_counts_where_it_is(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(small_config(tmp_path, 2))
+    before = store.stats().used_bytes
+    assert before >= 4096, "an empty one"
+    for path in tmp_path.glob("disk0/index.sqlite-wal"):
+        with path.open("ab") as file:
+            file.write(bytes(2**20))
+    Inside(store).write_down()
+    assert store.stats().used_bytes >= before + 2**20
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -82,30 +61,21 @@ def test_a_directory_that_is_out_still_takes_what_it_took(
 ) -> None:
     config = replace(small_config(tmp_path, 2, segment=2**20), retry_s=60.0)
     store = open_store(config)
-    write_keys(store, make_keys(0, 8), (2**15,) * 4)
+    write_keys(store, make_keys(0, 8), LAYERS)
     store.close()
     store = open_store(config)
-    well = store.stats()
-    acquire = StoreDirectory.acquire
-
-    def sick(self: StoreDirectory) -> None:
-        if self.path == config.dirs[1]:
-            raise OSError(errno.EIO, "sick")
-        acquire(self)
-
+    well = store.stats().used_bytes
+    assert well > 2**20, "the chunks"
     if at_start:
         store.close()
-        monkeypatch.setattr(StoreDirectory, "acquire", sick)
+        sick({"disk1"}, monkeypatch)
         store = open_store(config)
     else:
         Inside(store).volumes[1].health.take_out("sick")
         Inside(store).keeper.round()
-    found = store.last_stats
+    found = store.stats()
     assert found.directories[1].condition == "out"
-    taken: Any = [item.physical_bytes for item in found.directories]
-    assert taken[1] >= 2**19, "the chunks that lie there"
-    assert abs(taken[1] - well.directories[1].physical_bytes) < 2**17
-    assert sum(taken) == found.physical_bytes <= found.reserved_bytes
+    assert abs(found.used_bytes - well) < SMALL
 
 
 def test_segments_of_another_size_stay_in_use(tmp_path: Path, open_store: OpenStore) -> None:
