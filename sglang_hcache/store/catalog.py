@@ -79,13 +79,6 @@ class Catalog:
         found = self._chunks.get(key)
         return found is not None and not found.segment.mask & self._out_mask
 
-    def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading ``keys`` present."""
-        for index, key in enumerate(keys):
-            if not self.contains(key):
-                return index
-        return len(keys)
-
     def pin(self, keys: Sequence[bytes]) -> list[RunSlice]:
         """Find ``keys`` and pin their segments, once a slice.
 

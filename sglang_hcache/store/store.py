@@ -49,7 +49,7 @@ _ROUND_S = 1.0
 class DiskStore:
     """Runs of chunks on disk, by chunk key. All methods may be called from any thread.
 
-    ``contains``, ``match``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``stats`` do no I/O;
+    ``contains``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``stats`` do no I/O;
     everything else may take as long as ``io_timeout_s`` for each directory that hangs.
     """
 
@@ -121,10 +121,6 @@ class DiskStore:
     def contains(self, key: bytes) -> bool:
         """Whether ``key`` can be read."""
         return self._catalog.contains(key)
-
-    def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading ``keys`` that can be read."""
-        return self._catalog.match(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of those of ``keys``, the chunks of a prefix from its start, that are here."""

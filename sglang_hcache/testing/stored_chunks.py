@@ -88,6 +88,11 @@ def read_keys(store: DiskStore, keys: Sequence[bytes], skew: int = 0) -> None:
                     raise AssertionError(f"layer {layer} came back different")
 
 
+def match_keys(store: DiskStore, keys: Sequence[bytes]) -> int:
+    """How many leading ``keys`` can be read."""
+    return next((count for count, key in enumerate(keys) if not store.contains(key)), len(keys))
+
+
 def find_extents(directory: Path) -> list[tuple[Path, int, ExtentHeader]]:
     """File, offset and header of every extent in ``directory``, by looking at every block."""
     found = []

@@ -19,7 +19,14 @@ from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.record import ExtentHeader
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import find_extents, make_keys, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import (
+    find_extents,
+    make_keys,
+    match_keys,
+    read_keys,
+    small_config,
+    write_keys,
+)
 from tests.unit.store.conftest import wait_until
 
 T = TypeVar("T")
@@ -102,7 +109,7 @@ def flip(path: Path, at: int, chance: random.Random) -> None:
 
 def is_served(store: DiskStore, keys: Sequence[bytes]) -> bool:
     """Whether all ``keys`` are there and have the right bytes; fails if they have others."""
-    if store.match(keys) < len(keys):
+    if match_keys(store, keys) < len(keys):
         return False
     try:
         read_keys(store, keys)
@@ -139,7 +146,7 @@ def _examine(config: StoreConfig) -> set[int] | None:
     store = DiskStore.open(config, Counters())
     try:
         assert is_served(store, NEW)
-        after = {number for number, keys in enumerate(RUNS) if store.match(keys) == len(keys)}
+        after = {number for number, keys in enumerate(RUNS) if match_keys(store, keys) == len(keys)}
         assert before <= after, "runs were lost by a clean restart"
         store.evict_one()
         store.clear()

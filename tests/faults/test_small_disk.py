@@ -18,7 +18,14 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    match_keys,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
 from tests.faults.damage import HANG_S
 from tests.faults.small_disk import SmallDisk, small_disk
 from tests.faults.traffic import Habits, Traffic, Watch
@@ -114,7 +121,7 @@ def test_a_disk_that_others_fill_up_under_load(disk: SmallDisk, open_store: Open
         wait_until(lambda: traffic.counts["written"] > 20, HANG_S)
         with greedy_neighbour(disk):
             wait_until(lambda: traffic.counts["write StoreFullError"] > 20, HANG_S)
-            assert store.match(keys_of(100)) == NUM_KEYS
+            assert match_keys(store, keys_of(100)) == NUM_KEYS
             read_keys(store, keys_of(100))
         written = traffic.counts["written"]
         wait_until(lambda: traffic.counts["written"] > written + 20, HANG_S)

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError, TierMissError
 from sglang_hcache.store import DiskStore, ReadLease
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, write_keys
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, write_keys
 
 SHAPES = ((8192, 5000, 4096, 100), (4096, 3000, 8192), (12_288,))
 """Layers of the runs, bytes a chunk."""
@@ -119,7 +119,7 @@ class Traffic:
 
     def read(self, first: int, count: int) -> None:
         keys = make_keys(first, count)
-        found = keys[: self.store.match(keys)]
+        found = keys[: match_keys(self.store, keys)]
         if not found:
             return
         try:

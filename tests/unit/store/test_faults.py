@@ -25,6 +25,7 @@ from sglang_hcache.testing.io_faults import Fault, FaultEngine, LatencyEngine, a
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
+    match_keys,
     physical_bytes,
     read_keys,
     small_config,
@@ -83,13 +84,13 @@ def test_whatever_a_bad_sector_says_it_is_not_read_for_ever(
     store: DiskStore, engine: FaultEngine, number: int, counts: bool
 ) -> None:
     for _ in range(2):
-        wait_until(lambda: store.match(OLD) == len(OLD))
+        wait_until(lambda: match_keys(store, OLD) == len(OLD))
         engine.decide = always(IOKind.READ, number)
         with pytest.raises(StoreIOError):
             read_keys(store, OLD)
         heal(engine)
     wait_until(lambda: all(item.condition == "healthy" for item in store.stats().directories))
-    assert store.match(OLD) == (0 if counts else len(OLD))
+    assert match_keys(store, OLD) == (0 if counts else len(OLD))
 
 
 @pytest.mark.parametrize("kind", [IOKind.WRITE, IOKind.SYNC])
@@ -106,7 +107,7 @@ def test_a_failed_write_stores_nothing_and_costs_nothing(
     for turn in range(30):
         with pytest.raises(StoreIOError, match="Input/output error" if not turn else "."):
             write_keys(store, NEW, LAYERS)
-        assert store.match(NEW) == 0
+        assert match_keys(store, NEW) == 0
         assert physical_bytes(config.dirs) <= config.size_bytes
         if stripe is not None and store.stats().directories[stripe].condition != "healthy":
             break
@@ -161,7 +162,7 @@ def test_a_write_that_comes_short(store: DiskStore, engine: FaultEngine) -> None
     with pytest.raises(StoreIOError, match="bytes were written"):
         write_keys(store, NEW, LAYERS)
     heal(engine)
-    assert store.match(NEW) == 0
+    assert match_keys(store, NEW) == 0
     read_keys(store, OLD)
 
 
@@ -171,13 +172,13 @@ def test_a_transient_read_error_is_forgiven_once(
     engine.decide = always(IOKind.READ)
     with pytest.raises(StoreIOError, match="read failed"):
         read_keys(store, OLD)
-    assert store.match(OLD) == 3
+    assert match_keys(store, OLD) == 3
     heal(engine)
     read_keys(store, OLD)
     engine.decide = always(IOKind.READ)
     with pytest.raises(StoreIOError):
         read_keys(store, OLD)
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     assert counters["store.io_errors"] == 2
 
 
@@ -210,7 +211,7 @@ def test_a_read_that_comes_short_is_corruption(store: DiskStore, engine: FaultEn
     engine.decide = lambda op, number: Fault(0) if op.kind is IOKind.READ else None
     with pytest.raises(CorruptExtentError, match="the file ends"):
         read_keys(store, OLD)
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
 
 
 def test_after_any_mixture_of_faults_only_good_data_is_served(
@@ -225,7 +226,7 @@ def test_after_any_mixture_of_faults_only_good_data_is_served(
             write_keys(store, keys, LAYERS)
             stored.append(keys)
         except StoreError:
-            assert store.match(keys) == 0
+            assert match_keys(store, keys) == 0
         assert physical_bytes(config.dirs) <= config.size_bytes
     assert 5 < len(stored) < 60
     heal(engine)
@@ -253,7 +254,7 @@ def test_a_failing_index_is_an_io_error_and_eviction_goes_on(
             write_keys(store, make_keys(100 * number, 6), big)
         assert physical_bytes(config.dirs) <= config.size_bytes
     healthy()
-    wait_until(lambda: store.match(make_keys(0, 6)) == 6)
+    wait_until(lambda: match_keys(store, make_keys(0, 6)) == 6)
     read_keys(store, make_keys(0, 6))
     wait_until(lambda: store.stats().directories[0].condition == "healthy")
     wait_until(lambda: is_written(store, make_keys(5000, 6), big))

@@ -30,7 +30,7 @@ from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
@@ -179,7 +179,7 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     with store.lease(OLD) as lease, pytest.raises(StoreTimeoutError):
         store.read_layers(lease, {stripe1: out})
     assert conditions(store) == ["healthy", "out"]
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     write_keys(store, NEW, LAYERS)  # striped over what is left
     read_keys(store, NEW)
     assert (out == 0xEE).all()
@@ -199,13 +199,13 @@ def test_chunks_whose_reads_hang_again_and_again_are_not_tried_for_ever(
     write_keys(store, OLD, LAYERS)
     write_keys(store, NEW, LAYERS)
     for hangs in range(3):
-        assert store.match(OLD) == len(OLD), f"after {hangs}"
+        assert match_keys(store, OLD) == len(OLD), f"after {hangs}"
         hanging.hangs = hang(IOKind.READ, 0)
         with pytest.raises(StoreTimeoutError):
             read_keys(store, OLD)
         hanging.let_go()
         wait_until(lambda: all_well(store))
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     read_keys(store, NEW)
     write_keys(store, OLD, LAYERS)  # elsewhere
     read_keys(store, OLD)
@@ -243,7 +243,7 @@ def test_reads_that_hang_together_say_no_more_of_their_chunks_than_one(
         thread.join(60)
     hanging.let_go()
     wait_until(lambda: all_well(store))
-    assert store.match(OLD) == len(OLD)
+    assert match_keys(store, OLD) == len(OLD)
     assert Inside(store).run_of(OLD[0]).failures == 1
 
 
@@ -292,7 +292,7 @@ def test_a_hung_write_never_lands_on_a_later_run(
     hanging.hangs = hang(IOKind.WRITE, 0)
     with pytest.raises(StoreTimeoutError):
         write_keys(store, NEW, LAYERS)
-    assert store.match(NEW) == 0
+    assert match_keys(store, NEW) == 0
     assert conditions(store)[0] == "out"
     wait_until(lambda: _writes(store, make_keys(20, 4)))  # when the index has moved
     hanging.let_go()
@@ -360,7 +360,7 @@ def test_a_deleted_directory_is_noticed_and_made_anew(
     write_keys(store, OLD, LAYERS)
     shutil.rmtree(config.dirs[stripe])
     wait_until(lambda: counters["store.directory_recoveries"] == 1)
-    assert store.match(OLD) == 0, "half of it is gone"
+    assert match_keys(store, OLD) == 0, "half of it is gone"
     wait_until(lambda: _writes(store, NEW))
     read_keys(store, NEW)
     assert list(config.dirs[stripe].glob("segment-*")), "the new directory is used"
@@ -448,7 +448,7 @@ def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later
     monkeypatch.setattr(StoreDirectory, "acquire", gone)
     store = open_store(config)
     assert conditions(store) == ["healthy", "out"]
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     write_keys(store, NEW, LAYERS)
     monkeypatch.undo()
     wait_until(lambda: all_well(store))
@@ -583,13 +583,13 @@ def test_a_clearing_that_no_directory_takes_down_says_so(
         assert f"{path} is out" in caplog.text
     if is_killed:
         kill(store)
-        assert open_store(config).match(OLD) == 4, "that is why it says so"
+        assert match_keys(open_store(config), OLD) == 4, "that is why it says so"
         return
     Inside(store).volumes[1].health._retry_at = 0.0
     wait_until(lambda: not store.stats().clearing_pending)
     kill(store)
     store = open_store(config)
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     assert store.clear()
     assert not store.stats().clearing_pending
 
@@ -623,10 +623,10 @@ def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_
         kill(store)
         monkeypatch.undo()
         store = open_store(config)
-    assert store.match(OLD) == 0
+    assert match_keys(store, OLD) == 0
     wait_until(lambda: not any(list(path.glob("segment-*")) for path in config.dirs))
     store.close()
-    assert open_store(config).match(OLD) == 0
+    assert match_keys(open_store(config), OLD) == 0
 
 
 def test_many_hung_operations_leave_no_thread_of_the_callers_behind(

@@ -22,6 +22,7 @@ from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_keys,
+    match_keys,
     physical_bytes,
     read_keys,
     small_config,
@@ -65,7 +66,7 @@ def findings(config: StoreConfig) -> list[Finding]:
 def served(config: StoreConfig, open_store: OpenStore) -> list[int]:
     """Runs that a server of this store has; reads them all."""
     store = open_store(config)
-    found = [number for number in range(RUNS) if store.match(keys_of(number)) == CHUNKS]
+    found = [number for number in range(RUNS) if match_keys(store, keys_of(number)) == CHUNKS]
     for number in found:
         read_keys(store, keys_of(number))
     store.close()

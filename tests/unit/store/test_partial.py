@@ -17,6 +17,7 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
+    match_keys,
     physical_bytes,
     read_keys,
     small_config,
@@ -43,7 +44,7 @@ def fill(store: DiskStore, first: int, runs: int) -> list[tuple[bytes, ...]]:
 
 def served(store: DiskStore, written: Iterable[tuple[bytes, ...]]) -> int:
     """How many runs are there; reads and verifies them."""
-    there = [keys for keys in written if store.match(keys) == len(keys)]
+    there = [keys for keys in written if match_keys(store, keys) == len(keys)]
     for keys in there:
         read_keys(store, keys)
     return len(there)

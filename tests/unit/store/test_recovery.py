@@ -29,6 +29,7 @@ from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
     make_run,
+    match_keys,
     physical_bytes,
     read_keys,
     small_config,
@@ -58,7 +59,7 @@ def run_keys(number: int) -> tuple[bytes, ...]:
 
 def readable(store: DiskStore) -> list[int]:
     """Numbers of the runs that are present; reads and verifies them all."""
-    present = [number for number in range(RUNS) if store.match(run_keys(number)) == 4]
+    present = [number for number in range(RUNS) if match_keys(store, run_keys(number)) == 4]
     for number in present:
         read_keys(store, run_keys(number))
     return present
@@ -379,7 +380,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, open_store: 
         written += run_and_kill(tmp_path, 10_000 * turn, size, chance.randrange(1, 60))
         store = open_store(small_config(tmp_path, 2, size=size, segment=2**19))
         for number in written:
-            assert store.match(make_keys(10 * number, 4)) == 4
+            assert match_keys(store, make_keys(10 * number, 4)) == 4
         for number in random.Random(turn).sample(written, min(10, len(written))):
             read_keys(store, make_keys(10 * number, 4))
         store.close()
@@ -394,7 +395,7 @@ def test_kill_9_while_evicting_leaves_only_verified_data_within_the_cap(
         written = run_and_kill(tmp_path, 10_000 * turn, size, 60 + 7 * turn)
         store = open_store(config)
         assert physical_bytes(config.dirs) <= size
-        assert store.match(make_keys(10 * written[-1], 4)) == 4
+        assert match_keys(store, make_keys(10 * written[-1], 4)) == 4
         for number in written:
             if store.contains(make_key(10 * number)):
                 read_keys(store, make_keys(10 * number, 4))

@@ -17,7 +17,7 @@ from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
@@ -77,7 +77,7 @@ def test_what_is_too_old_is_gone_before_a_server_serves_it(
     config = config_of(tmp_path)
     grow_old(config, days)
     again = open_store(config)
-    assert again.match(OLD) == (4 if is_kept else 0)
+    assert match_keys(again, OLD) == (4 if is_kept else 0)
     assert bool(segment_files(config)) is is_kept
     assert (counters["store.segments_expired"], counters["store.chunks_expired"]) == (
         (0, 0) if is_kept else (1, 4)
@@ -88,7 +88,7 @@ def test_without_a_limit_nothing_goes(tmp_path: Path, open_store: OpenStore, sto
     store.close()
     config = config_of(tmp_path, None)
     grow_old(config, 5000)
-    assert open_store(config).match(OLD) == 4
+    assert match_keys(open_store(config), OLD) == 4
 
 
 def test_chunks_of_a_server_that_runs(
@@ -104,7 +104,7 @@ def test_chunks_of_a_server_that_runs(
     clock.ahead_s = 28 * DAY
     Inside(store).keeper.wake()
     wait_until(lambda: not store.contains(OLD[0]))
-    assert store.match(NEW) == 4
+    assert match_keys(store, NEW) == 4
     clock.ahead_s = 32 * DAY
     Inside(store).keeper.wake()
     wait_until(lambda: not store.contains(NEW[0]))
@@ -165,11 +165,11 @@ def test_a_killed_server_s_chunks_are_as_old_as_they_were(
     sizes = [path.stat().st_size for path in segment_files(config)]
     grow_old(config, 20)
     again = open_store(config)
-    assert again.match(OLD) == 4
+    assert match_keys(again, OLD) == 4
     assert [path.stat().st_size for path in segment_files(config)] < sizes, "cut"
     again.close()
     grow_old(config, 8)
-    assert open_store(config).match(OLD) == 0
+    assert match_keys(open_store(config), OLD) == 0
 
 
 def test_one_directory_is_out(
@@ -185,7 +185,7 @@ def test_one_directory_is_out(
     assert len(segment_files(config)) == 1
     monkeypatch.undo()
     wait_until(lambda: not segment_files(config))
-    assert again.match(OLD) == 0
+    assert match_keys(again, OLD) == 0
 
 
 def test_a_time_in_the_future_is_no_way_to_stay(
@@ -196,7 +196,7 @@ def test_a_time_in_the_future_is_no_way_to_stay(
     config = config_of(tmp_path)
     grow_old(config, -100, segment_files(config)[1:])
     again = open_store(config)
-    assert again.match(OLD) == 4
+    assert match_keys(again, OLD) == 4
     assert all(abs(path.stat().st_mtime - time.time()) < 60 for path in segment_files(config))
     clock.ahead_s = 28 * DAY
     Inside(again).keeper.wake()

@@ -24,6 +24,7 @@ from sglang_hcache.testing.io_faults import HangingEngine
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
+    match_keys,
     physical_bytes,
     read_keys,
     small_config,
@@ -221,7 +222,7 @@ def test_after_a_kill_the_newest_segment_counts_as_used_last(tmp_path: Path, ope
     store = open_store(config)
     assert Inside(store).floor >= floor - 1
     assert store.evict_one()
-    assert store.match(make_keys(8 * number - 8, 8)) == 8
+    assert match_keys(store, make_keys(8 * number - 8, 8)) == 8
 
 
 def test_recency_is_saved_without_a_read_or_a_write(tmp_path: Path, open_store: OpenStore) -> None:
@@ -357,7 +358,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     names.clear()
     names.add("disk1")
     store = open_store(config)
-    assert store.match(on_first) == 2, "disk0 does not know that it was cleared"
+    assert match_keys(store, on_first) == 2, "disk0 does not know that it was cleared"
     later = make_keys(20, 2)
     write_keys(store, later, LAYERS)
     if restart:
@@ -367,14 +368,14 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     else:
         names.clear()
         wait_until(lambda: Inside(store).volumes[1].health.writable)
-    assert store.match(on_first) == 0
+    assert match_keys(store, on_first) == 0
     write_keys(store, make_keys(30, 2), LAYERS)
     store.close()
     blocks = [StoreDirectory(path).read_superblock() for path in config.dirs]
     assert len({block.identity for block in blocks if block is not None}) == 1
     store = open_store(config)
     read_keys(store, make_keys(30, 2))
-    assert store.match(on_first) == 0
+    assert match_keys(store, on_first) == 0
 
 
 def test_an_index_in_a_directory_that_was_deleted_is_written_anew_however_late_the_keeper_is(
@@ -449,10 +450,10 @@ def test_an_index_that_hangs_at_start_does_not_hold_up_the_start(
     write_keys(store, before, LAYERS)
     store.close()
     store = open_store(config)
-    assert store.match(before) == 0
+    assert match_keys(store, before) == 0
     write_keys(store, keys, LAYERS)
     hanging_index.let_go()
-    wait_until(lambda: store.match(before) == 2)
+    wait_until(lambda: match_keys(store, before) == 2)
     read_keys(store, (*before, *keys))
     store.close()
     read_keys(open_store(config), (*before, *keys))

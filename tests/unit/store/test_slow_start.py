@@ -19,7 +19,7 @@ from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
 
 LAYERS = (8192, 4096, 8192)
@@ -108,13 +108,13 @@ def test_a_directory_that_hangs_while_headers_are_read_is_left_out(
     try:
         assert conditions(store)[stripe] == "out"
         assert conditions(store)[1 - stripe] == "healthy"
-        assert store.match(OLD) == 0
+        assert match_keys(store, OLD) == 0
         wait_until(lambda: (config.dirs[1 - stripe] / "index.sqlite").exists())
         wait_until(lambda: not Inside(store).is_index_lost)
         write_keys(store, NEW, LAYERS)
         assert conditions(store)[stripe] == "out", "not tried while something hangs there"
         hang.let_go()
-        wait_until(lambda: store.match(OLD) == 40)
+        wait_until(lambda: match_keys(store, OLD) == 40)
         read_keys(store, OLD)
         read_keys(store, NEW)
     finally:
@@ -158,7 +158,7 @@ def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
         assert conditions(store)[0] == "out"
         wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
         hang.let_go()
-        wait_until(lambda: store.match(OLD) == 40)
+        wait_until(lambda: match_keys(store, OLD) == 40)
         read_keys(store, OLD)
     finally:
         hang.let_go()

@@ -26,6 +26,7 @@ from sglang_hcache.testing.stored_chunks import (
     make_key,
     make_keys,
     make_run,
+    match_keys,
     payload_of,
     physical_bytes,
     read_keys,
@@ -108,10 +109,10 @@ def test_the_least_recently_used_segment_goes_first(
     store.touch(a)
     store.touch(b[:1])
     fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=3)
-    assert (store.match(a), store.match(b), store.match(c)) == (6, 6, 0)
+    assert (match_keys(store, a), match_keys(store, b), match_keys(store, c)) == (6, 6, 0)
     assert counters["store.chunks_evicted"] == 6
     fill(store, 100_000, 1)
-    assert (store.match(a), store.match(b)) == (6, 6), "what was never looked up goes first"
+    assert (match_keys(store, a), match_keys(store, b)) == (6, 6), "what was never looked up goes first"
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -125,7 +126,7 @@ def test_reading_a_prefix_piece_by_piece_leaves_its_tail_the_first_to_go(
         read_keys(store, keys)
     fill(store, 1000, 1)  # else the last one is still being filled
     assert store.evict_one()
-    assert [store.match(keys) for keys in pieces] == [6, 6, 0]
+    assert [match_keys(store, keys) for keys in pieces] == [6, 6, 0]
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -137,7 +138,7 @@ def test_recency_survives_a_restart(tmp_path: Path, open_store: OpenStore, count
     store.close()
     store = open_store(config)
     fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=2)
-    assert (store.match(a), store.match(b)) == (6, 0)
+    assert (match_keys(store, a), match_keys(store, b)) == (6, 0)
 
 
 def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) -> None:
@@ -145,12 +146,12 @@ def test_a_lease_protects_its_segments(tmp_path: Path, open_store: OpenStore) ->
     (held,) = fill(store, 0, 1)
     lease = store.lease(held)
     fill(store, 1000, 20)
-    assert store.match(held) == 6
+    assert match_keys(store, held) == 6
     store.read_layers(lease, {0: aligned_empty(6 * LAYERS[0])})
     lease.close()
     lease.close()
     fill(store, 5000, 20)
-    assert store.match(held) == 0
+    assert match_keys(store, held) == 0
 
 
 def test_a_lease_taken_while_a_victim_is_chosen_wins(
@@ -170,7 +171,7 @@ def test_a_lease_taken_while_a_victim_is_chosen_wins(
     monkeypatch.setattr(Catalog, "take_coldest", take_coldest)
     fill(store, 1000, 12)
     assert leases
-    assert store.match(held) == 6
+    assert match_keys(store, held) == 6
     leases[0].close()
 
 
@@ -221,7 +222,7 @@ def test_the_free_floor_forbids_growth_and_a_write_evicts_nothing_in_vain(
     with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
         fill(store, 1000, 1)
     assert counters["store.segments_evicted"] == 0
-    assert all(store.match(keys) == 6 for keys in written)
+    assert all(match_keys(store, keys) == 6 for keys in written)
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -237,18 +238,18 @@ def test_below_the_floor_everything_goes_that_can_even_if_it_is_not_enough(
     written = fill(store, 0, 8)
     others = 15 * MIB
     Inside(store).space.tend()
-    there = [keys for keys in written if store.match(keys)]
+    there = [keys for keys in written if match_keys(store, keys)]
     assert 3 <= len(there) <= 6, "no more goes than is needed"
     assert "less than 104.9 MB (--hcache-disk-free-floor) is free" in caplog.text
     assert str(config.dirs[0]) in caplog.text
     lease = store.lease(there[0])
     others = 60 * MIB
     Inside(store).space.tend()
-    left = [keys for keys in written if store.match(keys)]
+    left = [keys for keys in written if match_keys(store, keys)]
     assert left == [there[0], there[-1]], "what is read, and the segment that is being filled"
     lease.close()
     Inside(store).space.tend()
-    assert store.match(there[0]) == 0
+    assert match_keys(store, there[0]) == 0
     with pytest.raises(StoreFullError, match="--hcache-disk-free-floor"):
         fill(store, 1000, 1)
     others = 0
@@ -273,7 +274,7 @@ def test_only_what_lies_on_a_disk_below_the_floor_goes(
     on_second = fill(store, 2000, 3)
     free[:] = little, plenty
     Inside(store).space.tend()
-    assert [store.match(keys) for keys in (*on_both, *on_first, *on_second)] == [0] * 6 + [6] * 3
+    assert [match_keys(store, keys) for keys in (*on_both, *on_first, *on_second)] == [0] * 6 + [6] * 3
 
 
 class Disks:
@@ -313,7 +314,7 @@ def test_a_disk_with_little_room_does_not_make_the_tier_as_small(
         if keeper:
             Inside(store).space.tend()
         assert disks.segment_bytes(config.dirs[1]) <= disks.room[1]
-    kept = [keys for keys in written if store.match(keys) == 6]
+    kept = [keys for keys in written if match_keys(store, keys) == 6]
     assert kept == written[-len(kept) :], "the oldest go first"
     assert 6 * sum(LAYERS) * len(kept) > config.segments_budget_bytes // 2
     for keys in kept:
@@ -333,7 +334,7 @@ def test_near_the_floor_old_segments_make_room(
         fill(store, 1000 * number, 1)
         assert physical_bytes(config.dirs) - before <= 3 * MIB
     assert counters["store.segments_evicted"] > 5
-    assert store.match(make_keys(9000, 6)) == 6
+    assert match_keys(store, make_keys(9000, 6)) == 6
 
 
 def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
@@ -359,7 +360,7 @@ def test_a_segment_that_cannot_be_deleted_is_skipped_counted_and_tried_again(
     assert counters["store.unlink_failures"] >= 1
     assert counters["store.segments_evicted"] > 5
     assert victim.exists()
-    assert store.match(stuck) == 0
+    assert match_keys(store, stuck) == 0
     monkeypatch.undo()
     wait_until(lambda: not victim.exists())
 
@@ -395,7 +396,7 @@ def test_what_lies_in_a_directory_that_is_out_is_not_evicted_for_room(
     for number in range(1, 20):
         fill(store, 1000 * number, 1)
     second.recover()
-    assert [store.match(keys) for keys in kept] == [6] * 4
+    assert [match_keys(store, keys) for keys in kept] == [6] * 4
 
 
 def test_a_smaller_cap_is_obeyed_at_the_next_start(tmp_path: Path, open_store: OpenStore) -> None:
@@ -405,8 +406,8 @@ def test_a_smaller_cap_is_obeyed_at_the_next_start(tmp_path: Path, open_store: O
     small = small_config(tmp_path, size=8 * MIB, segment=MIB)
     store = open_store(small)
     assert physical_bytes(small.dirs) <= 8 * MIB
-    assert store.match(written[-1]) == 6
-    assert store.match(written[0]) == 0
+    assert match_keys(store, written[-1]) == 6
+    assert match_keys(store, written[0]) == 0
     read_keys(store, written[-1])
 
 
@@ -505,7 +506,7 @@ def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: O
     written = fill(store, 0, 3)
     lease = store.lease(written[0])
     store.clear()
-    assert all(store.match(keys) == 0 for keys in written)
+    assert all(match_keys(store, keys) == 0 for keys in written)
     assert store.stats().chunks == store.stats().runs == store.stats().segments == 0
     for layer, size in enumerate(LAYERS):
         store.read_layers(lease, {layer: aligned_empty(6 * size)})
@@ -580,7 +581,7 @@ def test_a_limit_that_the_file_system_does_not_show_is_kept_by_evicting(
         wait_until(lambda: store.stats().directories[0].condition == "healthy")
         (new,) = fill(store, 1000 * turn, 1)
         read_keys(store, new)
-    assert store.match(first) == store.match(others[1]) == 0
+    assert match_keys(store, first) == match_keys(store, others[1]) == 0
     read_keys(store, others[2])
 
 
@@ -619,10 +620,10 @@ def test_of_equally_recent_prefixes_the_one_that_is_cheap_to_recompute_goes_firs
         write_keys(store, keys, LAYERS, first_chunk)
     store.touch((*head, *tail))
     store.touch(short)
-    number = fill_while(store, lambda: store.match(short))
-    assert store.match((*head, *tail)) == 12
-    number = fill_while(store, lambda: store.match((*head, *tail)) == 12, number)
-    assert store.match(head) == 6, "of a prefix the tail goes first"
+    number = fill_while(store, lambda: match_keys(store, short))
+    assert match_keys(store, (*head, *tail)) == 12
+    number = fill_while(store, lambda: match_keys(store, (*head, *tail)) == 12, number)
+    assert match_keys(store, head) == 6, "of a prefix the tail goes first"
     assert number < 40, "what is not used any more ages, however dear it was"
 
 
@@ -635,8 +636,8 @@ def test_of_a_prefix_that_was_never_looked_up_the_tail_goes_first(
     head, tail = make_keys(0, 6), make_keys(6, 6)
     for keys, first_chunk in ((tail, 6), (head, 0)):
         write_keys(store, keys, LAYERS, first_chunk)
-    fill_while(store, lambda: store.match((*head, *tail)) == 12)
-    assert store.match(head) == 6
+    fill_while(store, lambda: match_keys(store, (*head, *tail)) == 12)
+    assert match_keys(store, head) == 6
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -684,7 +685,7 @@ def test_a_touch_counts_as_a_use(tmp_path: Path, open_store: OpenStore, counters
     a, b = fill(store, 0, 2)
     store.touch((*a, *make_keys(7000, 3)))
     fill_while(store, lambda: counters["store.segments_evicted"] == 0, first=2)
-    assert (store.match(a), store.match(b)) == (6, 0)
+    assert (match_keys(store, a), match_keys(store, b)) == (6, 0)
 
 
 @pytest.mark.usefixtures("no_keeper")
@@ -707,7 +708,7 @@ def test_when_no_file_can_be_deleted_writes_are_refused_and_most_chunks_stay(
             refused += 1
     assert refused
     assert physical_bytes(config.dirs) <= 16 * MIB
-    readable = [keys for keys in written if store.match(keys) == 6]
+    readable = [keys for keys in written if match_keys(store, keys) == 6]
     assert 3 <= len(readable) < len(written)
     for keys in readable:
         read_keys(store, keys)

@@ -11,7 +11,14 @@ import pytest
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import (
+    make_keys,
+    match_keys,
+    physical_bytes,
+    read_keys,
+    small_config,
+    write_keys,
+)
 from tests.unit.store.conftest import kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
@@ -46,7 +53,7 @@ def test_a_larger_segment_size_is_not_taken_for_that_of_older_segments(
         sick({"disk1"}, patch)
         store = open_store(replace(config, segment_bytes=4 * MIB))
         assert counters["store.segments_evicted"] == 0
-    wait_until(lambda: store.match(keys_of(0)) == 6)
+    wait_until(lambda: match_keys(store, keys_of(0)) == 6)
     for run in range(RUNS):
         read_keys(store, keys_of(run))
 
