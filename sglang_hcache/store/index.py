@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -78,7 +77,7 @@ _T = TypeVar("_T")
 
 
 class Index:
-    """Rows of runs and the recency of segments. Safe from several threads.
+    """Rows of runs and the recency of segments. Made, used and closed on one thread, its directory's.
 
     Every method may do I/O, and raises StoreFormatError where it finds the database damaged.
     """
@@ -87,7 +86,6 @@ class Index:
         self._connection = connection
         self._path = path
         self._log_path = log_of(path)
-        self._lock = threading.Lock()
 
     @classmethod
     def create(cls, path: Path, store_id: str, max_bytes: int) -> Index:
@@ -166,7 +164,7 @@ class Index:
             StoreIOError: it cannot be read.
         """
         execute = self._connection.execute
-        with self._lock, self._translated():
+        with self._translated():
             runs: dict[int, RunPlace] = {}
             bad: list[int] = []
             for fields in execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run"):
@@ -223,7 +221,7 @@ class Index:
 
     def meta(self) -> dict[str, str]:
         """All named values. Raises StoreIOError."""
-        with self._lock, self._translated():
+        with self._translated():
             return dict(self._connection.execute("SELECT name, value FROM meta"))
 
     def save_meta(self, values: Mapping[str, str]) -> None:
@@ -233,12 +231,12 @@ class Index:
 
     def file_bytes(self) -> int:
         """Size of the database without its log."""
-        with self._translated(), self._lock:
+        with self._translated():
             return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * _PAGE_BYTES
 
     def close(self) -> None:
         """Checkpoint and close; an error here costs nothing that was committed."""
-        with self._lock, contextlib.suppress(*_SQLITE_ERRORS):
+        with contextlib.suppress(*_SQLITE_ERRORS):
             self._connection.close()
 
     def discard(self) -> None:
@@ -299,7 +297,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock, self._translated():
+        with self._translated():
             self._bound_log()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -350,6 +348,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         StoreIOError: not even the file can be opened.
     """
     try:
-        return sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+        return sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None)
     except _SQLITE_ERRORS as error:
         raise StoreIOError(f"cannot open the index {path}: {error}") from error

@@ -7,6 +7,7 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,9 +155,8 @@ def forgetful(store: DiskStore) -> None:
     """SQLite keeps no page in memory, as if the index were a large one."""
     index = Inside(store).index
     assert index is not None
-    with index._lock:
-        index._connection.execute("PRAGMA cache_size = 0")
-        index._connection.execute("PRAGMA shrink_memory")
+    for name in ("cache_size = 0", "shrink_memory"):
+        Inside(store).volumes[0].probe(partial(index._connection.execute, f"PRAGMA {name}"))
 
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
