@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -81,7 +82,8 @@ class LayerRestorer:
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
         """
         if self.stage is not None:
-            return self.stage.start(stored, positions, slots, self._write, before_layer)
+            write = partial(self._write, check=before_layer)
+            return self.stage.start(stored, positions, slots, write, before_layer)
         writings: list[Writing] = []
         first = 0
         for piece in zip(*(of_layer.pieces for of_layer in stored), strict=True):
@@ -122,13 +124,19 @@ class LayerRestorer:
         if mark is not None and self.stage is not None:
             self.stage.after(mark, reading=reading)
 
-    def _write(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def _write(
+        self,
+        stored: StoredRows,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         layer, rows = stored.layer, stored.rows
         if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
         count, stage = len(rows), self.stage
-        for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count):
+        for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count, check):
             self._project(layer, rows[part], positions[part], slots[part])
 
     def _project(

@@ -15,6 +15,9 @@ does both in turns: so the time between tokens grows by a quarter. To project a 
 or less, so a restore is still the faster way."""
 
 _LOOK_S = 0.0005
+"""Whether a part is over of which nobody knows how long it takes."""
+_SLEEP_S = 0.005
+"""At a time: whether somebody waits for the restore to stop, or a row turns out to take less time."""
 _ROWS_BETWEEN = 1024
 """Of one projection while requests run. A device starts nobody's kernel before one that fills it has an end, whatever
 their priorities: half a millisecond for 3,276 rows of 5,120 values on an H200."""
@@ -39,34 +42,42 @@ class Pace:
         self._rows_at_once = rows_at_once
         self._asked: deque[tuple[int, Stamp, Stamp]] = deque()
         self._row_s: float | None = None
-        self._next_s = 0.0
+        self._last = (0.0, 0)
+        """When the last part came, and its rows; none if nobody knew then how long they take."""
 
     def turn(self, yields: bool) -> None:
         """Requests that run go first from now on, or not. For one thread, which may be another one."""
         self.turns += yields is not self.yields
         self.yields = yields
 
-    def parts(self, count: int) -> Iterator[slice]:
-        """Of ``count`` rows, in order: each is to be projected when it comes."""
+    def parts(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[slice]:
+        """Of ``count`` rows, in order: each is to be projected when it comes.
+
+        Args:
+            check: called while it waits; an error that it raises ends the wait.
+        """
         yields = self.yields
         at_once = min(self._rows_at_once, _ROWS_BETWEEN) if yields else self._rows_at_once
         for part in slices(count, at_once):
             if not yields:
                 yield part
                 continue
-            self._wait(part.stop - part.start)
+            rows = part.stop - part.start
+            while (pause_s := self._pause_s()) > 0:
+                check()
+                time.sleep(min(pause_s, _SLEEP_S))
+            self._last = (time.monotonic(), 0 if self._row_s is None else rows)
             began = self._stamp()
             yield part
-            self._asked.append((part.stop - part.start, began, self._stamp()))
+            self._asked.append((rows, began, self._stamp()))
 
-    def _wait(self, num_rows: int) -> None:
-        while self._asked and (self._asked[0][2].is_reached() or self._row_s is None):
+    def _pause_s(self) -> float:
+        """Until the last part has had its share of the time, by what is known of rows now."""
+        while self._asked and self._asked[0][2].is_reached():
             rows, began, ended = self._asked.popleft()
-            while not ended.is_reached():  # the first one of all: nobody knows yet how long to wait
-                time.sleep(_LOOK_S)
             row_s = ended.seconds_since(began) / rows
             self._row_s = row_s if self._row_s is None else min(self._row_s, row_s)
-        pause_s = self._next_s - time.monotonic()
-        if pause_s > 0:
-            time.sleep(pause_s)
-        self._next_s = max(self._next_s, time.monotonic()) + num_rows * (self._row_s or 0.0) / YIELDING_SHARE
+        if self._row_s is None:
+            return _LOOK_S if self._asked else 0.0  # the first one of all is waited for
+        came, rows = self._last
+        return came + rows * self._row_s / YIELDING_SHARE - time.monotonic()

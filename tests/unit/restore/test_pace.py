@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hcache.core.errors import RestoreCancelledError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.restore import pace
 from sglang_hcache.restore.methods import LayerRestorer
@@ -105,11 +106,62 @@ def test_the_first_part_of_all_is_waited_for(device: Device) -> None:
     assert device.now == pytest.approx(device.busy_until - 1024 * ROW_S + 1024 * ROW_S / YIELDING_SHARE)
 
 
+def test_a_first_part_that_took_long_for_others_holds_up_nobody(device: Device) -> None:
+    """The device was busy with something else when the first part of all came."""
+    made = Pace(device.stamp, 3276)
+    made.turn(True)
+    device.slower = 1000.0
+    project_all(device, made, 1024)
+    device.now, device.slower = device.busy_until, 1.0
+    began = device.now
+    project_all(device, made, 10 * 1024)
+    assert device.now - began == pytest.approx(9 * 1024 * ROW_S / YIELDING_SHARE, abs=0.01)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_who_stops_a_restore_does_not_wait_for_its_pauses(device: Device, num_parts: int) -> None:
+    """Neither for that of the first part, whose end nobody knows, nor for the next ones."""
+    made, slept = Pace(device.stamp, 3276), 0.0
+    made.turn(True)
+    device.slower = 1000.0
+
+    def check() -> None:
+        if device.now > slept:
+            raise RestoreCancelledError
+
+    parts = made.parts(3 * 1024, check)
+    for _ in range(num_parts):
+        slept = device.now + 2.0
+        next(parts)
+        device.project(1024)
+    slept = device.now
+    with pytest.raises(RestoreCancelledError):
+        next(parts)
+    assert device.now - slept < 0.01
+    assert device.busy_until > device.now + 0.5
+
+
 def test_its_turns_are_counted(device: Device) -> None:
     made = Pace(device.stamp, 3276)
     for yields in (False, True, True, False):
         made.turn(yields)
     assert made.turns == 2
+
+
+def test_a_restore_hands_it_its_check(device: Device) -> None:
+    """A job that is cancelled ends also between two parts of a layer."""
+    stage = DeviceStage(DelayedStreams(), 4 * WIDTH, 8 * WIDTH, 50, SLOTS)
+    stage.pace = Pace(device.stamp, 50)
+    stage.pace.turn(True)
+    looked: list[None] = []
+    projector = DoubleAndPosition()
+    restorer = LayerRestorer(torch.float32, Pool(), 1, projector, None, stage=stage)  # type: ignore[arg-type]
+    hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]
+    device.busy_until = 1.0
+    stored = [StoredRows.of(0, Method.HIDDEN, hidden)]
+    for part in restorer.start(stored, restorer.positions(0, 80), slots, lambda: looked.append(None)):
+        part.result()
+    assert len(looked) > 100
 
 
 @pytest.mark.parametrize("yields", [False, True])
