@@ -93,6 +93,11 @@ class Decision:
         """From the decision until the request can be admitted."""
         return self.job_s + _OVERHEAD_S
 
+    @property
+    def waits_for_reads(self) -> bool:
+        """Whether a tier decides how long it takes."""
+        return self.bottleneck not in (_COMPUTE, _PREFILL)
+
     def __str__(self) -> str:
         recomputed = f", first {self.num_recompute} layers recomputed" if self.num_recompute else ""
         return (

@@ -317,7 +317,7 @@ class Bridge:
             "saving": self.is_saving,
             "nothing_saved": self._why_nothing_is_saved,
             "layers": [str(method) for method in self._stored],
-            "requests": self.restores.phases(),
+            "requests": self.restores.waiting.phases(),
             "captured_requests": self._assembler.open_requests,
             "in_flight_tokens": self.restores.running.tokens,
         }

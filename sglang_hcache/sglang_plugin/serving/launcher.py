@@ -11,7 +11,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import RestoreError
 from sglang_hcache.core.keys import ChunkKey
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
@@ -102,6 +102,18 @@ class Launcher:
             self._observer.count("restore.errors")
             restore.abandon()
 
+    def had_its_pace(self, restore: Restore) -> bool:
+        """False if it took longer, or less, for a reason that is known: its share of the device changed."""
+        return self._pace is None or restore.turns in (None, self._pace.turns)
+
+    def _turns(self, layers: Sequence[int], decision: Decision | None) -> int | None:
+        """A restore's :attr:`Restore.turns`."""
+        methods = self._tiers.layout.methods
+        if self._pace is None or all(methods[layer] is not Method.HIDDEN for layer in layers):
+            return None  # only projections are slowed
+        is_slowest = self._pace.yields and decision is not None and decision.waits_for_reads
+        return None if is_slowest else self._pace.turns  # faster projections would be waiting as well
+
     def learn(self, restore: Restore) -> None:
         """A restore is over: report it, and compare what it took with what was predicted."""
         if restore.is_complete:
@@ -111,9 +123,7 @@ class Launcher:
             if restore.decision is not None:
                 self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        # Nor does one during which its share of the device changed.
-        has_changed = self._pace is not None and self._pace.turns != restore.turns
-        says_something = (restore.is_complete or restore.is_late) and not has_changed
+        says_something = (restore.is_complete or restore.is_late) and self.had_its_pace(restore)
         if self._gate is not None and restore.decision is not None and says_something:
             recomputation = restore.recomputation
             timed = recomputation is not None and recomputation.is_complete
@@ -153,7 +163,7 @@ class Launcher:
                 len(match),
                 decision.num_recompute,
             )
-        turns = 0 if self._pace is None else self._pace.turns
+        turns = self._turns(layers, decision)
         return Restore(job, match.slots, match.node, ticket, decision, recomputation, turns)
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:

@@ -191,12 +191,6 @@ class RestoreCoordinator:
         self._start_pending()
         self._launcher.advance(self.running)
 
-    # -- numbers ---------------------------------------------------------------------------------
-
-    def phases(self) -> dict[str, int]:
-        """Number of tickets in each phase."""
-        return self.waiting.phases()
-
     # -- deciding --------------------------------------------------------------------------------
 
     def _resolve(self, ticket: Ticket) -> bool:
@@ -303,7 +297,8 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._look_again = 0.0
             self.scheduler.look_again()
-            if restore.is_late and DISK in restore.job.sources:  # memory is not sick, only busy
+            is_slow = restore.is_late and self._launcher.had_its_pace(restore)
+            if is_slow and DISK in restore.job.sources:  # memory is not sick, only busy
                 self._observer.count("restore.rests")
                 self._rest.begin(restore.job.seconds)
             self._launcher.learn(restore)

@@ -43,8 +43,8 @@ class Restore:
     """Why it was started; None if nobody predicted anything."""
     recomputation: Recomputation | None
     """Of the layers that the job does not bring; None if it brings all."""
-    turns: int = 0
-    """:attr:`Pace.turns` when it was decided."""
+    turns: int | None = None
+    """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
 
     @property
     def start(self) -> int:
