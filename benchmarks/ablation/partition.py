@@ -220,7 +220,7 @@ def measure_partition(
             costs = costs_by_length(profile, name)
             split = _split(settings, rig, costs)
             methods = split.methods()
-            gate = gate_of(profile, methods, PlanKind.HIDDEN)
+            gate = gate_of(profile, methods, PlanKind.HIDDEN, rig.device.largest_pass)
             by_layers = stack.enter_context(closing(Variant(rig, methods, disk, gate, may_decline=False)))
             by_tokens = stack.enter_context(closing(TokenWise(rig, disk)))
             for length in settings.lengths:

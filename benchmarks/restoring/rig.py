@@ -374,7 +374,9 @@ def filled_tiers(
     return tiers
 
 
-def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind) -> RestoreGate:
+def gate_of(profile: Profile, stored: Sequence[Method], kind: PlanKind, pass_tokens: int) -> RestoreGate:
     """The gate that a server with ``--hcache-method kind`` has."""
     mixes = kind in (PlanKind.AUTO, PlanKind.HYBRID)
-    return RestoreGate(profile, stored, BLOCK_CHUNKS * CHUNK_TOKENS, may_recompute=mixes)
+    return RestoreGate(
+        profile, stored, BLOCK_CHUNKS * CHUNK_TOKENS, may_recompute=mixes, pass_tokens=pass_tokens
+    )

@@ -100,7 +100,7 @@ def _measure_tier(
         variants = {}
         for kind in (PlanKind.KV, PlanKind.HIDDEN, PlanKind.HYBRID, PlanKind.AUTO):
             stored = _stored(profile, name, kind)
-            gate = gate_of(profile, stored, kind)
+            gate = gate_of(profile, stored, kind, rig.device.largest_pass)
             longest = max(settings.lengths_of(tier))
             variants[kind.value] = Variant(
                 rig, stored, disk, gate, may_decline=kind is PlanKind.AUTO, longest=longest

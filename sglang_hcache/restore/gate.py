@@ -6,6 +6,7 @@ Predictions come from a profile and follow what restores and prefills really tak
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,14 +121,22 @@ class RestoreGate:
         stored: what each layer stores.
         block_tokens: most tokens that are read at a time.
         may_recompute: whether the first layers may be recomputed.
+        pass_tokens: most tokens of a pass; infinite where prompts are not cut, or nobody says.
     """
 
     def __init__(
-        self, profile: Profile, stored: Sequence[Method], block_tokens: int, *, may_recompute: bool = True
+        self,
+        profile: Profile,
+        stored: Sequence[Method],
+        block_tokens: int,
+        *,
+        may_recompute: bool = True,
+        pass_tokens: float = math.inf,
     ) -> None:
         self.profile = profile
         self._stored = tuple(stored)
         self._block_tokens = block_tokens
+        self._pass_tokens = pass_tokens
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
         self._drift = dict.fromkeys([*profile.tiers, _COMPUTE, _PREFILL], 1.0)
@@ -180,9 +189,12 @@ class RestoreGate:
         )
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
-        """What computing ``num_tokens`` tokens from position ``start`` on adds to a pass, which may have others'."""
-        curve = self.profile.compute.recompute
-        return self._pass_s(num_tokens, start) - len(self._stored) * self._drift[_PREFILL] * curve.fixed_s
+        """What computing ``num_tokens`` tokens from position ``start`` on adds to a pass, which may have others'.
+
+        So many more passes as they fill are needed.
+        """
+        passes = num_tokens // self._pass_tokens
+        return self._pass_s(num_tokens, start) + (passes - 1) * len(self._stored) * self._fixed_s
 
     def pays(self, decision: Decision, behind_s: float) -> bool:
         """Whether to start.
@@ -240,6 +252,11 @@ class RestoreGate:
         layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
         return len(self._stored) * self._drift[_PREFILL] * layer_s
 
+    @property
+    def _fixed_s(self) -> float:
+        """Of a layer in each pass."""
+        return self._drift[_PREFILL] * self.profile.compute.recompute.fixed_s
+
     def _assume(self, tier: str) -> None:
         tiers = self.profile.tiers
         self.profile = replace(self.profile, tiers={**tiers, tier: next(iter(tiers.values()))})
@@ -254,13 +271,15 @@ class RestoreGate:
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
         tiers = self.profile.tiers
         costs = self.profile.costs(parts, start)
+        more_passes = (sum(parts.values()) - 1) // self._pass_tokens
         return replace(
             costs,
             io_hidden_s=sum(self._drift[tier] * tiers[tier].hidden.seconds(n) for tier, n in parts.items()),
             io_kv_s=sum(self._drift[tier] * tiers[tier].kv.seconds(n) for tier, n in parts.items()),
             compute_hidden_s=self._drift[_COMPUTE] * costs.compute_hidden_s,
             compute_kv_s=self._drift[_COMPUTE] * costs.compute_kv_s,
-            compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s,
+            compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s
+            + more_passes * self._fixed_s,
         )
 
 

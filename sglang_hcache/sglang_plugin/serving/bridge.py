@@ -81,6 +81,7 @@ class Bridge:
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures = config.method is not PlanKind.RECOMPUTE
+        self._largest_pass = device.largest_pass
         self.captured: dict[str, int] = {}
         """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
         self.saves_decoded_later = device.is_cpu and self._captures and {*tiers.layout.methods} == {Method.KV}
@@ -200,8 +201,10 @@ class Bridge:
             is_replayed: by a CUDA graph: no hook of Python's ran.
             is_prefill: that graph is one of those for prefill.
         """
-        # A graph launches no kernels one by one: its time would be taken for that of all passes.
-        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS and not is_replayed
+        # A graph launches no kernels one by one: its time would be taken for that of all passes. As it is where one
+        # runs the largest pass, of which computing a long prompt consists.
+        is_usual = not is_replayed or (is_prefill and requests[0].count == self._largest_pass)
+        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS and is_usual
         if self.gate is not None and seconds is not None and tells_of_time:
             if self._prefill_times is not None:
                 self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,7 +86,10 @@ def assemble(
         if profile is not None and config.method in _PREDICTED:
             may_recompute = check is not None and check.may_recompute
             block_tokens = CHUNK_TOKENS * budget.block_chunks
-            gate = RestoreGate(profile, stored, block_tokens, may_recompute=may_recompute)
+            pass_tokens = device.largest_pass if device.cuts_prompts else math.inf
+            gate = RestoreGate(
+                profile, stored, block_tokens, may_recompute=may_recompute, pass_tokens=pass_tokens
+            )
         namespace = model.namespace(layout, weights)
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
         undo.pop_all()

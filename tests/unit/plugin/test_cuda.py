@@ -271,6 +271,7 @@ def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
         end=lambda _requests, *, is_replayed, is_prefill: done.append(is_replayed)
     )
     bridge._prefill_times = SimpleNamespace(end=lambda count, start: done.append((count, start)))  # type: ignore[assignment]
+    bridge._largest_pass = 512
     bridge.end_pass([RequestRows("a", 128, 0, 64)], 0.001, is_replayed=False)
     bridge.end_pass([RequestRows("a", 192, 0, 1)], 0.001, is_replayed=True)  # decoding
     bridge.end_pass(
@@ -279,3 +280,6 @@ def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
     bridge.end_pass([RequestRows("a", 0, 0, 64)], None, is_replayed=False)  # with logprobs of the prompt
     bridge.end_pass([RequestRows("a", 0, 0, 64), RequestRows("b", 0, 64, 64)], 0.001, is_replayed=False)
     assert done == [(64, 128), False, True, True, False, False]
+    done.clear()
+    bridge.end_pass([RequestRows("a", 512, 0, 512)], 0.001, is_replayed=True, is_prefill=True)
+    assert done == [(512, 512), True], "so are all others of a long prompt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ def gate(
     may_recompute: bool = False,
     block_tokens: int = 4096,
     contention: float = 0.0,
+    pass_tokens: float = math.inf,
 ) -> RestoreGate:
     """One layer's costs as given, seconds a token; recomputing takes 0.5 ms and 2 us a token."""
     tiers = {"host": TierCurves(hidden=per_token(host), kv=per_token(2 * host))}
@@ -46,7 +48,7 @@ def gate(
             hidden=per_token(project), kv=per_token(0.0), recompute=run or per_token(2e-6, 5e-4)
         ),
     )
-    return RestoreGate(profile, methods, block_tokens, may_recompute=may_recompute)
+    return RestoreGate(profile, methods, block_tokens, may_recompute=may_recompute, pass_tokens=pass_tokens)
 
 
 def decide(gate: RestoreGate, host: int, disk: int, start: int = 0, *, loaded: bool = False) -> Decision:
@@ -86,6 +88,20 @@ def test_a_minimum_length_falls_out_of_the_costs(fixed_s: float) -> None:
     assert pays == sorted(pays), "from some length on it pays"
     assert (pays[0], pays[2], pays[-1]) == (False, False, True)
     assert some.prefill_s(100, 50) == pytest.approx(100 * LAYERS * 2e-6)
+
+
+def test_each_pass_that_a_prompt_fills_costs_what_a_pass_costs() -> None:
+    """On a GPU with short passes that is all: to launch the kernels of each takes longer than its tokens."""
+    run = per_token(0.0, 6e-3)
+    short = gate(run=run, disk=1e-5, may_recompute=True, pass_tokens=512)
+    assert [short.prefill_s(count, 0) for count in (448, 512, 1000, 4096)] == [
+        pytest.approx(passes * LAYERS * 6e-3) for passes in (0, 1, 1, 8)
+    ]
+    from_disk = decide(short, 0, 4096)
+    assert short.pays(from_disk, 0.0)
+    assert from_disk.recomputing_s == pytest.approx(from_disk.num_recompute * 8 * 6e-3)
+    assert decide(gate(run=run, disk=1e-5, may_recompute=True), 0, 4096).num_recompute == 9
+    assert from_disk.num_recompute == 4, "eight passes through each of these layers"
 
 
 def test_a_tier_that_was_not_measured_is_judged_by_its_first_restore() -> None:

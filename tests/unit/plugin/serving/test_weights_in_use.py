@@ -55,6 +55,7 @@ class Served:
         )
         device: Any = SimpleNamespace(
             is_cpu=True,
+            largest_pass=512,
             beside=None,
             host_memory=host_buffer,
             pool=SimpleNamespace(buffers=pool.__getitem__),
