@@ -9,7 +9,7 @@ from collections.abc import Callable
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
-from sglang_hcache.sglang_plugin.serving.tickets import Ticket
+from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
 _FIRST_LIMIT_S = 30.0
 """A request that finds no slots for so long, with nobody before it, is recomputed."""
@@ -45,7 +45,9 @@ class Ahead:
             allocated = max(CHUNK_TOKENS * shared, ticket.restored)
             covered = max(allocated, ticket.on_device)
         self.tokens += request.num_tokens - allocated + request.new_tokens
-        if covered < request.num_tokens:
+        # For one whose restore has not started, who is recomputed does not wait.
+        is_pending = ticket is not None and ticket.phase is Phase.PENDING
+        if covered < request.num_tokens and not is_pending:
             self.seconds += self._prefill_s(request.num_tokens - covered, covered)
 
 

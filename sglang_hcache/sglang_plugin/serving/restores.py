@@ -255,9 +255,10 @@ class RestoreCoordinator:
             return False  # before anything is looked up, for the same reason
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
-        if missing and self.running.restores(missing[0]):
-            ticket.awaits = missing[0]
+        if shared := self.running.leading(missing):
+            ticket.awaits, ticket.awaited = missing[0], len(match) + CHUNK_TOKENS * shared
             return True  # somebody restores them already; look again when that is over
+        ticket.awaits, ticket.awaited = None, 0
         keys = missing[: self._tiers.match(missing, in_memory=is_resting)]
         ticket.on_device = len(match)
         if not keys:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.restore.job import RestoreState
@@ -50,6 +51,10 @@ class Running:
     def restores(self, key: ChunkKey) -> bool:
         """Whether one of them brings this chunk."""
         return key in self._keys
+
+    def leading(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of ``keys``, chunks of one prompt in order, they bring from the first one on."""
+        return bisect_left(keys, True, key=lambda key: not self.restores(key))
 
     def newest(self) -> Restore | None:
         """The one that started last."""

@@ -132,6 +132,8 @@ class Ticket:
     """When it was first the one that found no room (:class:`Line`)."""
     awaits: ChunkKey | None = None
     """The chunk that another request's restore was bringing when it was last looked up."""
+    awaited: int = 0
+    """Leading tokens of the prompt that have slots by that restore."""
 
     def note(self, event: str, *values: object) -> None:
         """As :meth:`Life.add`."""
@@ -164,9 +166,9 @@ class Ticket:
 
     @property
     def restored(self) -> int:
-        """Leading tokens of the prompt that have slots by its restore, or will by that of another request."""
+        """Leading tokens of the prompt that have slots by its restore, or by that of another request."""
         if self.phase is Phase.PENDING:
-            return CHUNK_TOKENS * len(self.keys)
+            return self.awaited
         return self.restore.end if self.restore is not None and self.phase is not Phase.RESOLVED else 0
 
     @property

@@ -582,6 +582,28 @@ def test_what_many_requests_begin_with_is_counted_once(world: World) -> None:
     assert len(world.engine.jobs) == 1
 
 
+@pytest.mark.parametrize(("own", "starts"), [(20, 2), (32, 1)])
+def test_what_waits_for_anothers_restore_keeps_room_for_the_rest(world: World, own: int, starts: int) -> None:
+    """Of 40 chunks: 4 are being restored for both, and it needs ``own`` more."""
+    world.store(tokens(1, 4))
+    world.store(tokens(3, 6))
+    world.queue("first", tokens(1, 4))
+    world.queue("shares its beginning", [*tokens(1, 4), *tokens(2, own)])
+    world.queue("behind", tokens(3, 6))
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == starts
+
+
+def test_who_is_recomputed_does_not_wait_for_those_that_wait_for_a_restore() -> None:
+    ahead = line.Ahead(lambda count, _: float(count))
+    ticket = tickets.Ticket(Prompt("a", array("q", tokens(1, 4)), None), chunk_keys(ROOT, tokens(1, 4)))
+    for phase, seconds in ((tickets.Phase.PENDING, 0.0), (tickets.Phase.RESOLVED, 300.0)):
+        ticket.phase = phase
+        ahead.add(QueuedRequest(phase.value, 300, 0), ticket)
+        assert ahead.seconds == seconds
+        ahead = line.Ahead(lambda count, _: float(count))
+
+
 def test_one_that_others_always_come_before_is_recomputed_in_the_end(
     world: World, clock: SimpleNamespace
 ) -> None:
