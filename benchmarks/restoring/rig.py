@@ -133,7 +133,16 @@ class Rig:
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
         beside = device_buffers(runner, PlanKind.AUTO)
-        device = Device(view, pool, Idle(), forward, piece, beside)  # type: ignore[arg-type]
+        device = Device(
+            tree=view,  # type: ignore[arg-type]
+            pool=pool,
+            scheduler=Idle(),  # type: ignore[arg-type]
+            forward=forward,
+            largest_pass=piece,
+            cuts_prompts=True,
+            staged_passes=2,
+            beside=beside,
+        )
         _, projector = next(model.projectors())
         restorer = restorer_of(model, device).with_projector(projector)
         tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=length))
@@ -280,6 +289,7 @@ class Variant:
         began = time.monotonic()
         decision = self.launcher.decide(keys, 0)
         if self._may_decline and not self.launcher.pays(decision, 0.0):
+            self.launcher.declined()
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]

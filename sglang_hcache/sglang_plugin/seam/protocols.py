@@ -124,7 +124,7 @@ class ForwardModel(Protocol):
     def release(self, slots: torch.Tensor) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What SGLang shows us of itself."""
 
@@ -136,9 +136,9 @@ class Device:
     """Most tokens of one prefill pass; where SGLang cuts no prompts, of one with several of them."""
     beside: DeviceBuffers | None
     """Memory of a device beside the CPU; None on a CPU."""
-    cuts_prompts: bool = True
+    cuts_prompts: bool
     """Whether SGLang prefills a long prompt in several passes."""
-    staged_passes: int = 2
+    staged_passes: int
     """Passes that follow each other and have rows in staging at the same time."""
 
     @property

@@ -129,10 +129,6 @@ class Bridge:
         self.tiers.touch(keys)
         self.restores.queue(prompt, keys)
 
-    def is_capturing(self, rid: str) -> bool:
-        """Whether the request was announced already: a prompt in several pieces."""
-        return rid in self.captured
-
     def may_begin_at(self, rid: str, tenant: str | None, position: int, tail: array[int]) -> bool:
         """Whether a queued request may be computed from ``position`` on and leave no gap in what is saved of it.
 

@@ -77,13 +77,15 @@ class Launcher:
         return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
 
     def pays(self, decision: Decision | None, behind_s: float) -> bool:
-        """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time; who asks does as it is told."""
+        """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time."""
         if decision is None or self._gate is None:
             return True
-        pays = decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
-        if not pays:
+        return decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
+
+    def declined(self) -> None:
+        """One that would not pay was not started."""
+        if self._gate is not None:
             self._gate.declined()
-        return pays
 
     def advance(self, restores: Iterable[Restore]) -> None:
         """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""

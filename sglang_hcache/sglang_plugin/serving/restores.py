@@ -44,7 +44,7 @@ from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.line import Ahead, Line
 from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
-from sglang_hcache.sglang_plugin.serving.tickets import MOST_ATTEMPTS, Admission, Phase, Restore, Ticket
+from sglang_hcache.sglang_plugin.serving.tickets import Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 from sglang_hcache.tier.tiered import DISK, TieredStore
 
@@ -115,7 +115,7 @@ class RestoreCoordinator:
             return True
         if self._is_held_back(ticket):
             return False
-        if ticket.phase is Phase.RESOLVED and ticket.attempts < MOST_ATTEMPTS:
+        if ticket.phase is Phase.RESOLVED and not ticket.is_final:
             is_rest_over = ticket.is_unasked and not self._rest.is_on
             if is_rest_over or ticket.seen_evictions != self._tree.evictions:
                 self._resolve(ticket)
@@ -174,10 +174,10 @@ class RestoreCoordinator:
             self._observer.count("restore.stopped_for_room")
             ticket.note("the restore is stopped: a running request needs its room")
             ticket.restore = None
-            if ticket.attempts < MOST_ATTEMPTS:
-                ticket.enter(Phase.PENDING)
+            if ticket.is_final:
+                ticket.enter(Phase.RESOLVED)
             else:
-                ticket.give_up()
+                ticket.enter(Phase.PENDING)
         return self._await_end([restore], _STOP_S)
 
     def tick(self) -> None:
@@ -269,6 +269,7 @@ class RestoreCoordinator:
         # Where there is no room for it now, those before it may be over when there is.
         backlog_s = self.running.backlog_s if self._room.has(count, ahead.tokens) else 0.0
         if not self._launcher.pays(decision, backlog_s - ahead.seconds):
+            self._launcher.declined()
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
             ticket.give_up()

@@ -17,7 +17,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Node, Prompt
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.tier.tiered import HOST
 
-MOST_ATTEMPTS = 2
+_MOST_ATTEMPTS = 2
 """Restores of one request: the second one if its prefix was evicted before admission, or the first one stopped."""
 
 _REFUSED_S = 0.5
@@ -121,6 +121,7 @@ class Ticket:
     entered: float = field(default_factory=time.monotonic)
     """When its phase began."""
     attempts: int = 0
+    is_given_up: bool = False
     on_device: int = 0
     """Leading tokens of the prompt that were on the device when that was last looked at."""
     seen_evictions: int = 0
@@ -145,8 +146,13 @@ class Ticket:
 
     def give_up(self) -> None:
         """The request is recomputed, whatever the tiers have."""
-        self.attempts = MOST_ATTEMPTS
+        self.is_given_up = True
         self.enter(Phase.RESOLVED)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no restore is begun for it any more, whatever the tiers have."""
+        return self.is_given_up or self.attempts >= _MOST_ATTEMPTS
 
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""

@@ -53,7 +53,7 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     for req in batch.reqs:
         if not bridge.ids.enters(req.rid, id(req)):
             bridge.end_capture(req.rid)  # rows come with an id: one's would be taken for the other's
-        elif is_saved(req) and not bridge.is_capturing(req.rid):
+        elif is_saved(req) and req.rid not in bridge.captured:  # else a prompt in several pieces
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 

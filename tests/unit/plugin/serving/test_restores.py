@@ -196,6 +196,8 @@ class World:
             scheduler=self.scheduler,
             forward=self.forward,  # type: ignore[arg-type]
             largest_pass=PIECE,
+            cuts_prompts=True,
+            staged_passes=2,
             beside=pace  # type: ignore[arg-type]
             and SimpleNamespace(stage=SimpleNamespace(pace=pace, fence=lambda: None)),
         )

@@ -81,7 +81,7 @@ class Served:
 
     def saves_behind_the_device(self) -> bool:
         self.bridge.begin_capture("r", None, PREFIX)
-        is_saved = self.bridge.is_capturing("r")
+        is_saved = "r" in self.bridge.captured
         self.bridge.end_capture("r")
         return is_saved
 
