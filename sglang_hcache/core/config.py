@@ -109,7 +109,7 @@ class HCacheConfig(BaseModel):
     again."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together. On a CPU it is committed as it fills, on a GPU
-    pinned whole at start."""
+    pinned whole at start. None of it is taken where ``method`` is recompute."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""

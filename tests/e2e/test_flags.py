@@ -205,6 +205,7 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "overlap": [*base[:-1], *ON],
         "small": [*base, *ON, "--hcache-host-size", "100MB"],
         "large": [*base, *ON, "--hcache-host-size", "1GB"],
+        "nothing is stored": [*base, *ON, "--hcache-method", "recompute", "--hcache-host-size", "900TB"],
         "large, and a share": [*base, *ON, "--hcache-host-size", "1GB", "--mem-fraction-static", "0.5"],
         "large, and tokens": [*base, *ON, "--hcache-host-size", "1GB", "--max-total-tokens", "1000"],
     }
@@ -300,4 +301,4 @@ def test_on_a_cpu_the_kv_pool_leaves_room_for_the_host_tier(results: dict[str, A
         share["large"] <= share["small"] < share["off"]
     )  # in thousandths: of a large machine one is more than both
     assert share["large, and a share"] == 0.5
-    assert share["large, and tokens"] == share["off"]
+    assert share["large, and tokens"] == share["nothing is stored"] == share["off"]

@@ -23,6 +23,7 @@ from sglang_hcache.core.config import (
     tier_mode,
 )
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
+from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin.launch import prefill_graphs, stopping, support
 from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
@@ -139,7 +140,7 @@ def _warn_about_no_directory(args: argparse.Namespace, config: HCacheConfig) -> 
 def _leave_host_memory(args: argparse.Namespace, server_args: Any, config: HCacheConfig) -> None:
     """On a CPU SGLang's KV pool takes nearly all of the same memory, if nobody says how much."""
     given = args.mem_fraction_static is not None or args.max_total_tokens is not None
-    if server_args.device == "cpu" and not given:
+    if server_args.device == "cpu" and not given and config.method is not PlanKind.RECOMPUTE:
         share = pool_share(config, server_args.mem_fraction_static)
         server_args.override("sglang-hcache", mem_fraction_static=share)
         logger.info("hcache: --mem-fraction-static %s leaves room for --hcache-host-size", share)

@@ -110,7 +110,9 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     stored = PlanKind.KV if quantization is not None else config.method
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
-    HostBudget.of(config, layout, largest_pass_of(server_args), staged_passes_of(server_args))
+    if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
+        passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
+        HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=passes)
 
 
 def without_radix_cache(is_deterministic: bool) -> str:

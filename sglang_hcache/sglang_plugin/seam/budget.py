@@ -37,7 +37,7 @@ class HostBudget:
 
     @classmethod
     def of(
-        cls, config: HCacheConfig, layout: StateLayout, largest_pass: int, staged_passes: int = 2
+        cls, config: HCacheConfig, layout: StateLayout, *, largest_pass: int, staged_passes: int
     ) -> HostBudget:
         """Divide it.
 

@@ -94,7 +94,8 @@ def assemble(
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
         undo.pop_all()
     _log_model(asked, model, stored, check)
-    _log_tiers(config, tiers, budget)
+    if config.method is not PlanKind.RECOMPUTE:
+        _log_tiers(config, tiers, budget)
     logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
     if gate is not None:
         _log_prediction(gate)
@@ -169,7 +170,7 @@ def _budget(config: HCacheConfig, layout: StateLayout, device: Device, context_l
     if config.method is PlanKind.RECOMPUTE:
         return HostBudget.least()
     largest_pass, staged_passes = device.largest_pass, device.staged_passes
-    budget = HostBudget.of(config, layout, largest_pass, staged_passes)
+    budget = HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=staged_passes)
     longest, remedy = largest_pass, "or lower --chunked-prefill-size"
     if not device.cuts_prompts:
         longest = max(largest_pass, min(context_length, device.tree.capacity()))

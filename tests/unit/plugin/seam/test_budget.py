@@ -20,7 +20,7 @@ LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 @pytest.mark.parametrize("largest_pass", [512, 8192])
 def test_the_parts_stay_within_the_whole(host_size: str, staging_size: str | None, largest_pass: int) -> None:
     config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size})
-    budget = HostBudget.of(config, LAYOUT, largest_pass)
+    budget = HostBudget.of(config, LAYOUT, largest_pass=largest_pass, staged_passes=2)
     used = (
         budget.ring_rows * sum(LAYOUT.row_bytes)
         + budget.num_slots * LAYOUT.chunk_bytes
@@ -32,8 +32,10 @@ def test_the_parts_stay_within_the_whole(host_size: str, staging_size: str | Non
 
 def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, 512).ring_rows == 1024
-    assert HostBudget.of(config, LAYOUT, 8192).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+    assert HostBudget.of(config, LAYOUT, largest_pass=512, staged_passes=2).ring_rows == 1024
+    assert HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=2).ring_rows == 10**9 // sum(
+        LAYOUT.row_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,8 +47,10 @@ def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
     arguments = SimpleNamespace(device=device, disable_overlap_schedule=has_no_overlap)
     assert staged_passes_of(arguments) == passes
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, 512, passes).ring_rows == passes * 512
-    assert HostBudget.of(config, LAYOUT, 8192, passes).ring_rows == 10**9 // sum(LAYOUT.row_bytes)
+    assert HostBudget.of(config, LAYOUT, largest_pass=512, staged_passes=passes).ring_rows == passes * 512
+    assert HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=passes).ring_rows == 10**9 // sum(
+        LAYOUT.row_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def device(largest_pass: int, passes: int, *, cuts_prompts: bool = True, pool: i
 
 def test_passes_may_be_shorter_than_a_chunk() -> None:
     config = HCacheConfig.from_settings({"host_size": "4GB"})
-    assert HostBudget.of(config, LAYOUT, 16).ring_rows == 128
+    assert HostBudget.of(config, LAYOUT, largest_pass=16, staged_passes=2).ring_rows == 128
 
 
 @pytest.mark.parametrize(("disk_bytes", "chunks"), [(10**12, 16), (10 * 2**27, 10), (2**20, 1)])
@@ -119,7 +123,9 @@ def test_a_run_never_needs_all_of_a_small_disk(disk_bytes: int, chunks: int) -> 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
-        HostBudget.of(HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, 512)
+        HostBudget.of(
+            HCacheConfig.from_settings({"host_size": "100MB"}), LAYOUT, largest_pass=512, staged_passes=2
+        )
 
 
 def test_a_pool_and_the_host_tier_share_a_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
