@@ -22,7 +22,6 @@ from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.testing.open_store import Inside
@@ -85,7 +84,7 @@ def _opened(folder: Path) -> Iterator[tuple[DiskStore, TieredStore]]:
 def _fill(disk: DiskStore, num_chunks: int, prompts: list[array[int]]) -> None:
     """Names in the catalog, ``prompts`` spread over them; nothing is on disk."""
     others = max(0, num_chunks // len(prompts) - len(prompts[0]) // CHUNK_TOKENS)
-    filling = _Filling(Inside(disk).catalog)
+    filling = _Filling(Inside(disk))
     for prompt in prompts:
         filling.add([os.urandom(32) for _ in range(others)])
         filling.add(chunk_keys(_ROOT, prompt))
@@ -94,15 +93,15 @@ def _fill(disk: DiskStore, num_chunks: int, prompts: list[array[int]]) -> None:
 class _Filling:
     """Puts runs into segments, as a store does."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._segment = Segment(0, [], (0,), 0)
+    def __init__(self, inside: Inside) -> None:
+        self._catalog, self._volumes = inside.catalog, inside.volumes
+        self._segment = Segment(0, self._volumes, (0,), 0)
         self._num_runs = 0
 
     def add(self, keys: list[bytes]) -> None:
         for first in range(0, len(keys), _RUN_CHUNKS):
             if self._num_runs % _RUNS_OF_SEGMENT == 0:
-                self._segment = Segment(self._num_runs, [], (0,), 0)
+                self._segment = Segment(self._num_runs, self._volumes, (0,), 0)
                 self._catalog.add_segment(self._segment)
             self._num_runs += 1
             part = tuple(keys[first : first + _RUN_CHUNKS])

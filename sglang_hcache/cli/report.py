@@ -65,16 +65,20 @@ def counted(number: int, what: str) -> str:
 
 
 def restore_times(measures: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Names and mean seconds of what restores spent time on; none before the first one ended well.
+    """Names of what restores spent time on, and seconds of each divided by all that ended well; none before the first.
 
     Args:
         measures: of ``/server_info``.
     """
-    seen = {
-        phase: measures.get(f"restore.{phase}_seconds", {"count": 1, "sum": 0}) for phase in RESTORE_PHASES
-    }
-    means = {phase: measure["sum"] / measure["count"] for phase, measure in seen.items()}
-    return [(_PHASE_NAMES[phase], seconds) for phase, seconds in means.items() if seconds > 0]
+    whole = measures.get("restore.seconds")
+    if whole is None:
+        return []
+    spent = {phase: measures.get(f"restore.{phase}_seconds") for phase in RESTORE_PHASES}
+    return [
+        (_PHASE_NAMES[phase], measure["sum"] / whole["count"])
+        for phase, measure in spent.items()
+        if measure is not None and measure["sum"] > 0
+    ]
 
 
 def seconds_text(seconds: float) -> str:

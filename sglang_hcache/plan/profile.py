@@ -175,13 +175,14 @@ class Profile:
         """
         try:
             data = json.loads(text)
+            found = data.pop("format", None) if isinstance(data, dict) else None
+            if found != PROFILE_FORMAT:
+                raise ValueError(
+                    f"format must be {PROFILE_FORMAT}, got {found!r}: not a profile of this version"
+                )
+            return _LOADER.validate_json(json.dumps(data))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        found = data.pop("format", None) if isinstance(data, dict) else None
-        if found != PROFILE_FORMAT:
-            raise ValueError(f"format must be {PROFILE_FORMAT}, got {found!r}: not a profile of this version")
-        try:
-            return _LOADER.validate_json(json.dumps(data))
         except ValidationError as error:
             raise ValueError("; ".join(_explain(dict(item)) for item in error.errors())) from None
 

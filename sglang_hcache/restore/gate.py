@@ -72,7 +72,8 @@ class Decision:
     delay_s: float
     """What restores took besides of late."""
     recompute_s: float
-    """What computing the tokens adds to the pass that the request needs anyway."""
+    """What computing the tokens takes: passes that they fill, and what the others add to the one that the request needs
+    anyway."""
     recomputing_s: float
     """Of the restore, a pass through its first layers."""
     io_s: float
@@ -191,7 +192,7 @@ class RestoreGate:
     def prefill_s(self, num_tokens: int, start: int) -> float:
         """What computing ``num_tokens`` tokens from position ``start`` on adds to a pass, which may have others'.
 
-        So many more passes as they fill are needed.
+        Whole passes that they fill cost what a pass costs.
         """
         passes = num_tokens // self._pass_tokens
         return self._pass_s(num_tokens, start) + (passes - 1) * len(self._stored) * self._fixed_s

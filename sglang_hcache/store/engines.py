@@ -19,19 +19,21 @@ def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
         config.io_engine,
         [volume.path for volume in well_first],
         [volume.directory.direct for volume in well_first],
-        _spare_bytes(config, well_first),
+        lambda: _spare_bytes(config, well_first),
     )
 
 
 def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:
     """What may be written for a moment to the first of ``volumes``, below cap and above floor."""
-    below_cap = config.size_bytes
-    for volume in volumes:
-        with contextlib.suppress(StoreError):
-            below_cap -= volume.allocated_bytes()
     first = volumes[0]
     try:
         total = first.call(first.directory.total_bytes, "cannot ask for its size")
-        return max(0, min(below_cap, first.free_bytes() - config.floor_of(total)))
+        above_floor = first.free_bytes() - config.floor_of(total)
     except StoreError:
         return 0
+    below_cap = config.size_bytes
+    for volume in volumes:
+        with contextlib.suppress(StoreError):
+            volume.free_bytes()  # does it answer?
+            below_cap -= volume.allocated_bytes()
+    return max(0, min(below_cap, above_floor))

@@ -81,4 +81,5 @@ def _check_used(context: typer.Context, *, with_page: bool) -> None:
         source = context.get_parameter_source(option.name or "")
         if option.name in unused and source is not None and source.name == "COMMANDLINE":
             belongs = "to the demo without --chat" if with_page else "to the page of --chat"
-            raise ConfigError(f"{option.opts[0]}: it belongs {belongs}; leave it out")
+            names = "/".join((*option.opts, *option.secondary_opts))
+            raise ConfigError(f"{names}: it belongs {belongs}; leave it out")

@@ -54,6 +54,8 @@ class Running:
 
     def leading(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, chunks of one prompt in order, they bring from the first one on."""
+        if not keys or not self.restores(keys[0]):
+            return 0
         return bisect_left(keys, True, key=lambda key: not self.restores(key))
 
     def newest(self) -> Restore | None:

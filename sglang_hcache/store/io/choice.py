@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sglang_hcache.store.io.engine import IOEngine
@@ -33,7 +33,7 @@ BUSY_S, FREE_S = 0.004, 0.001
 
 
 def choose_engine(
-    name: str, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: int
+    name: str, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: Callable[[], int]
 ) -> IOEngine:
     """The engine ``name``, for ``directories``.
 
@@ -42,7 +42,7 @@ def choose_engine(
 
     Args:
         direct: whether files in each directory are opened with O_DIRECT.
-        spare_bytes: how large the file may be; below 4 MiB there is none, and ``posix`` is taken.
+        spare_bytes: how large the file may be, asked if there is to be one; below 4 MiB ``posix`` is taken.
 
     Raises:
         ConfigError: ``nixl`` is asked for and does not work here.
@@ -52,12 +52,12 @@ def choose_engine(
     return PosixEngine(len(directories))
 
 
-def _nixl_wins(directory: Path, direct: bool, spare_bytes: int) -> bool:
+def _nixl_wins(directory: Path, direct: bool, spare_bytes: Callable[[], int]) -> bool:
     problem = nixl_problem()
     if problem is not None:
         logger.info("hcache: %s; using the posix engine", problem)
         return False
-    size = probe_bytes(spare_bytes)
+    size = probe_bytes(spare_bytes())
     if not size:
         logger.info("hcache: no room to compare I/O engines; using the posix engine")
         return False

@@ -15,6 +15,9 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ON
 
 T = TypeVar("T")
 
+_MEASURE_S = 60.0
+"""To ask for the size of each file, of which there may be thousands; who asks has seen that the device answers."""
+
 
 def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
     """``error`` as one of ours: full when the device is full, late when it overran its deadline."""
@@ -42,9 +45,20 @@ class Volume:
     def path(self) -> Path:
         return self.directory.path
 
-    def call(self, function: Callable[[], T], doing: str, *, writing: bool = False, blame: bool = True) -> T:
+    def call(
+        self,
+        function: Callable[[], T],
+        doing: str,
+        *,
+        writing: bool = False,
+        blame: bool = True,
+        patience_s: float | None = None,
+    ) -> T:
         """What ``function()`` returns. Without ``blame`` one failure says nothing about the device, unless it hangs, is
         gone or takes no writes.
+
+        Args:
+            patience_s: its deadline, seconds; None: that of others.
 
         Raises:
             StoreFullError, StoreIOError, StoreTimeoutError: it failed, or the directory is out.
@@ -52,7 +66,7 @@ class Volume:
         if not self.health.readable:
             raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
         try:
-            return self.probe(function)
+            return self.probe(function, patience_s)
         except FileNotFoundError as error:
             self.check_presence()
             raise storage_error(error, doing) from error
@@ -87,13 +101,13 @@ class Volume:
         return self.call(measure, "cannot measure a segment file", blame=False)
 
     def allocated_bytes(self) -> int:
-        return self.call(self.directory.allocated_bytes, "cannot ask for sizes")
+        return self.call(self.directory.allocated_bytes, "cannot ask for sizes", patience_s=_MEASURE_S)
 
     def free_bytes(self) -> int:
         return self.call(self.directory.free_bytes, "cannot ask for free space")
 
     def index_bytes(self) -> int:
-        return self.call(self.directory.index_bytes, "cannot ask for the index's size")
+        return self.call(self.directory.index_bytes, "cannot ask for the index's size", blame=False)
 
     def segment_sizes(self) -> dict[int, int]:
         return self.call(self.directory.segment_sizes, "cannot list the segments")

@@ -98,12 +98,14 @@ def test_totals_and_rates() -> None:
 
 def test_what_a_restore_takes() -> None:
     measures = {
+        "restore.seconds": {"count": 4, "sum": 6.1},
+        "restore.recompute_seconds": {"count": 1, "sum": 0.04},
         "restore.read_seconds": {"count": 4, "sum": 0.048},
         "restore.project_seconds": {"count": 4, "sum": 6.0},
         "restore.queue_seconds": {"count": 4, "sum": 0.0},
         "restore.prediction_ratio": {"count": 4, "sum": 4.4},
     }
-    line = "a restore on average: reading 12 ms, writing K and V 1.50 s"
+    line = "a restore on average: reading 12 ms, writing K and V 1.50 s, recomputing layers 10 ms"
     assert line in shown(Sample(0.0, state() | {"measures": measures}), None)
     assert not any(text.startswith("a restore") for text in shown(Sample(0.0, state()), None))
 

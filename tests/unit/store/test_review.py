@@ -332,8 +332,12 @@ def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
 
 def test_statistics_of_a_closed_store(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(small_config(tmp_path))
+    write_keys(store, make_keys(0, 1), [512])
+    before = store.stats()
     store.close()
-    assert store.stats().segments == 0
+    after = store.stats()
+    assert (after.chunks, after.segments) == (before.chunks, before.segments) == (1, 1)
+    assert after.used_bytes > 0
 
 
 @pytest.mark.parametrize("restart", [False, True])

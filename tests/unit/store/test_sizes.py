@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_what_the_index_takes_counts_where_it_is(tmp_path: Path, open_store: Ope
             file.write(bytes(2**20))
     Inside(store).write_down()
     assert store.stats().used_bytes >= before + 2**20
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_directory_serves_whose_index_cannot_tell_its_size(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: StoreDirectory) -> int:
+        raise OSError(errno.EIO, "one bad inode")
+
+    store = open_store(small_config(tmp_path))
+    write_keys(store, make_keys(0, 4), LAYERS)
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "index_bytes", fail)
+        for _ in range(5):
+            Inside(store).write_down()
+    assert [item.condition for item in store.stats().directories] == ["healthy"]
+    read_keys(store, make_keys(0, 4))
 
 
 @pytest.mark.usefixtures("no_keeper")

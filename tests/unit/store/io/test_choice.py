@@ -21,7 +21,7 @@ ROOM = 2**30
 
 
 def choose(name: str, directory: Path, *, direct: bool = False, spare_bytes: int = ROOM) -> str:
-    engine: IOEngine = choose_engine(name, [directory], [direct], spare_bytes)
+    engine: IOEngine = choose_engine(name, [directory], [direct], lambda: spare_bytes)
     assert engine.close(10.0)
     return engine.name
 
