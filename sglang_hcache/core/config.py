@@ -103,10 +103,10 @@ class HCacheConfig(BaseModel):
     """Free space to leave on each file system, or a share of its size, such as 10%. If other data fills the disk, the
     tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
-    """What happens if the disk tier cannot be opened: in use by another process, disks that are out, read-only or hang,
-    another user's directory, another format. required: the server does not start. optional: a warning says why, and the
-    server runs with its host tier alone until the next start. For servers that an orchestrator starts again and
-    again."""
+    """What happens if the disk tier cannot be opened: a directory is in use by another process, another user's or of
+    another format, or disks are out, read-only or hang: all of a store's, or any of a new one's. required: the server
+    does not start. optional: a warning says why, and the server runs with its host tier alone until the next start. For
+    servers that an orchestrator starts again and again."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together. On a CPU it is committed as it fills, on a GPU
     pinned whole at start. None of it is taken where ``method`` is recompute."""
