@@ -162,7 +162,8 @@ class StoreStats:
     quarantined: int
     """Chunks that are damaged and not served."""
     used_bytes: int
-    """What its segments count against the cap, and what its index takes; as of a moment ago."""
+    """What segments count against the cap, deleted ones whose files are not gone too, and what the index takes; as of a
+    moment ago."""
     cap_bytes: int
     written_today_bytes: int
     """Bytes written in the last 24 hours."""
