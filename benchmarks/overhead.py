@@ -7,7 +7,7 @@ capture, decoding, time to the first token, start and memory.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Container, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,29 +52,38 @@ START, MEMORY, LOOKUP = "start", "memory", "look-up"
 
 
 async def measure(
-    requests: PairedRequests, pair: Pair, settings: Settings, progress: Progress, found: Gathered
+    requests: PairedRequests,
+    pair: Pair,
+    settings: Settings,
+    wanted: Container[str],
+    progress: Progress,
+    found: Gathered,
 ) -> None:
     """What running servers are asked, as rows: ``what``, ``off``, ``tier`` (medians) and ``ratio`` of each round."""
     for name, section in requests.sections():
-        with while_doing(progress, name):
-            found.add(name, await section())
-    with while_doing(progress, MEMORY):
-        found.add(MEMORY, await _memory(settings, pair, requests.clients[TIER]))
+        if name in wanted:
+            with while_doing(progress, name):
+                found.add(name, await section())
+    if MEMORY in wanted:
+        with while_doing(progress, MEMORY):
+            found.add(MEMORY, await _memory(settings, pair, requests.clients[TIER]))
 
 
 def run(
     settings: Settings,
+    only: Sequence[str],
     model_path: Path | None,
     tiny: TinyModel,
     logs: Path | None,
     folder: Path,
     found: Gathered,
 ) -> None:
-    """Measure everything.
+    """Measure everything, or what has one of ``only`` in its name.
 
     Raises:
         ConfigError, ServerProcessError, ChatError: what went wrong.
     """
+    wanted = _wanted(only, [START, *section_names(settings), MEMORY, LOOKUP])
     model = prepare_model(folder, model_path, tiny)
     pair = make_pair(
         folder,
@@ -92,23 +101,35 @@ def run(
         "model": {**model.header, "dtype": tiny.dtype},
         "settings": asdict(settings),
     }
-    found.expect([START, *section_names(settings), MEMORY, LOOKUP])
+    found.expect(wanted)
     with new_progress() as progress:
-        if settings.starts:
+        if settings.starts and START in wanted:
             with while_doing(progress, "starting servers, each alone"):
                 found.add(START, _starts([start_alone(pair) for _ in range(settings.starts)]))
         with running(pair, progress, together=_start_together(settings.method)) as started:
-            if started is None and not settings.starts:
-                found.leave_out(START)
-            elif started is not None and not settings.starts:
-                found.add(START, _starts([started]))
+            if not settings.starts and START in wanted:
+                if started is None:
+                    found.leave_out(START)
+                else:
+                    found.add(START, _starts([started]))
 
             def ask(clients: dict[str, TokenClient]) -> Awaitable[None]:
-                return measure(PairedRequests(settings, model, clients), pair, settings, progress, found)
+                requests = PairedRequests(settings, model, clients)
+                return measure(requests, pair, settings, wanted, progress, found)
 
             ask_servers(pair, ask)
-        with while_doing(progress, LOOKUP):
-            found.add(LOOKUP, _lookups(settings))
+        if LOOKUP in wanted:
+            with while_doing(progress, LOOKUP):
+                found.add(LOOKUP, _lookups(settings))
+
+
+def _wanted(only: Sequence[str], names: Sequence[str]) -> list[str]:
+    wanted = [name for name in names if not only or any(text in name for text in only)]
+    if not wanted:
+        raise ConfigError(
+            f"--only: nothing has {' or '.join(only)} in its name; there are: {'; '.join(names)}"
+        )
+    return wanted
 
 
 def _start_together(method: str) -> bool:
@@ -177,6 +198,13 @@ def main(
     dtype: Dtype = "bfloat16",
     prompt: Annotated[
         int | None, typer.Option(help="Tokens of fresh prompts. Default: 2048, quick 512.", min=64)
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure only what has this in its name, such as 'return' or 'memory'; may be given again.",
+            show_default=False,
+        ),
     ] = None,
     histories: Annotated[
         str | None,
@@ -263,7 +291,7 @@ def main(
     prepare_out(out)
     carry_out(
         "overhead",
-        partial(run, settings, model_path, tiny, logs and logs.absolute()),
+        partial(run, settings, only or (), model_path, tiny, logs and logs.absolute()),
         overhead_report,
         folder=folder,
         out=out,

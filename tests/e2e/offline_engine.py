@@ -1,4 +1,4 @@
-"""SGLang's engine in a program of one's own, as docs/quickstart.md has it: a prompt, and again when the device forgot it.
+"""SGLang's engine in a program of one's own, as docs/quickstart.md has it: a prompt, and again after it was evicted.
 
 Usage: offline_engine.py, then the arguments of a server. Prints both answers as JSON.
 """

@@ -164,8 +164,8 @@ def test_what_parts_ask_of_commands_can_be_asked(
     monkeypatch.setattr(serving, "run_command", run_command)
     serving.measure_overhead(lambda *_: None, tmp_path)
     serving.measure_zipf(lambda *_: None, tmp_path)
-    overhead, _model, _tiny, logs = seen["overhead"].args
-    assert overhead.tier_arguments == ()
+    overhead, only, _model, _tiny, logs = seen["overhead"].args
+    assert (overhead.tier_arguments, only) == ((), ())
     assert (overhead.method, overhead.has_disk, overhead.starts, logs) == ("hidden", False, 0, tmp_path)
     assert overhead.pool_tokens > 16384 + 16 * (128 + overhead.decoded)
     monkeypatch.setattr(bench("serving.servers"), "has_gpu", lambda: True)
