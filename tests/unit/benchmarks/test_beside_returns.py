@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sglang_hcache.core.errors import ConfigError
+
 Import = Callable[[str], Any]
 
 LENGTH = 9_984
@@ -139,3 +141,13 @@ def test_what_was_restored_is_that_of_the_rounds_that_count(bench: Import) -> No
     asked = asking(bench, SimpleNamespace(rounds=1, warm_up=2, seed=0), pair)
     (row,) = asyncio.run(asked._returning(LENGTH))
     assert row["restored_tokens"] == LENGTH
+
+
+def test_only_what_is_named_is_measured(bench: Import) -> None:
+    wanted = bench("overhead")._wanted
+    names = ["start", "prefill", "64 tokens return", "decoding while others return", "memory"]
+    assert wanted([], names) == names
+    assert wanted(["return"], names) == names[2:4]
+    assert wanted(["memory", "64"], names) == [names[2], names[4]]
+    with pytest.raises(ConfigError, match="--only: nothing has x or y in its name; there are: start; "):
+        wanted(["x", "y"], names)
