@@ -9,15 +9,15 @@ import pytest
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of SGLang's functions that would have been hooked; nothing is."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """SGLang's functions that would have been hooked, by name, and how; nothing is."""
     from sglang_hcache.sglang_plugin import hooks
     from sglang_hcache.sglang_plugin.seam import hooking
 
-    names: list[str] = []
-    monkeypatch.setattr(hooking, "apply", lambda targets: names.extend(targets))
+    hooked: dict[str, object] = {}
+    monkeypatch.setattr(hooking, "apply", hooked.update)
     monkeypatch.setattr(hooks, "register_radix_cache_backend", lambda *_: None)
-    return names
+    return hooked
 
 
 def configure(device: str, *, tier: bool = False, cpu_fixes: bool = False) -> None:
@@ -43,12 +43,12 @@ def configure(device: str, *, tier: bool = False, cpu_fixes: bool = False) -> No
     )
 
 
-def test_nothing_without_the_tier(installed: list[str]) -> None:
+def test_nothing_without_the_tier(installed: dict[str, object]) -> None:
     configure("cpu")
-    assert installed == []
+    assert not installed
 
 
-def test_the_fixes_alone_if_they_are_asked_for(installed: list[str]) -> None:
+def test_the_fixes_alone_if_they_are_asked_for(installed: dict[str, object]) -> None:
     configure("cpu", cpu_fixes=True)
     assert sorted(name.rpartition(".")[2] for name in installed) == [
         "_run_sdpa_forward_extend",
@@ -57,14 +57,32 @@ def test_the_fixes_alone_if_they_are_asked_for(installed: list[str]) -> None:
     ]
 
 
-def test_the_tier_brings_the_fixes(installed: list[str]) -> None:
+def test_the_tier_brings_the_fixes(installed: dict[str, object]) -> None:
     configure("cpu", tier=True)
     assert any(name.endswith("get_internal_state") for name in installed)
     assert sum(name.endswith(("_forward_extend", "alloc_decode", "alloc_extend")) for name in installed) == 3
 
 
+def test_before_weights_change_the_tier_is_told(installed: dict[str, object]) -> None:
+    """However they come: K and V of the old ones, saved or restored as the new ones', would be wrong."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_hcache.sglang_plugin import hooks
+
+    configure("cpu", tier=True)
+    updates = [
+        name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights_from_")
+    ]
+    assert len(updates) == 4
+    for name in (*updates, "release_memory_occupation"):
+        assert installed[f"{hooks._WEIGHTS}.{name}"] == (hooks._weights_will_change, HookType.BEFORE)
+    checks = installed[f"{hooks._WEIGHTS}.check_weights"]
+    assert checks == (hooks._weights_will_be_checked, HookType.BEFORE)
+
+
 @pytest.mark.parametrize("tier", [False, True])
-def test_no_fix_on_another_device(installed: list[str], tier: bool) -> None:
+def test_no_fix_on_another_device(installed: dict[str, object], tier: bool) -> None:
     configure("cuda", tier=tier, cpu_fixes=not tier)
     assert not any("attention" in name or "allocator" in name for name in installed)
     assert bool(installed) == tier
