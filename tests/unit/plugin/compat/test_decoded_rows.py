@@ -52,8 +52,6 @@ class Scheduler(Served):
             extra_key=None,
             origin_input_ids=prompt,
             output_ids=array("q"),
-            full_untruncated_fill_ids=prompt,
-            prefix_indices=range(cached),
             req_pool_idx=self._requests,
             kv_committed_len=cached,
             pending=array("q"),
@@ -64,17 +62,20 @@ class Scheduler(Served):
             self._compute(req, position)
         return req
 
-    def prefill(self, req: Any, *decoding: Any) -> None:
-        """All of a prompt; beside it others decode, as in SGLang's mixed passes."""
+    def prefill(self, req: Any, *decoding: Any, piece: int | None = None) -> None:
+        """What is left of its prompt and answer, or a piece of it; others decode beside it, as in mixed passes."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import begin_captures
 
+        req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+        req.prefix_indices = range(req.kv_committed_len)
         begin_captures(SimpleNamespace(reqs=[req]), self.bridge)  # type: ignore[arg-type]
         if decoding:
             self._prepare(*decoding)
         begins = [req.kv_committed_len, *(one.kv_committed_len - 1 for one in decoding)]
-        req.kv_committed_len = len(req.origin_input_ids)
+        whole = len(req.full_untruncated_fill_ids)
+        req.kv_committed_len = whole if piece is None else begins[0] + piece
         self._pass([req, *decoding], begins, ForwardMode.MIXED if decoding else ForwardMode.EXTEND)
 
     def decode(self, *reqs: Any, passes: int = 1) -> None:
@@ -85,10 +86,12 @@ class Scheduler(Served):
             self._pass(reqs, [req.kv_committed_len - 1 for req in reqs], ForwardMode.DECODE)
 
     def finish(self, req: Any) -> None:
-        """As the radix cache is told of it; its slots are others' then. Aborts and retractions are no different."""
+        """As the radix cache is told of it; its slots are others' then. Aborts are no different.
+
+        If passes overlap, what the last one generates is dropped.
+        """
         from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import save_rest
 
-        self._learn(req)
         save_rest(req, req.kv_committed_len, SimpleNamespace(req_to_token=self._table), self.bridge)  # type: ignore[arg-type]
         self.bridge.end_capture(req.rid)
         self.bridge.ids.leaves(req.rid, id(req))
@@ -96,6 +99,12 @@ class Scheduler(Served):
         for buffers in self.pool:
             for buffer in buffers:
                 buffer[slots] = -1.0
+
+    def retract(self, req: Any) -> None:
+        """It will be prefilled again, with what it has said."""
+        self.finish(req)
+        del req.pending[:]
+        req.kv_committed_len = 0
 
     def stored(self, req: Any) -> list[bool | None]:
         """Of each whole chunk of what it has computed: whether its rows are right; None: it is not stored."""
@@ -157,6 +166,8 @@ class Scheduler(Served):
         for req in reqs:
             if self._overlaps:
                 self._learn(req)
+            if req.kv_committed_len < len(req.full_untruncated_fill_ids):
+                continue  # a piece of a prompt: nothing is generated
             req.pending.append(1000 * req.req_pool_idx + req.kv_committed_len)
             if not self._overlaps:
                 self._learn(req)
@@ -198,6 +209,35 @@ def test_chunks_of_an_answer(scheduler: Scheduler) -> None:
     scheduler.decode(one, passes=200)
     scheduler.finish(one)
     assert scheduler.stored(one) == [True] * 4
+
+
+def test_a_prompt_in_pieces(scheduler: Scheduler) -> None:
+    """That end inside of chunks, between passes of others."""
+    one, late = scheduler.request("one", prompt(1, 70)), scheduler.request("late", prompt(2, 200))
+    scheduler.prefill(one)
+    for _ in range(3):
+        scheduler.prefill(late, one, piece=50)
+        scheduler.decode(one, passes=5)
+    scheduler.prefill(late, one)
+    scheduler.decode(one, late, passes=60)
+    for req in (one, late):
+        scheduler.finish(req)
+    assert [scheduler.stored(req) for req in (one, late)] == [[True] * 2, [True] * 4]
+
+
+def test_a_retracted_request_comes_again_with_what_it_has_said(scheduler: Scheduler) -> None:
+    one, other = scheduler.request("one", prompt(1, 70)), scheduler.request("other", prompt(2, 100))
+    scheduler.prefill(one)
+    scheduler.prefill(other)
+    scheduler.decode(one, other, passes=80)
+    scheduler.retract(one)
+    scheduler.decode(other, passes=10)
+    scheduler.prefill(one, other, piece=100)
+    scheduler.prefill(one)
+    scheduler.decode(one, other, passes=60)
+    for req in (one, other):
+        scheduler.finish(req)
+    assert [scheduler.stored(req) for req in (one, other)] == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("length", [63, 64, 65, 127, 128])
