@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,15 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
-from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, pool_share, staged_passes_of
+from sglang_hcache.sglang_plugin.seam.budget import (
+    HostBudget,
+    longest_run,
+    pool_share,
+    staged_passes_of,
+    store_config,
+)
 from sglang_hcache.sglang_plugin.setup.assembly import _budget
+from sglang_hcache.store import StoreConfig
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
@@ -144,3 +153,18 @@ def test_a_pool_leaves_room_for_a_host_tier_that_is_small_beside_the_memory(
     monkeypatch.setattr("sglang_hcache.sglang_plugin.seam.budget.available_host_bytes", lambda: memory)
     config = HCacheConfig.from_settings({"host_size": "900MB"})
     assert pool_share(config, 0.9) * memory <= 0.9 * memory - config.host_size
+
+
+def test_every_setting_of_the_disk_reaches_the_store(tmp_path: Path) -> None:
+    """None of them is the default, which the store would have without it."""
+    config = HCacheConfig(
+        dirs=(tmp_path / "a", tmp_path / "b"), disk_size=2**30, disk_free_floor=12_345, segment_size=2**24,
+        io_engine="posix", io_timeout_s=7.0, disk_write_budget=2**31, disk_max_age="12h",
+    )  # fmt: skip
+    expected = StoreConfig(
+        dirs=config.dirs, size_bytes=2**30, free_floor_bytes=12_345, segment_bytes=2**24, io_engine="posix",
+        io_timeout_s=7.0, write_budget_bytes=2**31, max_age_s=12 * 3600.0, cost_doubling_tokens=600,
+    )  # fmt: skip
+    assert store_config(config, hidden_size=100) == expected
+    config = config.model_copy(update={"disk_free_floor": "2.5%"})
+    assert store_config(config, 100) == replace(expected, free_floor_bytes=0, free_floor_percent=2.5)

@@ -34,6 +34,7 @@ class Served:
         pool: K and V of each layer.
         rows: of the staging ring.
         disk: closed with the bridge.
+        config: of the tier.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Served:
         rows: int = 128,
         slots: int = 8,
         disk: DiskStore | None = None,
+        config: HCacheConfig | None = None,
     ) -> None:
         self.weights = "a"
         self.watched: list[int] = []
@@ -67,9 +69,8 @@ class Served:
         tiers = TieredStore(host, disk, counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
         restorer = LayerRestorer(torch.float32, device.pool, 1, None)
         namespace, budget = Namespace(b"model", "a"), HostBudget(rows, slots, 1)
-        self.bridge = Bridge(
-            HCacheConfig(), model, namespace, tiers, budget, device, restorer, None, counters
-        )
+        config = config or HCacheConfig()
+        self.bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, None, counters)
 
     def update(self, weights: str) -> None:
         """SGLang with ``flush_cache=False``."""
