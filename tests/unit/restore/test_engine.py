@@ -342,6 +342,7 @@ def test_a_hung_read_ends_with_the_deadline(bench: Bench, limit: str) -> None:
     job = bench.run(**{limit: 0.2})  # type: ignore[arg-type]
     assert job.state is RestoreState.FAILED
     assert isinstance(job.error, RestoreTimeoutError)
+    assert (bench.counters["restore.late"], bench.counters["restore.failed"]) == (1, 0)
     release.set()
 
 

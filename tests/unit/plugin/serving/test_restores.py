@@ -438,17 +438,19 @@ def test_running_requests_keep_their_reserve(world: World) -> None:
     assert world.engine.jobs
 
 
-def test_restores_share_the_pool_with_the_rest(world: World) -> None:
-    """At most half of the pool is in flight or pinned, but one restore may always run alone."""
+@pytest.mark.parametrize(("share", "at_once"), [(0.3, 1), (0.5, 1), (0.8, 2)])
+def test_restores_share_the_pool_with_the_rest(share: float, at_once: int) -> None:
+    """So much of it is in flight or pinned at most, but one restore may always run alone. Here each needs 0.35."""
+    world = World(config=HCacheConfig(max_inflight_fraction=share))
     for name in (1, 2):
-        world.store(tokens(name, 24))
-        world.queue(f"r{name}", tokens(name, 24))
+        world.store(tokens(name, 14))
+        world.queue(f"r{name}", tokens(name, 14))
     world.coordinator.tick()
-    assert len(world.engine.jobs) == 1
+    assert len(world.engine.jobs) == at_once
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
-    assert not world.engine.jobs  # the first one is pinned
-    world.coordinator.admitted("r1", 24 * CHUNK_TOKENS)
+    assert len(world.engine.jobs) == at_once - 1  # the first one is pinned
+    world.coordinator.admitted("r1", 14 * CHUNK_TOKENS)
     world.scheduler.line.remove("r1")
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
@@ -720,6 +722,7 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_late(world, monkeypatch, 10.0)
+    assert world.counters["restore.rests"] == 1
     world.queue("next", tokens(2, 4))
     assert world.coordinator.may_be_admitted("next")
     world.coordinator.drop("next")
@@ -735,6 +738,7 @@ def test_one_that_was_late_for_others_before_it_says_nothing_of_the_disk(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_late(world, monkeypatch, 0.1)
+    assert world.counters["restore.rests"] == 0
     assert world.coordinator.may_be_admitted("late")
     world.queue("next", tokens(2, 4))
     world.coordinator.tick()
@@ -750,6 +754,7 @@ def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: 
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("late")
     assert len(world.engine.jobs) == 1
+    assert world.counters["restore.rests"] == 0
 
 
 def test_what_is_in_host_memory_is_restored_while_the_disk_rests(
@@ -986,6 +991,7 @@ def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
     # Restores end 1, 2, 3 and 4 fifths of a prefill after now. A fifth would end with the prefill, which is taken.
     assert world.coordinator.waiting.phases() == {"resolved": 1, "pending": 0, "running": 7, "pinned": 0}
     assert world.coordinator.may_be_admitted("r4")
+    assert world.counters["restore.declined_slower"] == 1
     one_s = 2 * CHUNK_TOKENS * LAYERS * 1e-4
     running = world.coordinator.running
     assert running.backlog_s == pytest.approx(7 * one_s, rel=0.1)
