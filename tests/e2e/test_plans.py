@@ -18,6 +18,7 @@ from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import planned_costs
+from sglang_hcache.restore.gate import RestoreGate
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 from tests.e2e.test_serving import assert_same_pool
 
@@ -86,7 +87,7 @@ def mixed(
 ) -> Iterator[tuple[TierServer, Profile]]:
     """Multi-head attention: three layers store hidden states and three K and V."""
     folder, model = tmp_path_factory.mktemp("mixed"), tiny_model(layers=LAYERS)
-    profile = write_profile(model, folder / "costs.json", fixed=10_000, hidden=5, kv=10, project=16, run=60)
+    profile = write_profile(model, folder / "costs.json", fixed=5_000, hidden=2.5, kv=5, project=8, run=30)
     with serve(folder, model, "auto", folder / "costs.json") as server:
         assert "method 3 hidden + 3 kv (auto)" in server.process.log_text()
         yield server, profile
@@ -138,6 +139,24 @@ def test_a_restore_below_a_prefix_on_the_device(mixed: tuple[TierServer, Profile
     assert server.counter("restore.layers_recomputed") > before
     assert largest_difference(restored, recomputed) <= TOLERANCE
     assert_same_pool(server, "restored-below", "recomputed-below")
+    server.flush_device()
+    server.assert_nothing_left()
+
+
+def test_what_is_computed_sooner_is_not_restored(mixed: tuple[TierServer, Profile]) -> None:
+    """One chunk, which is computed in a single pass while the first read has not ended for long."""
+    server, profile = mixed
+    gate = RestoreGate(profile, plan_stored(planned_costs(profile), LAYERS), block_tokens=64)
+    assert not gate.pays(gate.decide({"host": 64}, 0), behind_s=0.0)
+    prompt = random_prompt(65, 65)
+    recomputed = server.recompute(prompt, tokens=16)
+    server.ask(prompt)
+    server.to_tiers()
+    before = server.counter("restore.declined_slower")
+    again = server.ask(prompt, tokens=16)
+    assert again.cached == 0
+    assert server.counter("restore.declined_slower") - before == 1
+    assert largest_difference(again, recomputed) <= TOLERANCE
     server.flush_device()
     server.assert_nothing_left()
 
