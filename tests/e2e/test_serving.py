@@ -1,4 +1,8 @@
-"""One real server with host and disk tier: what it restores equals what it would recompute."""
+"""One real server with host and disk tier: what it restores equals what it would recompute.
+
+It stores K and V of all layers, and those of decoded tokens later: what servers on a CPU do where nothing says
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def tier_arguments(model: Path, folder: Path) -> list[str]:
     return [
         *("--model-path", str(model), "--dtype", "float32"),
         *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "512"),
-        *("--enable-cache-report", "--enable-metrics"),
+        *("--enable-cache-report", "--enable-metrics", "--hcache-method", "kv"),
         *("--hcache-config", str(config), "--hcache-dirs", str(folder / "store")),
         *("--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"),
         *("--hcache-host-size", "32MB"),  # about 60 chunks: less than the tests use, so the disk is needed
@@ -36,7 +40,7 @@ def tier_arguments(model: Path, folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
     folder = tmp_path_factory.mktemp("serving")
-    with TierServer(folder, tier_arguments(tiny_model(), folder), sleep_on_idle=False) as running:
+    with TierServer(folder, tier_arguments(tiny_model(kv_heads=2), folder), sleep_on_idle=False) as running:
         yield running
         running.assert_nothing_left()
 
