@@ -248,7 +248,6 @@ def _model(model: Any) -> list[str]:
         (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
-        (bool(getattr(model.hf_config, "dual_chunk_attention_config", None)), "dual chunk attention"),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
 
