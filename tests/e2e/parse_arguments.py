@@ -29,7 +29,8 @@ def parse(arguments: list[str]) -> dict[str, object]:
         "hicache_storage_backend_extra_config",
     )
     fields = {name: getattr(parsed, name) for name in names}
-    return {"exit": None, "fields": fields, "pool_share": parsed.mem_fraction_static}
+    share = parsed.mem_fraction_static
+    return {"exit": None, "stderr": errors.getvalue(), "fields": fields, "pool_share": share}
 
 
 print("RESULTS " + json.dumps([parse(arguments) for arguments in json.load(sys.stdin)]))

@@ -67,6 +67,10 @@ REFUSALS = {
     "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
+    "cp": Refusal(
+        ["--attn-cp-size", "2", "--dcp-size", "4"],
+        ("--attn-cp-size 1 only, got 2", "--dcp-size 1 only, got 4"),
+    ),
     "page size": Refusal(["--page-size", "48"], ("--page-size", "48")),
     "speculative": Refusal(
         ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
@@ -83,6 +87,10 @@ REFUSALS = {
     ),
     "disaggregation": Refusal(["--disaggregation-mode", "prefill"], ("--disaggregation-mode",)),
     "lmcache": Refusal(["--enable-lmcache"], ("--enable-lmcache",)),
+    "another cache": Refusal(
+        ["--radix-cache-backend", "lru", "--enable-flexkv"],
+        ("--radix-cache-backend: the tier is", "--enable-flexkv: FlexKV"),
+    ),
     "radix off": Refusal(["--disable-radix-cache"], ("--disable-radix-cache",)),
     "hicache": Refusal(["--enable-hierarchical-cache"], ("--enable-hierarchical-cache",)),
     "memory of HiCache": Refusal(
@@ -118,10 +126,15 @@ REFUSALS = {
     "embeddings": Refusal(["--is-embedding"], ("LlamaForCausalLM", "no text generation")),
     "sessions": Refusal(["--enable-streaming-session"], ("--enable-streaming-session",)),
     "sessions in the tree": Refusal(["--enable-session-radix-cache"], ("--enable-session-radix-cache",)),
+    "weights elsewhere": Refusal(["--cpu-offload-gb", "1"], ("--cpu-offload-gb: weights are not",)),
     "offloaded layers": Refusal(["--offload-group-size", "2"], ("--offload-group-size",)),
     "experts on the CPU": Refusal(
         ["--kt-weight-path", "/nowhere", "--kt-method", "AMXINT4"], ("--kt-weight-path", "fingerprint")
     ),
+    "compiled layers": Refusal(["--enable-torch-compile"], ("--enable-torch-compile: compiled layers",)),
+    "diffusion": Refusal(["--dllm-algorithm", "LowConfidence"], ("--dllm-algorithm: diffusion models",)),
+    "multiplexing": Refusal(["--enable-pdmux"], ("--enable-pdmux: prefill and decode",)),
+    "canary": Refusal(["--kv-canary", "log"], ("--kv-canary: it takes",)),
     "halves": Refusal(["--enable-two-batch-overlap"], ("--enable-two-batch-overlap",)),
     "experts": Refusal(["--enable-return-routed-experts"], ("--enable-return-routed-experts",)),
     "several items": Refusal(["--enable-mis"], ("--enable-mis",)),
@@ -143,6 +156,16 @@ REFUSALS = {
             **SMALL,
             "architectures": ["HrmTextForCausalLM"],
             "model_type": "llama",
+        },
+    ),
+    "dual chunk attention": Refusal(
+        ["--attention-backend", "dual_chunk_flash_attn"],
+        ("this model", "without a radix cache"),
+        {
+            **SMALL,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "dual_chunk_attention_config": {"chunk_size": 1024, "local_size": 256},
         },
     ),
     "mla": Refusal(
@@ -192,12 +215,13 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "off": base,
         "explicitly off": [*base, "--hierarchical-cache", "off"],
         "off in SGLang's file": [*base, "--config", str(folder / "server.yaml")],
-        "off with our flags": [*base, "--hcache-host-size", "1GB"],
+        "off with our flags": [*base, "--hcache-host-size", "1GB", "--hcache-config", "x.yaml"],
         "off with the CPU fixes": [*base, "--hcache-cpu-fixes"],
         "CPU fixes and HiCache": [*base, "--hcache-cpu-fixes", "--hicache-storage-backend", "file"],
         "on": [*base, *ON],
         "flags": [*base, *ON, "--hcache-dirs", "/a,/b", "--hcache-host-size", "512MiB"],
         "file": [*base, *ON, "--hcache-config", str(settings), "--hcache-disk-size", "9GB"],
+        "disk without a directory": [*base, *ON, "--hcache-disk-size", "9GB", "--hcache-io-engine", "posix"],
         "typo": [*base, *ON, "--hcache-config", str(folder / "typo.yaml")],
         "not ours, and do without": [
             *(*base, *ON, "--hcache-dirs", str(folder / "taken"), "--hcache-disk-at-start", "optional")
@@ -269,6 +293,25 @@ def test_without_the_flag_nothing_of_sglang_changes(results: dict[str, Any], nam
         "hicache_storage_backend_extra_config": None,
     }
     assert results[name]["pool_share"] == results["off"]["pool_share"]
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        (
+            "off with our flags",
+            "hcache: --hcache-host-size, --hcache-config: ignored, because --hierarchical-cache is off",
+        ),
+        (
+            "disk without a directory",
+            "hcache: --hcache-disk-size, --hcache-io-engine: ignored, because --hcache-dirs names no directory",
+        ),
+    ],
+)
+def test_flags_that_do_nothing_are_named(results: dict[str, Any], name: str, warning: str) -> None:
+    assert results[name]["exit"] is None
+    assert warning in results[name]["stderr"]
+    assert not any("ignored, because" in results[other]["stderr"] for other in ("off", "on", "flags"))
 
 
 def test_the_cpu_fixes_alone_select_no_backend(results: dict[str, Any]) -> None:
