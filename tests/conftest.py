@@ -11,6 +11,10 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+import sglang_hcache
+
+_ROOT = Path(__file__).parents[1]
+
 _OF_TERMINALS = (
     *("LINES", "TERMINAL_WIDTH", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),
     "GITHUB_ACTIONS",  # for Typer that is a terminal with colours
@@ -36,10 +40,21 @@ def pytest_configure() -> None:
 
     And nobody looks for garbage before all tests are imported, SGLang with them: that would take a third of the time.
     """
+    _test_this_checkout()
     _forget_the_terminal()
     settings.register_profile("untimed", settings(deadline=None))
     settings.load_profile("untimed")
     gc.disable()
+
+
+def _test_this_checkout() -> None:
+    """Not the one that is installed, which may be another; nor in what tests start."""
+    found = Path(sglang_hcache.__file__)
+    if _ROOT not in found.parents:
+        raise pytest.UsageError(f"these are tests of {_ROOT}, but sglang_hcache comes from {found.parent}")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if paths[0] != str(_ROOT):
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, paths)])
 
 
 def _forget_the_terminal() -> None:

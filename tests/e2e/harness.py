@@ -66,7 +66,7 @@ class TierServer:
         environment = {
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (*packages, PLUGINS))),
+            "PYTHONPATH": os.pathsep.join([*map(str, packages), os.environ["PYTHONPATH"]]),
             "HCACHE_TEST_SWITCHES": str(self.switches),
             # The stand-in for libcuda.so.1 stays where it is: this process builds it.
             "XDG_CACHE_HOME": str(cache or folder / "cache"),

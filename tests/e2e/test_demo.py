@@ -13,7 +13,6 @@ import psutil
 
 from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE
 from sglang_hcache.core.config import environment_with
-from tests.e2e.harness import PLUGINS
 
 HCACHE = Path(sys.executable).parent / "hcache"
 
@@ -33,9 +32,7 @@ def test_demo_compares_all_answers_and_cleans_up(tmp_path: Path) -> None:
     command = [str(HCACHE), "demo", "--json", "--conversations", "3", "--turns", "2", "--dirs", str(store)]
     result = subprocess.run(
         command,
-        env=environment_with(
-            {"TMPDIR": str(temporary), "PYTHONPATH": str(PLUGINS), "HCACHE_TEST_SWITCHES": str(switches)}
-        ),
+        env=environment_with({"TMPDIR": str(temporary), "HCACHE_TEST_SWITCHES": str(switches)}),
         capture_output=True,
         text=True,
         timeout=500,

@@ -26,7 +26,6 @@ from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.testing.zipf import zipf_order
-from tests.e2e.harness import PLUGINS
 
 REPOSITORY = Path(__file__).parents[2]
 TASKS = ("quality", "paper_assistant")
@@ -118,7 +117,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         log=folder / "tier.log",
         extra_env={
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-            "PYTHONPATH": str(PLUGINS),
             "HCACHE_TEST_SWITCHES": str(switches),
         },
         startup_timeout_s=400,
