@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 from pathlib import Path
@@ -14,6 +15,8 @@ from xdist.scheduler import LoadFileScheduling
 import sglang_hcache
 
 _ROOT = Path(__file__).parents[1]
+_USUAL = {"kills": 20, "flips": 15, "exact_times": False}
+"""With these options as they are, no test takes long."""
 
 _OF_TERMINALS = (
     *("LINES", "TERMINAL_WIDTH", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),
@@ -28,6 +31,16 @@ class WholeFiles(LoadFileScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         before, folder, _ = nodeid.partition("/one_server/")
         return before + folder if folder else str(super()._split_scope(nodeid))
+
+    def remove_node(self, node: Any) -> str | None:
+        """A test that ended its worker is not run again, as xdist would: it would end the next one too."""
+        files = self.assigned_work.get(node, {}).values()
+        left = [(file, test) for file in files for test, is_done in file.items() if not is_done]
+        if left:
+            file, test = left[0]
+            file[test] = True
+        super().remove_node(node)
+        return left[0][1] if left else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,17 +82,27 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In a long run a test takes as long as it takes: see ``faulthandler_timeout`` in ``pyproject.toml``."""
+    if any(item.config.getoption(name) != usual for name, usual in _USUAL.items()):
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sglang-hcache")
     group.addoption(
-        "--kills", type=int, default=20, metavar="N", help="tests/faults: kill a store's process N times (20)"
+        "--kills",
+        type=int,
+        default=_USUAL["kills"],
+        metavar="N",
+        help=f"tests/faults: kill a store's process N times ({_USUAL['kills']})",
     )
     group.addoption(
         "--flips",
         type=int,
-        default=15,
+        default=_USUAL["flips"],
         metavar="N",
-        help="tests/faults: damage each kind of file N times (15)",
+        help=f"tests/faults: damage each kind of file N times ({_USUAL['flips']})",
     )
     group.addoption(
         "--fault-seed",

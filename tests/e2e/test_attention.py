@@ -39,6 +39,7 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            timeout=600,
             check=False,
         )
     found = [

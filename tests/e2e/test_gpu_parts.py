@@ -71,6 +71,7 @@ def results_of(program: str) -> dict[str, dict[str, Any]]:
         env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
+        timeout=600,
         check=False,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]

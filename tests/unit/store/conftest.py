@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,14 +17,7 @@ from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """For what the store's keeper does in the background."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
+from tests.waiting import wait_until as wait_until
 
 
 def ask_index(path: Path, question: str) -> list[tuple[object, ...]]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from sglang_hcache.cli.server import process as server_process
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
+from tests.waiting import wait_until
 
 # Answers /health when it is asked again; has a child in its group that ignores SIGTERM.
 SERVER = """
@@ -95,8 +95,7 @@ def test_ports_that_no_outgoing_connection_takes(
     server = ServerProcess(given, log=tmp_path / "server.log")
     server.launch()
     try:
-        while not server.log_text().endswith("\n"):
-            time.sleep(0.05)
+        wait_until(lambda: server.log_text().endswith("\n"))
         words = server.log_text().replace("=", " ").split()
     finally:
         server.kill()
@@ -145,8 +144,7 @@ def test_members_of_a_group_whose_leader_died_are_ended(run: Callable[[str], Non
     server.start()
     child = _child(server)
     psutil.Process(server.pid).kill()
-    while server.is_running:
-        time.sleep(0.01)
+    wait_until(lambda: not server.is_running)
     assert not _is_gone(child)
     server.stop()
     assert _is_gone(child)
@@ -172,11 +170,8 @@ def test_ends_with_who_started_it(tmp_path: Path) -> None:
         server = psutil.Process(int(starter.stdout.readline()))
         (child,) = server.children()
         starter.kill()
-    deadline = time.monotonic() + 60
     try:
-        while not (_is_gone(server) and _is_gone(child)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: _is_gone(server) and _is_gone(child))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)

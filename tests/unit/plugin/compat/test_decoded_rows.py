@@ -17,6 +17,7 @@ import torch
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.plugin.serving.test_weights_in_use import Served
+from tests.waiting import wait_until
 
 LAYERS, SLOTS, ROW_BYTES = 3, 2048, 8
 KV = StateLayout((Method.KV,) * LAYERS, (ROW_BYTES,) * LAYERS)
@@ -325,8 +326,7 @@ def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
 
 
 def wait_until_staged(scheduler: Scheduler) -> None:
-    while scheduler.bridge.is_saving:
-        pass
+    wait_until(lambda: not scheduler.bridge.is_saving, step_s=0.001)
 
 
 class Calls:

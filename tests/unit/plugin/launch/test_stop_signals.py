@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
+
+_TIMEOUT_S = 120.0  # SGLang is imported
 
 MAIN = """
 import gc
@@ -62,8 +66,20 @@ class Mains:
 
     def __init__(self) -> None:
         self._parent = subprocess.Popen(
-            [sys.executable, "-c", MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", MAIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._parent.stdout is not None
+        for line in self._parent.stdout:
+            self._lines.put(line.rstrip())
 
     def start(self, hangup: str = "SIG_DFL") -> int:
         """The process id of a new one."""
@@ -80,8 +96,8 @@ class Mains:
         return self.said()
 
     def said(self) -> str:
-        assert self._parent.stdout is not None
-        return self._parent.stdout.readline().rstrip()
+        """The next line; ``queue.Empty`` if none comes."""
+        return self._lines.get(timeout=_TIMEOUT_S)
 
     def end(self, main: int) -> None:
         os.kill(main, signal.SIGKILL)
@@ -89,7 +105,8 @@ class Mains:
 
     def close(self) -> None:
         with self._parent:
-            self._parent.kill()
+            os.killpg(self._parent.pid, signal.SIGKILL)  # also what hangs: it holds the pipe open
+            self._reader.join(_TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
