@@ -15,6 +15,7 @@ from sglang_hcache.capture.copiers import Copiers, copiers_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from tests.unit.capture.save_parts import SaveParts
 from tests.unit.capture.test_assembler import SavePath
+from tests.waiting import wait_until
 
 _TIMEOUT_S = 30.0
 
@@ -190,15 +191,18 @@ def path() -> Iterator[SavePath]:
     made.finish()
 
 
-def wrap_copies(path: SavePath, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
-    """``before(first row)`` is called before each copy."""
+def wrap_copies(path: SavePath, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[int]:
+    """``before(first row)`` is called before each copy. Returns the first rows of those that have ended."""
     copy = path.assembler._copy_rows
+    ended: list[int] = []
 
     def wrapped(taken: object, slot: int, first: int, *rest: int) -> None:
         before(first)
         copy(taken, slot, first, *rest)  # type: ignore[arg-type]
+        ended.append(first)
 
     monkeypatch.setattr(path.assembler, "_copy_rows", wrapped)
+    return ended
 
 
 def test_an_error_in_any_thread_costs_the_chunks_of_its_pass(
@@ -245,18 +249,24 @@ def test_slots_that_wait_to_be_sealed_come_back_after_an_error(
 def test_nothing_is_sealed_and_no_row_used_again_before_all_copies_have_ended(
     path: SavePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on = threading.Event()
+    one_is_held, may_go_on = threading.Event(), threading.Event()
+    only_one = threading.Lock()
 
-    def wait(first: int) -> None:
-        if first == 5 * CHUNK_TOKENS:
+    def hold_the_first_of_another_thread(_first: int) -> None:
+        if threading.current_thread() is path.assembler._thread:
+            assert one_is_held.wait(_TIMEOUT_S)
+        elif only_one.acquire(blocking=False):
+            one_is_held.set()
             assert may_go_on.wait(_TIMEOUT_S)
 
-    wrap_copies(path, monkeypatch, wait)
+    ended = wrap_copies(path, monkeypatch, hold_the_first_of_another_thread)
     tokens = list(range(512))
     path.begin("a", [])
     path.forward([("a", 0, tokens)])
     closing = threading.Thread(target=path.finish)
     closing.start()
+    wait_until(lambda: len(ended) == 7)
+    threading.Event().wait(0.05)  # now the assembler would go on
     assert path.sealed(tokens) == [False] * 8
     assert path.ring.reserve(513) is None
     may_go_on.set()
