@@ -6,7 +6,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,20 @@ class TierServer:
             prompt_tokens=meta["prompt_tokens"],
             retractions=meta["num_retractions"],
         )
+
+    def stream(self, prompt: Sequence[int], *, tokens: int) -> Generator[dict[str, Any], None, None]:
+        """What comes of the answer, bit by bit. Whoever closes it goes away, and SGLang aborts the request."""
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        with self._client.stream("POST", self.process.url + "/generate", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def leave_after_the_first_token(self, prompt: Sequence[int]) -> None:
+        answer = self.stream(prompt, tokens=3000)
+        next(answer)
+        answer.close()
 
     def recompute(self, prompt: Sequence[int], **fields: Any) -> Answer:
         """The same, computed from scratch: a tenant of its own shares no cache with anybody."""

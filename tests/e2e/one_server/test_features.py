@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -143,7 +142,7 @@ def test_streaming(server: TierServer) -> None:
     prompt = random_prompt(7, 400)
     expected = server.recompute(prompt, tokens=40)
     in_tiers(server, prompt)
-    events = list(stream(server, prompt, tokens=40))
+    events = list(server.stream(prompt, tokens=40))
     meta = events[-1]["meta_info"]
     assert len(events) > 1
     assert restored_of(meta) == 384
@@ -152,22 +151,10 @@ def test_streaming(server: TierServer) -> None:
         assert after["text"].startswith(before["text"])
 
 
-def stream(server: TierServer, prompt: list[int], *, tokens: int) -> Any:
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-    url = server.process.url + "/generate"
-    with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
-
-
 def test_a_reader_who_leaves(server: TierServer) -> None:
     prompt = random_prompt(8, 400)
     in_tiers(server, prompt)
-    reader = stream(server, prompt, tokens=3000)
-    next(reader)
-    reader.close()
+    server.leave_after_the_first_token(prompt)
     server.assert_nothing_left()
     assert largest_difference(server.ask(prompt), server.recompute(prompt)) <= TOLERANCE
 
