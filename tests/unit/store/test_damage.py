@@ -52,12 +52,6 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def rewrite_header(base: Path, layer: int, /, **changes: object) -> None:
-    """Another header with a valid digest."""
-    path, offset, header = extent_of(base, layer)
-    overwrite(path, offset, pack_header(replace(header, **changes)))  # type: ignore[arg-type]
-
-
 def expect_corrupt(
     store: DiskStore, counters: Counters, match: str, chunks: tuple[int, ...] = (0, 1, 2, 3)
 ) -> None:
@@ -73,49 +67,25 @@ def expect_corrupt(
     read_keys(store, GOOD)
 
 
-def test_bad_magic(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    path, offset, _ = extent_of(tmp_path, 1)
-    overwrite(path, offset, b"x")
-    expect_corrupt(store, counters, "magic")
-
-
-def test_bad_version(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    path, offset, _ = extent_of(tmp_path, 1)
-    overwrite(path, offset + 8, b"\x09")
-    expect_corrupt(store, counters, "version 9")
-
-
-def test_bad_header_digest(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    path, offset, _ = extent_of(tmp_path, 1)
-    overwrite(path, offset + 4000, b"x")
-    expect_corrupt(store, counters, "header digest")
-
-
-def test_wrong_namespace(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    rewrite_header(tmp_path, 1, namespace_id=b"another tenant's")
-    expect_corrupt(store, counters, "namespace_id")
-
-
-def test_wrong_key(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    rewrite_header(tmp_path, 1, keys=(*BAD[:3], b"k" * 32))
-    expect_corrupt(store, counters, "keys")
-
-
-def test_wrong_layer(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    rewrite_header(tmp_path, 1, layer=2)
-    expect_corrupt(store, counters, "layer")
-
-
-def test_wrong_chunk_bytes(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
-    rewrite_header(tmp_path, 1, chunk_bytes=4999)
-    expect_corrupt(store, counters, "chunk_bytes")
-
-
-def test_an_extent_of_another_run_of_the_same_keys(
-    tmp_path: Path, store: DiskStore, counters: Counters
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda header: b"x", "magic"),
+        (lambda header: pack_header(replace(header, run_id=b"i" * 16)), "run_id"),
+    ],
+    ids=["not a header", "of another run of the same keys"],
+)
+def test_a_bad_header(
+    tmp_path: Path,
+    store: DiskStore,
+    counters: Counters,
+    damage: Callable[[ExtentHeader], bytes],
+    match: str,
 ) -> None:
-    rewrite_header(tmp_path, 1, run_id=b"i" * 16)
-    expect_corrupt(store, counters, "run_id")
+    """Which fields are compared: ``test_record.py``; every field damaged: ``tests/faults/test_flips.py``."""
+    path, offset, header = extent_of(tmp_path, 1)
+    overwrite(path, offset, damage(header))
+    expect_corrupt(store, counters, match)
 
 
 def test_the_whole_extent_of_another_layer(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
