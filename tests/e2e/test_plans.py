@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split, fastest_restore, plan_stored
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
@@ -120,7 +120,8 @@ def test_all_three_methods_in_one_restore(
 ) -> None:
     server, profile = mixed
     expected = recomputed_layers(profile, PlanKind.AUTO, (length - 1) // 64 * 64)
-    assert Split(*split).recompute == expected
+    stored = plan_stored(planned_costs(profile), LAYERS, PlanKind.AUTO)
+    assert Split.of((Method.RECOMPUTE,) * expected + stored[expected:]) == Split(*split)
     check_equality(server, length, expected)
     server.assert_nothing_left()
 

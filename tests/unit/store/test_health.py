@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError
+from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
@@ -636,13 +636,13 @@ def test_many_hung_operations_leave_no_thread_of_the_callers_behind(
     for number in range(4):
         write_keys(store, make_keys(10 * number, 4), LAYERS)
     hanging.hangs = lambda op: op.kind is IOKind.READ
-    errors: list[BaseException] = []
+    errors: list[StoreError | TierMissError] = []
 
     def read(number: int) -> None:
         try:
             with store.lease(make_keys(10 * number, 4)) as lease:
                 store.read_layers(lease, {0: np.zeros(4 * LAYERS[0], np.uint8)})
-        except (StoreError, Exception) as error:
+        except (StoreError, TierMissError) as error:
             errors.append(error)
 
     threads = [threading.Thread(target=read, args=(number % 4,)) for number in range(12)]
