@@ -1,10 +1,21 @@
-"""What the tests' workers are given (``tests/conftest.py``)."""
+"""What ``tests/conftest.py`` does for all tests."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import sglang_hcache
 from tests.conftest import WholeFiles
+
+
+def test_what_tests_start_is_the_checkout_that_they_lie_in(tmp_path: Path) -> None:
+    program = "import sglang_hcache; print(sglang_hcache.__file__)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == sglang_hcache.__file__
 
 
 def test_a_test_that_ended_its_worker_is_not_run_again() -> None:
