@@ -107,9 +107,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fault-seed",
         type=int,
-        default=0,
         metavar="N",
-        help="tests/faults and --random-servers: what is drawn (0)",
+        help="what is drawn in tests/faults (0) and by --random-servers (other settings with each commit)",
     )
     group.addoption(
         "--random-servers",

@@ -1,8 +1,9 @@
 """Servers with random settings and much too little room, random requests and disturbances: every answer is right.
 
-``--random-servers N`` says how many; ``--fault-seed`` what is drawn. Threads race, so a seed gives the same settings
-and requests, and not the same order of events. What a server says is scored afterwards: the model, asked under a
-tenant that shares nothing, must find the same logprobs, and no better token.
+``--random-servers N`` says how many; ``--fault-seed`` what is drawn, else the commit does, so that sooner or later all
+is. Threads race, so a seed gives the same settings and requests, and not the same order of events. What a server says
+is scored afterwards: the model, asked under a tenant that shares nothing, must find the same logprobs, and no better
+token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -240,7 +242,23 @@ def is_seen_to_be_wrong(server: TierServer, said: Said) -> bool:
 
 @pytest.fixture
 def dice(pytestconfig: pytest.Config, number: int) -> random.Random:
-    return random.Random(f"{pytestconfig.getoption('--fault-seed')} {number}")
+    seed = pytestconfig.getoption("--fault-seed")
+    if seed is None:
+        seed = seed_of_commit(pytestconfig.rootpath)
+    print(
+        f"again: pytest tests/e2e/test_random.py --fault-seed {seed} --random-servers {number + 1} -k '[{number}]'"
+    )
+    return random.Random(f"{seed} {number}")
+
+
+def seed_of_commit(folder: Path) -> int:
+    """0 where there is no git."""
+    command = ("git", "rev-parse", "HEAD")
+    try:
+        said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(said[:8], 16)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -269,5 +287,6 @@ def test_random_servers(dice: random.Random, tiny_model: Callable[..., Path], tm
             server.assert_nothing_left()
             if number == 0:
                 restart(server, users, dice, folders)
+        assert server.counter("restore.done") > 0, "since the restart, in all rounds"
         check_that_wrong_keys_are_seen(server, users.histories)
         assert usage.largest <= settings.disk_bytes

@@ -20,7 +20,7 @@ __all__ = ["counters", "open_store"]
 @pytest.fixture
 def seed(pytestconfig: pytest.Config) -> int:
     """``--fault-seed``."""
-    return int(pytestconfig.getoption("--fault-seed"))
+    return int(pytestconfig.getoption("--fault-seed") or 0)
 
 
 @pytest.fixture
