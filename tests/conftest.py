@@ -108,7 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fault-seed",
         type=int,
         metavar="N",
-        help="what is drawn in tests/faults (0) and by --random-servers (other settings with each commit)",
+        help="what is drawn in tests/faults (0) and by --random-servers (one of a few by the commit)",
     )
     group.addoption(
         "--random-servers",
