@@ -1,6 +1,6 @@
 """Servers with random settings and much too little room, random requests and disturbances: every answer is right.
 
-``--random-servers N`` says how many; ``--fault-seed`` what is drawn. Without it the commit picks one of a few seeds that
+``--random-servers N`` says how many; ``--fault-seed`` what is drawn. Without it the commit picks one of a few that
 were tried: no commit fails by what it did not change. Threads race, so a seed gives the same settings and requests, and
 not the same order of events. What a server says is scored afterwards: the model, asked under a tenant that shares
 nothing, must find the same logprobs, and no better token.
