@@ -274,6 +274,11 @@ def flag_help(field: str) -> str:
     return text
 
 
+def reason_of(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value, of one of pydantic's errors, to come behind the value's name."""
+    return str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+
+
 def _explain(error: dict[str, Any]) -> str:
     field = str(error["loc"][0]) if error["loc"] else ""
     value = error.get("input")
@@ -284,7 +289,7 @@ def _explain(error: dict[str, Any]) -> str:
         return f"unknown setting {field!r} in the file of {CONFIG_FLAG}; {hint}: {', '.join(known)}"
     if error["type"] == "enum":
         return f"{flag_of(field)}: {value!r} is not allowed; allowed: {error['ctx']['expected']}"
-    reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+    reason = reason_of(error)
     if reason.startswith(repr(value)):
         return f"{flag_of(field)}: {reason}"
     return f"{flag_of(field)}: {value!r} is not allowed; {reason}"

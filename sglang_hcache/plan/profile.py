@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 import sglang_hcache
+from sglang_hcache.core.config import reason_of
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.costs import (
     Hardware,
@@ -250,7 +251,7 @@ def _explain(error: dict[str, Any]) -> str:
     where = ".".join(map(str, error["loc"]))
     if error["type"] in ("missing", "unexpected_keyword_argument"):
         return f"{where} is {'missing' if error['type'] == 'missing' else 'unknown'}"
-    reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it must")
+    reason = reason_of(error)
     if error["type"] != "value_error":  # ours name the value
         reason += f", got {reprlib.repr(error['input'])}"
     return f"{where}: {reason}" if where else reason

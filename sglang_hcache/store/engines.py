@@ -34,6 +34,5 @@ def _spare_bytes(config: StoreConfig, volumes: Sequence[Volume]) -> int:
     below_cap = config.size_bytes
     for volume in volumes:
         with contextlib.suppress(StoreError):
-            volume.free_bytes()  # does it answer?
             below_cap -= volume.allocated_bytes()
     return max(0, min(below_cap, above_floor))

@@ -150,7 +150,7 @@ class StoreView:
         found = []
         for volume in self.volumes:
             try:
-                free, physical = volume.free_bytes(), volume.allocated_bytes()
+                physical, free = volume.allocated_bytes(), volume.free_bytes()
                 segments = len(volume.segment_sizes())
             except StoreError as error:
                 volume.health.take_out(str(error))

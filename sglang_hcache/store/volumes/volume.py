@@ -16,7 +16,7 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ON
 T = TypeVar("T")
 
 _MEASURE_S = 60.0
-"""To ask for the size of each file, of which there may be thousands; who asks has seen that the device answers."""
+"""To ask for the size of each file, of which there may be thousands."""
 
 
 def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
@@ -101,6 +101,7 @@ class Volume:
         return self.call(measure, "cannot measure a segment file", blame=False)
 
     def allocated_bytes(self) -> int:
+        self.free_bytes()  # a device that hangs is not waited for as long as many files are
         return self.call(self.directory.allocated_bytes, "cannot ask for sizes", patience_s=_MEASURE_S)
 
     def free_bytes(self) -> int:
