@@ -44,16 +44,20 @@ class Namespace:
         model: fingerprint of weights, configuration, dtype, RoPE and parallel layout.
         layout: textual form of the stored state's layout.
         tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
+        adapter: fingerprint of the LoRA adapter that its tokens are computed with; None for none.
     """
 
     model: bytes
     layout: str
     tenant: str | None = None
+    adapter: bytes | None = None
 
     def _fields(self) -> list[tuple[str, bytes]]:
         fields = [("model", self.model), ("layout", self.layout.encode())]
         if self.tenant is not None:
             fields.append(("tenant", self.tenant.encode("utf-8", "surrogatepass")))
+        if self.adapter is not None:
+            fields.append(("adapter", self.adapter))
         return fields
 
     def root_key(self) -> ChunkKey:

@@ -93,6 +93,11 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"--hcache-method hidden cannot be used with quantised weights ({quantization}): K and V are not projected "
             "with them; use auto or kv, which keep K and V as they are"
         )
+    if server_args.enable_lora and config.method is PlanKind.HIDDEN:
+        problems.append(
+            "--hcache-method hidden cannot be used with --enable-lora: K and V of adapters are not projected; use auto "
+            "or kv, which keep them as they are"
+        )
     kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
     if kv_dtype is not None and config.method is PlanKind.HIDDEN:
         problems.append(
@@ -107,7 +112,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
-    stored = PlanKind.KV if quantization is not None else config.method
+    stored = PlanKind.KV if quantization is not None or server_args.enable_lora else config.method
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
@@ -174,8 +179,6 @@ def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
     """What changes weights, passes or the KV pool in ways that the tier does not know; as :func:`_in_its_place`."""
     return [
         (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
-        (args.enable_lora, "--enable-lora", "K and V of adapters are not projected yet"),
-        (args.lora_paths, "--lora-paths", "K and V of adapters are not projected yet"),
         (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
         (
             args.offload_group_size > 0,

@@ -28,6 +28,8 @@ _ATTENTION = "RadixAttention"
 """SGLang's class that takes Q, K and V of a layer, writes K and V into the pool and attends."""
 _LOOSE = "attention_instances"
 """Where a model of SGLang's Transformers backend has them: layer -> attention, in no module's tree."""
+_WRAPPED = ".base_layer."
+"""In the names of weights that a LoRA adapter may change; they are there without it as well."""
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
@@ -61,6 +63,8 @@ class ServedModel:
     """How its weights are quantised, as :func:`quantization_of` returns it."""
     bits: str | None = None
     """What the bits of K and V depend on, as :func:`promised_bits` returns it."""
+    has_adapters: bool = False
+    """Whether the weights of a request may be changed by a LoRA adapter of its own."""
 
     @classmethod
     def of(
@@ -70,6 +74,8 @@ class ServedModel:
         kv_dtype: torch.dtype | None = None,
         quantization: str | None = None,
         bits: str | None = None,
+        *,
+        has_adapters: bool = False,
     ) -> ServedModel:
         """Describe SGLang's ``module``.
 
@@ -77,6 +83,7 @@ class ServedModel:
             kv_dtype: of K and V in the pool; None: as the model computes them.
             quantization: of its weights, as :func:`quantization_of` returns it.
             bits: as :func:`promised_bits` returns them.
+            has_adapters: whether SGLang serves LoRA adapters.
 
         Raises:
             ConfigError: K and V of a token depend on more than the tokens before it.
@@ -110,6 +117,7 @@ class ServedModel:
             config=_canonical(model_config.hf_config),
             quantization=quantization,
             bits=bits,
+            has_adapters=has_adapters,
         )
 
     @property
@@ -124,6 +132,8 @@ class ServedModel:
             return f"K and V are rounded to {self.kv_dtype}, and what is projected again may be rounded to a neighbour"
         if self.quantization is not None:
             return f"weights are quantised ({self.quantization}), and products with them may depend on the whole pass"
+        if self.has_adapters:
+            return "LoRA adapters change what K and V are projected with"
         return None
 
     @property
@@ -160,7 +170,7 @@ class ServedModel:
         configuration, and their last bits need not be the same at every start: with them in it, a start that
         rounds otherwise would find nothing of what was stored.
         """
-        held = self.module.state_dict()
+        held = {name.replace(_WRAPPED, "."): value for name, value in self.module.state_dict().items()}
         if self.quantization is not None:
             held |= dict(_loose_weights(self.module))
         return weights_fingerprint(

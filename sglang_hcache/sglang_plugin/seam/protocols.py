@@ -25,7 +25,7 @@ class Prompt:
         rid: SGLang's request id.
         tokens: the prompt without the tokens that must be computed in any case (the last one, and those whose
             logprobs are wanted).
-        tenant: SGLang's ``extra_key``, which holds ``cache_salt`` too.
+        tenant: SGLang's ``extra_key``, which holds ``cache_salt`` and the id of an adapter too.
     """
 
     rid: str
@@ -124,6 +124,13 @@ class ForwardModel(Protocol):
     def release(self, slots: torch.Tensor) -> None: ...
 
 
+class Adapters(Protocol):
+    """LoRA adapters that are loaded, or were."""
+
+    def apart(self, tenant: str) -> tuple[str | None, bytes | None]:
+        """A request's own part of ``tenant``, and the fingerprint of its adapter; each None for none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What SGLang shows us of itself."""
@@ -140,6 +147,8 @@ class Device:
     """Whether SGLang prefills a long prompt in several passes."""
     staged_passes: int
     """Passes that follow each other and have rows in staging at the same time."""
+    adapters: Adapters | None = None
+    """None: the server has none."""
 
     @property
     def is_cpu(self) -> bool:

@@ -78,6 +78,7 @@ class Bridge:
         self.tiers = tiers
         self.gate = gate
         self._model = model
+        self._adapters = device.adapters
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures = config.method is not PlanKind.RECOMPUTE
@@ -329,7 +330,10 @@ class Bridge:
         return "old_weights" if self.weights.device_is_stale else None
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
-        return replace(self._weights_in_use(), tenant=tenant)
+        adapter = None
+        if tenant is not None and self._adapters is not None:
+            tenant, adapter = self._adapters.apart(tenant)
+        return replace(self._weights_in_use(), tenant=tenant, adapter=adapter)
 
     def _weights_in_use(self) -> Namespace:
         """The namespace of requests without a tenant. Reads the weights if they may be others than before."""

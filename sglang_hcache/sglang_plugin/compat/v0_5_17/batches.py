@@ -147,7 +147,6 @@ def _is_plain(req: Req) -> bool:
         and req.multimodal_inputs is None
         and req.token_type_ids is None
         and req.multi_item_delimiter_indices is None
-        and req.lora_id is None
         and req.session is None
     )
 

@@ -25,6 +25,7 @@ from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
+from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill
@@ -119,6 +120,7 @@ class HCacheRadixCache(RadixCache):
             beside=self._runner.hcache_buffers,
             cuts_prompts=cuts_prompts(self._server_args),
             staged_passes=staged_passes_of(self._server_args),
+            adapters=AdaptersOf(self._runner.lora_manager) if self._server_args.enable_lora else None,
         )
         config = config_of(self._server_args)
         quantization = quantization_of(self._model_config, self._server_args.torchao_config)
@@ -126,7 +128,14 @@ class HCacheRadixCache(RadixCache):
         device_is = device_name(self._runner.device, self._runner.gpu_id)
         machine = partial(machine_name, device_is, computes_by)
         bits = promised_bits(self._server_args)
-        model = ServedModel.of(self._runner.model, self._model_config, self._pool.dtype, quantization, bits)
+        model = ServedModel.of(
+            self._runner.model,
+            self._model_config,
+            self._pool.dtype,
+            quantization,
+            bits,
+            has_adapters=device.adapters is not None,
+        )
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
             logger.info(told(longest_replayed_prefill(self._runner)))

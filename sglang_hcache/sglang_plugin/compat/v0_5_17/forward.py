@@ -55,6 +55,8 @@ class ForwardOf:
         batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
         stop = last.register_forward_hook(_stop) if last is not None else None
         try:
+            if self._runner.server_args.enable_lora:
+                self._runner.lora_manager.reset_lora_batch()  # SGLang prepares it anew before each pass of its own
             with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
                 self._runner.attn_backend.init_forward_metadata(batch)
                 self._runner.model.forward(batch.input_ids, batch.positions, batch)

@@ -44,7 +44,10 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     _leave_prefill_eager(runner.model, server_args.cuda_graph_config.prefill)
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
     quantization = quantization_of(config, server_args.torchao_config)
-    model = ServedModel.of(runner.model, config, runner.kv_cache_dtype, quantization)
+    has_adapters = server_args.enable_lora
+    model = ServedModel.of(
+        runner.model, config, runner.kv_cache_dtype, quantization, has_adapters=has_adapters
+    )
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers

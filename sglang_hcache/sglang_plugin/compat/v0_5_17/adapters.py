@@ -1,0 +1,56 @@
+"""SGLang 0.5.17's LoRA adapters: whose K and V are whose, also after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_hcache.device.fingerprint import weights_fingerprint
+
+if TYPE_CHECKING:
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+_ID_LETTERS = 32
+"""Of a ``lora_id``: a UUID in hexadecimal."""
+_MOST_REMEMBERED = 4096
+"""Adapters, of those unloaded as well: their KV may be evicted later than they are."""
+
+
+class AdaptersOf:
+    """Our ``Adapters``.
+
+    SGLang appends the adapter's id to the request's ``extra_key``. That tells adapters of one process apart. But one
+    that is loaded again has another id, and one of ``--lora-paths`` has the same after its files have changed.
+    """
+
+    def __init__(self, manager: LoRAManager) -> None:
+        self._manager = manager
+        self._fingerprints: dict[str, bytes] = {}
+
+    def apart(self, tenant: str) -> tuple[str | None, bytes | None]:
+        lora_id = tenant[-_ID_LETTERS:]
+        fingerprint = self._fingerprints.get(lora_id) or self._read(lora_id)
+        if fingerprint is None:
+            return tenant, None
+        return tenant[:-_ID_LETTERS] or None, fingerprint
+
+    def _read(self, lora_id: str) -> bytes | None:
+        adapter = self._manager.loras.get(lora_id)
+        if adapter is None:
+            return None
+        if len(self._fingerprints) == _MOST_REMEMBERED:
+            del self._fingerprints[next(iter(self._fingerprints))]
+        fingerprint = self._fingerprints[lora_id] = weights_fingerprint(_tensors(adapter))
+        return fingerprint
+
+
+def _tensors(adapter: LoRAAdapter) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that its effect depends on; the rank is in the shapes."""
+    yield "scaling", torch.tensor([adapter.scaling], dtype=torch.float64)
+    for index, layer in enumerate(adapter.layers):
+        yield from ((f"layers.{index}.{name}", weight) for name, weight in layer.weights.items())
+    for kind in ("embedding_layers", "added_tokens_embeddings"):
+        yield from ((f"{kind}.{name}", weight) for name, weight in getattr(adapter, kind).items())
