@@ -119,11 +119,12 @@ def _clear(scheduler: Any, request: Any) -> Any:
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:
     """In place of SGLang's prefetch from its own storage: look what the tiers have behind the device's prefix."""
-    batches.keep_apart(req)
+    bridge = scheduler.tree_cache.bridge
+    batches.keep_apart(req, bridge.adapters)
     req.init_next_round_input()  # its tokens; SGLang looks for them in the tree when the request may be admitted
     prompt = batches.prompt_of(req)
     if prompt is not None:
-        scheduler.tree_cache.bridge.queue(prompt)
+        bridge.queue(prompt)
 
 
 def _queue_matched(

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 import torch
@@ -57,8 +58,10 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
 
 
 class Setting:
-    """Starts servers over the same disk tier and the same adapters' folders. SGLang 0.5.17 serves adapters on a CPU only
-    with our patches."""
+    """Starts servers over the same disk tier and the same adapters' folders.
+
+    SGLang 0.5.17 serves adapters on a CPU only with our patches.
+    """
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder = folder
@@ -134,6 +137,17 @@ def test_a_tenant_with_an_adapter(first: TierServer) -> None:
     assert ask(first, "one", prompt).cached == 0
     assert ask(first, "two", prompt, extra_key="somebody").cached == 0
     assert ask(first, "one", prompt, extra_key="somebody").restored == 384
+
+
+def test_nobody_poses_as_an_adapter(first: TierServer, setting: Setting) -> None:
+    """SGLang appends an adapter's id to ``extra_key``; that of an adapter from ``--lora-paths`` can be worked out."""
+    lora_id = uuid5(NAMESPACE_URL, f"two\0{setting.adapters['two']}").hex
+    prompt = random_prompt(4, 400)
+    ask(first, None, prompt, extra_key=lora_id)
+    assert ask(first, "two", prompt).cached == 0
+    first.to_tiers()
+    assert ask(first, None, prompt, extra_key=lora_id).cached == 0
+    assert ask(first, "two", prompt).restored == 384
 
 
 def test_loaded_again(first: TierServer, setting: Setting) -> None:

@@ -114,10 +114,12 @@ REFUSALS = {
     ),
     "preemption": Refusal(["--enable-priority-scheduling"], ("--disable-priority-preemption",)),
     "forward hooks": Refusal(["--forward-hooks", '[{"name": "x"}]'], ("--forward-hooks",)),
-    "lora": Refusal(["--enable-lora", "--max-lora-rank", "8"], ("--enable-lora",)),
-    "adapters": Refusal(
-        ["--lora-paths", "one=/nowhere", "--max-lora-rank", "8", "--lora-target-modules", "all"],
-        ("--lora-paths",),
+    "hidden states of adapters": Refusal(
+        [
+            *("--lora-paths", "one=/nowhere", "--max-lora-rank", "8", "--lora-target-modules", "all"),
+            *("--hcache-method", "hidden"),
+        ],
+        ("--hcache-method hidden", "--enable-lora", "use auto or kv"),
     ),
     "bits without a radix cache": Refusal(
         ["--enable-deterministic-inference", "--hcache-method", "kv", "--attention-backend", "flashinfer"],

@@ -93,7 +93,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"--hcache-method hidden cannot be used with quantised weights ({quantization}): K and V are not projected "
             "with them; use auto or kv, which keep K and V as they are"
         )
-    if server_args.enable_lora and config.method is PlanKind.HIDDEN:
+    has_adapters = _has_adapters(server_args)
+    if has_adapters and config.method is PlanKind.HIDDEN:
         problems.append(
             "--hcache-method hidden cannot be used with --enable-lora: K and V of adapters are not projected; use auto "
             "or kv, which keep them as they are"
@@ -112,12 +113,17 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
-    stored = PlanKind.KV if quantization is not None or server_args.enable_lora else config.method
+    stored = PlanKind.KV if quantization is not None or has_adapters else config.method
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
         HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=passes)
+
+
+def _has_adapters(server_args: Any) -> bool:
+    """Whether SGLang will serve LoRA adapters: it draws that from ``--lora-paths`` after we are asked."""
+    return bool(server_args.enable_lora or (server_args.enable_lora is None and server_args.lora_paths))
 
 
 def without_radix_cache(is_deterministic: bool) -> str:

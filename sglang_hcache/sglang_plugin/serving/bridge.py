@@ -78,7 +78,7 @@ class Bridge:
         self.tiers = tiers
         self.gate = gate
         self._model = model
-        self._adapters = device.adapters
+        self.adapters = device.adapters
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures = config.method is not PlanKind.RECOMPUTE
@@ -331,8 +331,8 @@ class Bridge:
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         adapter = None
-        if tenant is not None and self._adapters is not None:
-            tenant, adapter = self._adapters.apart(tenant)
+        if tenant is not None and self.adapters is not None:
+            tenant, adapter = self.adapters.apart(tenant)
         return replace(self._weights_in_use(), tenant=tenant, adapter=adapter)
 
     def _weights_in_use(self) -> Namespace:

@@ -187,8 +187,8 @@ def test_input_embeddings_are_refused(server: TierServer) -> None:
     assert "disable_radix_cache" in response.text
 
 
-def test_adapters_are_refused(server: TierServer) -> None:
-    """By SGLang, for the tier refuses ``--enable-lora`` at start."""
+def test_adapters_without_the_flag_are_refused(server: TierServer) -> None:
+    """By SGLang, which wants ``--enable-lora`` at start."""
     prompt = random_prompt(5, 200)
     load = server.post("/load_lora_adapter", {"lora_name": "one", "lora_path": "/nowhere"})
     assert load.status_code == 400, load.text

@@ -63,6 +63,7 @@ def test_the_chain_can_be_continued_one_chunk_at_a_time() -> None:
         replace(NAMESPACE, layout="bfloat16"),
         replace(NAMESPACE, tenant=""),
         replace(NAMESPACE, tenant="a"),
+        replace(NAMESPACE, adapter=b"a" * 32),
     ],
 )
 def test_every_field_of_the_namespace_counts(other: Namespace) -> None:
@@ -76,6 +77,7 @@ namespaces = st.builds(
     model=st.binary(max_size=2),
     layout=st.text(max_size=2),
     tenant=st.none() | st.text(max_size=2),
+    adapter=st.none() | st.binary(max_size=2),
 )
 
 

@@ -47,7 +47,7 @@ def test_patch_applies_to_the_installed_release(name: str) -> None:
 
 
 def test_readme_names_every_patch() -> None:
-    assert len(NAMES) == 2
+    assert len(NAMES) == 4
     readme = (PATCHES / "README.md").read_text()
     assert [name for name in NAMES if name not in readme] == []
 

@@ -127,7 +127,9 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     monkeypatch.setattr(runner, "stream_that_goes_first", lambda device: first)
     monkeypatch.setattr(runner, "CudaStreams", streams)
     described: list[object] = []
-    monkeypatch.setattr(runner.ServedModel, "of", lambda *known: described.append(known) or _served(64, 8))
+    monkeypatch.setattr(
+        runner.ServedModel, "of", lambda *known, **more: described.append((*known, more)) or _served(64, 8)
+    )
     graphs = SimpleNamespace(
         decode=SimpleNamespace(backend="full", bs=[1, 2]), prefill=SimpleNamespace(backend=backend, bs=[1, 4])
     )
@@ -136,12 +138,15 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     model_runner = SimpleNamespace(
         device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config,
         server_args=SimpleNamespace(
-            cuda_graph_config=graphs, kv_cache_dtype="auto", torchao_config=""
+            cuda_graph_config=graphs, kv_cache_dtype="auto", torchao_config="", enable_deterministic_inference=False,
+            enable_lora=True,
         ),
     )  # fmt: skip
     model_runner.configure_kv_cache_dtype = partial(ModelRunner.configure_kv_cache_dtype, model_runner)
     buffers = runner.device_buffers(model_runner, PlanKind.HIDDEN)
-    assert described == [(checkpoint, config, torch.float8_e4m3fn, "modelopt_fp8")]
+    assert described == [
+        (checkpoint, config, torch.float8_e4m3fn, "modelopt_fp8", None, {"has_adapters": True})
+    ]
     assert model_runner.forward_stream is first
     assert made_with == [(torch.device("cuda", 1), [first])] * 3
     assert buffers is not None

@@ -24,7 +24,7 @@ def test_who_is_queued_is_looked_up_by_the_tier_alone() -> None:
     from sglang_hcache.sglang_plugin.hooks import _request_queued
 
     queued: list[Any] = []
-    tree = SimpleNamespace(bridge=SimpleNamespace(queue=queued.append))  # has no match_prefix
+    tree = SimpleNamespace(bridge=SimpleNamespace(queue=queued.append, adapters=None))  # has no match_prefix
     req = request("a", 1)
     _request_queued(lambda *_: None, SimpleNamespace(tree_cache=tree), req)
     assert [prompt.tokens for prompt in queued] == [req.origin_input_ids[:-1]]

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_hcache.capture.events import RequestRows
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.seam.protocols import Prompt
+from sglang_hcache.sglang_plugin.seam.protocols import Adapters, Prompt
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 
 if TYPE_CHECKING:
@@ -25,14 +25,21 @@ _STORE = "hcache_store"
 """In a request's ``custom_params``: false where nothing of it may be stored."""
 
 
-def keep_apart(req: Req) -> None:
+def keep_apart(req: Req, adapters: Adapters | None) -> None:
     """Let no request find in the radix tree what the tokens of ``req`` do not determine.
 
     SGLang 0.5.17 looks nothing up for a request that replaces embeddings of some tokens (``/v1/score``), but files its
-    KV under those tokens: others would start on it, and what they compute behind it would be saved.
+    KV under those tokens: others would start on it, and what they compute behind it would be saved. A request without
+    an adapter, whose ``extra_key`` is an adapter's id, it takes for one with it.
     """
-    if req.positional_embed_overrides is not None:
+    if req.positional_embed_overrides is not None or _poses(req, adapters):
         req.extra_key = secrets.token_hex(16)
+
+
+def _poses(req: Req, adapters: Adapters | None) -> bool:
+    if adapters is None or req.lora_id is not None or req.extra_key is None:
+        return False
+    return adapters.apart(req.extra_key)[1] is not None
 
 
 def prompt_of(req: Req) -> Prompt | None:

@@ -28,17 +28,11 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
-from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
 from sglang_hcache.sglang_plugin.launch.flags import config_of
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import told
 from sglang_hcache.sglang_plugin.seam.budget import cuts_prompts, largest_pass_of, staged_passes_of
-from sglang_hcache.sglang_plugin.seam.model import (
-    ROUNDED,
-    ServedModel,
-    promised_bits,
-    quantization_of,
-    shape_of,
-)
+from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of
 from sglang_hcache.sglang_plugin.seam.protocols import (
     Device,
     DeviceMatch,
@@ -95,7 +89,6 @@ class HCacheRadixCache(RadixCache):
         _check_pools(pool, self.req_to_token_pool, shape_of(context.model_config), kv_dtypes)
         self._pool = DevicePool(pool)
         self._server_args = context.server_args
-        self._model_config = context.model_config
         self.cache_controller = ControllerView()
         # The scheduler reads these to know whether work is in flight; only restores hold device slots.
         self.ongoing_write_through: dict[str, object] = {}
@@ -123,19 +116,10 @@ class HCacheRadixCache(RadixCache):
             adapters=AdaptersOf(self._runner.lora_manager) if self._server_args.enable_lora else None,
         )
         config = config_of(self._server_args)
-        quantization = quantization_of(self._model_config, self._server_args.torchao_config)
-        computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), quantization)))
+        model = served_model(self._runner, self._pool.dtype)
+        computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), model.quantization)))
         device_is = device_name(self._runner.device, self._runner.gpu_id)
         machine = partial(machine_name, device_is, computes_by)
-        bits = promised_bits(self._server_args)
-        model = ServedModel.of(
-            self._runner.model,
-            self._model_config,
-            self._pool.dtype,
-            quantization,
-            bits,
-            has_adapters=device.adapters is not None,
-        )
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
             logger.info(told(longest_replayed_prefill(self._runner)))

@@ -21,7 +21,7 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
-from sglang_hcache.sglang_plugin.seam.model import ServedModel, quantization_of
+from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits, quantization_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,33 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     device = torch.device(runner.device, runner.gpu_id)
     runner.forward_stream = stream_that_goes_first(device)
     streams = partial(CudaStreams, device, [runner.forward_stream])
-    server_args, config = runner.server_args, runner.model_config
+    server_args = runner.server_args
     _leave_prefill_eager(runner.model, server_args.cuda_graph_config.prefill)
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
-    quantization = quantization_of(config, server_args.torchao_config)
-    has_adapters = server_args.enable_lora
-    model = ServedModel.of(
-        runner.model, config, runner.kv_cache_dtype, quantization, has_adapters=has_adapters
-    )
+    model = served_model(runner, runner.kv_cache_dtype)
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
     logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
     return buffers
+
+
+def served_model(runner: Any, kv_dtype: torch.dtype) -> ServedModel:
+    """The loaded model of ``runner``.
+
+    Args:
+        kv_dtype: of K and V in its pool.
+
+    Raises:
+        ConfigError: the tier does not support it.
+    """
+    server_args, config = runner.server_args, runner.model_config
+    return ServedModel.of(
+        runner.model,
+        config,
+        kv_dtype,
+        quantization_of(config, server_args.torchao_config),
+        promised_bits(server_args),
+        has_adapters=server_args.enable_lora,
+    )
 
 
 def longest_replayed_prefill(runner: Any) -> int:

@@ -31,7 +31,7 @@ def test_tokens_and_tenant(request_with: Callable[..., Any]) -> None:
     from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import keep_apart, prompt_of
 
     req = request_with(extra_key="red")
-    keep_apart(req)
+    keep_apart(req, None)
     prompt = prompt_of(req)
     assert prompt is not None
     assert (prompt.rid, prompt.tokens, prompt.tenant) == ("a", PROMPT[:-1], "red")
@@ -74,7 +74,6 @@ def session() -> Any:
         ("multimodal_inputs", images),
         ("input_embeds", lambda: [[0.5] * 8] * len(PROMPT)),
         ("positional_embed_overrides", replaced),
-        ("lora_id", lambda: "adapter"),
         ("session", session),
         ("token_type_ids", lambda: [0] * len(PROMPT)),
         ("multi_item_delimiter_indices", lambda: [50, 100]),
@@ -99,9 +98,40 @@ def test_replaced_embeddings_are_filed_where_nobody_looks(request_with: Callable
     keys = set()
     for _ in range(2):
         req = request_with(positional_embed_overrides=replaced(), extra_key="red")
-        keep_apart(req)
+        keep_apart(req, None)
         keys.add(req.extra_key)
     assert len(keys - {"red", None}) == 2
+
+
+class OneAdapter:
+    """Our ``Adapters``."""
+
+    def apart(self, tenant: str) -> tuple[str | None, bytes | None]:
+        return (tenant.removesuffix("one"), b"1") if tenant.endswith("one") else (tenant, None)
+
+
+@pytest.mark.parametrize(
+    ("extra_key", "lora_id", "is_kept"),
+    [
+        (None, None, True),
+        ("red", None, True),
+        ("redone", None, False),
+        ("red", "one", True),
+        (None, "one", True),
+    ],
+)
+def test_nobody_poses_as_a_request_with_an_adapter(
+    request_with: Callable[..., Any], extra_key: str | None, lora_id: str | None, is_kept: bool
+) -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import keep_apart, prompt_of
+
+    req = request_with(extra_key=extra_key, lora_id=lora_id)
+    before = req.extra_key
+    keep_apart(req, OneAdapter())
+    assert (req.extra_key == before) == is_kept
+    prompt = prompt_of(req)
+    assert prompt is not None
+    assert prompt.tenant == req.extra_key
 
 
 @pytest.mark.parametrize(

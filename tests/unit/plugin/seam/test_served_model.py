@@ -57,6 +57,23 @@ def test_weights_are_what_a_checkpoint_holds(name: str, counts: bool) -> None:
     assert model(module).weights() == before == model(Layer()).weights()
 
 
+class Wrapped(nn.Module):
+    """As SGLang wraps what an adapter may change: the same weights, twice in the tree."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.weight, self.bias = base_layer.weight, base_layer.bias
+
+
+def test_weights_are_the_same_where_adapters_may_come() -> None:
+    plain, wrapped = Layer(), Layer()
+    wrapped.linear = Wrapped(wrapped.linear)  # type: ignore[assignment]
+    assert model(wrapped).weights() == model(plain).weights()
+    with changed(wrapped.linear.weight):
+        assert model(wrapped).weights() != model(plain).weights()
+
+
 class Attends(nn.Module):
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
@@ -171,15 +188,16 @@ def test_where_no_bits_are_promised_kernels_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "quantization", "why"),
+    ("kv_dtype", "quantization", "has_adapters", "why"),
     [
-        (torch.float32, None, None),
-        (torch.float8_e4m3fn, None, "rounded"),
-        (torch.float32, "awq", "quantised (awq)"),
+        (torch.float32, None, False, None),
+        (torch.float8_e4m3fn, None, False, "rounded"),
+        (torch.float32, "awq", False, "quantised (awq)"),
+        (torch.float32, None, True, "LoRA"),
     ],
 )
 def test_hidden_states_of_plain_weights_and_a_plain_pool_only(
-    kv_dtype: torch.dtype, quantization: str | None, why: str | None
+    kv_dtype: torch.dtype, quantization: str | None, has_adapters: bool, why: str | None
 ) -> None:
     large_kv = ModelShape(
         name="m",
@@ -199,6 +217,7 @@ def test_hidden_states_of_plain_weights_and_a_plain_pool_only(
         dtype=torch.float32,
         kv_dtype=kv_dtype,
         quantization=quantization,
+        has_adapters=has_adapters,
         attention=(Attention(Attends(), "attn", heads=1, kv_heads=1, head_dim=8),),
     )
     assert (served.why_not_hidden is None) == (why is None) == may_store_hidden(served, PlanKind.AUTO)

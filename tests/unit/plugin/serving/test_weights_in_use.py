@@ -57,6 +57,7 @@ class Served:
         )
         device: Any = SimpleNamespace(
             is_cpu=True,
+            adapters=None,
             largest_pass=512,
             beside=None,
             host_memory=host_buffer,
