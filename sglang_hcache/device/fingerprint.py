@@ -1,4 +1,4 @@
-"""A name for the weights that are in memory right now."""
+"""Names for weights that are in memory right now."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
     for name, tensor in sorted(parts, key=lambda item: item[0]):
         plain, weighted = _sums(tensor)
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{plain}|{weighted}\n".encode())
+    return digest.digest()
+
+
+def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """32 bytes that no two different sets of tensors in host memory share, as :func:`weights_fingerprint` for large ones.
+
+    Users may bring adapters of their own, and share a store: hence a cryptographic hash, of all bytes.
+    """
+    digest = hashlib.blake2b(digest_size=32, person=b"hcache-lora-1")
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}\n".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.digest()
 
 

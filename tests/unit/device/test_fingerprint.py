@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_hcache.device import fingerprint
-from sglang_hcache.device.fingerprint import weights_fingerprint
+from sglang_hcache.device.fingerprint import adapter_fingerprint, weights_fingerprint
 
 WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6) / 7
 
@@ -59,3 +59,28 @@ def test_where_the_values_lie_does_not_count(dtype: torch.dtype) -> None:
         assert name_of(part) == name_of(values)
     across = values.view(4, 6).t().contiguous().t()
     assert name_of(across) == name_of(values.view(4, 6))
+
+
+def test_an_adapter_s_is_what_it_was() -> None:
+    """What is on disk of its requests was stored under it."""
+    half = WEIGHT.to(torch.bfloat16)
+    expected = "ef84fe87c3c363ab05504aafb5ce8e9bcc45b91a6a613a8c7a929f90c654320e"
+    assert adapter_fingerprint([("a", WEIGHT), ("b", half)]).hex() == expected
+    assert adapter_fingerprint([("b", half), ("a", WEIGHT)]).hex() == expected, "in any order"
+
+
+def test_all_of_an_adapter_counts() -> None:
+    changed = WEIGHT.clone()
+    changed.view(torch.int32)[3, 5] ^= 1
+    variants = [
+        [("a", WEIGHT)],
+        [("b", WEIGHT)],
+        [("a", changed)],
+        [("a", WEIGHT.view(6, 4))],
+        [("a", WEIGHT.view(torch.int32))],
+        [("a", WEIGHT.t())],
+        [("a", WEIGHT), ("b", WEIGHT)],
+        [],
+    ]
+    assert len({adapter_fingerprint(tensors) for tensors in variants}) == len(variants)
+    assert adapter_fingerprint([("a", WEIGHT.t().contiguous().t())]) == adapter_fingerprint([("a", WEIGHT)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_hcache.device.fingerprint import weights_fingerprint
+from sglang_hcache.device.fingerprint import adapter_fingerprint
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
@@ -43,7 +43,7 @@ class AdaptersOf:
             return None
         if len(self._fingerprints) == _MOST_REMEMBERED:
             del self._fingerprints[next(iter(self._fingerprints))]
-        fingerprint = self._fingerprints[lora_id] = weights_fingerprint(_tensors(adapter))
+        fingerprint = self._fingerprints[lora_id] = adapter_fingerprint(_tensors(adapter))
         return fingerprint
 
 
