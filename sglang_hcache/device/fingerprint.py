@@ -27,9 +27,10 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
 
 
 def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """32 bytes that no two different sets of tensors in host memory share, as :func:`weights_fingerprint` for large ones.
+    """32 bytes that change when any name, shape, dtype or bit of the tensors, which are in host memory, changes.
 
-    Users may bring adapters of their own, and share a store: hence a cryptographic hash, of all bytes.
+    A cryptographic hash of all bytes, unlike :func:`weights_fingerprint`: users may bring adapters of their own, and
+    share a store.
     """
     digest = hashlib.blake2b(digest_size=32, person=b"hcache-lora-1")
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
