@@ -35,7 +35,7 @@ def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
     digest = hashlib.blake2b(digest_size=32, person=b"hcache-lora-1")
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}\n".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
