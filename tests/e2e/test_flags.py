@@ -114,6 +114,9 @@ REFUSALS = {
     ),
     "preemption": Refusal(["--enable-priority-scheduling"], ("--disable-priority-preemption",)),
     "forward hooks": Refusal(["--forward-hooks", '[{"name": "x"}]'], ("--forward-hooks",)),
+    "adapters loaded beside passes": Refusal(
+        ["--lora-paths", "one=/nowhere", "--enable-lora-overlap-loading"], ("--enable-lora-overlap-loading",)
+    ),
     "hidden states of adapters": Refusal(
         [
             *("--lora-paths", "one=/nowhere", "--max-lora-rank", "8", "--lora-target-modules", "all"),

@@ -185,6 +185,11 @@ def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
     """What changes weights, passes or the KV pool in ways that the tier does not know; as :func:`_in_its_place`."""
     return [
         (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
+        (
+            args.enable_lora_overlap_loading,
+            "--enable-lora-overlap-loading",
+            "it loads adapters for requests that wait for their restore, in the place of those that could run",
+        ),
         (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
         (
             args.offload_group_size > 0,

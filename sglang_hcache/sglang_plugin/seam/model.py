@@ -28,8 +28,8 @@ _ATTENTION = "RadixAttention"
 """SGLang's class that takes Q, K and V of a layer, writes K and V into the pool and attends."""
 _LOOSE = "attention_instances"
 """Where a model of SGLang's Transformers backend has them: layer -> attention, in no module's tree."""
-_WRAPPED = ".base_layer."
-"""In the names of weights that a LoRA adapter may change; they are there without it as well."""
+_BASE = "base_layer"
+"""Where a module that LoRA adapters may change has the one that it is without them."""
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 
@@ -170,7 +170,7 @@ class ServedModel:
         configuration, and their last bits need not be the same at every start: with them in it, a start that
         rounds otherwise would find nothing of what was stored.
         """
-        held = {name.replace(_WRAPPED, "."): value for name, value in self.module.state_dict().items()}
+        held = {_bare(name): value for name, value in self.module.state_dict().items()}
         if self.quantization is not None:
             held |= dict(_loose_weights(self.module))
         return weights_fingerprint(
@@ -252,7 +252,8 @@ def promised_bits(server_args: Any) -> str | None:
     if not server_args.enable_deterministic_inference:
         return None
     prefill, decode = server_args.get_attention_backends()
-    return f"deterministic {prefill} {decode} {server_args.rl_on_policy_target}"
+    adapters = f" lora {server_args.lora_backend}" if server_args.enable_lora else ""
+    return f"deterministic {prefill} {decode} {server_args.rl_on_policy_target}{adapters}"
 
 
 def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelShape:
@@ -291,15 +292,22 @@ def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelSha
         raise ConfigError(f"--hierarchical-cache hcache cannot use the model {name}: {error}") from None
 
 
+def _bare(path: str) -> str:
+    """``path`` as it is in a model without adapters."""
+    return ".".join(part for part in path.split(".") if part != _BASE)
+
+
 def _loose_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Matrices that a quantisation left beside the parameters of ``module``, as SGLang's for GGUF does.
 
     Not vectors: those are work space and addresses, which no two starts have in common.
     """
     for path, child in module.named_modules():
+        if hasattr(child, _BASE):
+            continue  # beside its weights, which are those of the other, it has adapters
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and value.dim() > 1:
-                yield f"{path}.{name}", value
+                yield f"{_bare(path)}.{name}", value
 
 
 def _pre_hook(

@@ -51,6 +51,8 @@ class QueuedRequest:
     rid: str
     num_tokens: int
     new_tokens: int
+    is_passed_over: bool = False
+    """Whether SGLang admits those behind it first: its adapter has no place beside those of the others."""
 
 
 class DeviceTree(Protocol):

@@ -43,12 +43,16 @@ class Waiting:
         return self._tickets.pop(rid, None)
 
     def until_last_pending(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
-        """SGLang's queue, in order, down to the last request that waits for its restore to start."""
+        """SGLang's queue, in order, down to the last request that waits for its restore to start.
+
+        Without those passed over: nobody behind them has to wait, and what is restored for them would lie idle.
+        """
         left = sum(ticket.phase is Phase.PENDING for ticket in self._tickets.values())
         for request in self._scheduler.waiting() if left else ():
             ticket = self._tickets.get(request.rid)
             left -= ticket is not None and ticket.phase is Phase.PENDING
-            yield request, ticket
+            if not request.is_passed_over:
+                yield request, ticket
             if not left:
                 return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from sglang_hcache.device.fingerprint import adapter_fingerprint
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.schedule_batch import Req
 
 _ID_LETTERS = 32
 """Of a ``lora_id``: a UUID in hexadecimal."""
@@ -29,6 +30,8 @@ class AdaptersOf:
     def __init__(self, manager: LoRAManager) -> None:
         self._manager = manager
         self._fingerprints: dict[str, bytes] = {}
+        for lora_id in manager.loras:
+            self._read(lora_id)  # before anybody is served: it takes a second for a gigabyte
 
     def apart(self, tenant: str) -> tuple[str | None, bytes | None]:
         lora_id = tenant[-_ID_LETTERS:]
@@ -45,6 +48,22 @@ class AdaptersOf:
             del self._fingerprints[next(iter(self._fingerprints))]
         fingerprint = self._fingerprints[lora_id] = adapter_fingerprint(_tensors(adapter))
         return fingerprint
+
+
+class AdaptersInBatch:
+    """Those of the next batch, as SGLang fills it: with who runs, then with one after the other in the queue."""
+
+    def __init__(self, manager: LoRAManager, running: Iterable[Req]) -> None:
+        self._manager = manager
+        self._ids = {req.lora_id for req in running}
+
+    def takes(self, req: Req) -> bool:
+        """Whether there is a place for that of ``req``, which is taken then. SGLang passes it over otherwise."""
+        ids = self._ids | {req.lora_id}
+        fits = ids == self._ids or self._manager.validate_lora_batch(ids)
+        if fits:
+            self._ids = ids
+        return fits
 
 
 def _tensors(adapter: LoRAAdapter) -> Iterator[tuple[str, torch.Tensor]]:

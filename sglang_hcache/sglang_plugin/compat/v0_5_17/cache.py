@@ -25,7 +25,7 @@ from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
-from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
+from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersInBatch, AdaptersOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
@@ -364,9 +364,13 @@ class SchedulerOf:
         return {name: str(value) for name, value in collector.labels.items()}
 
     def waiting(self) -> Iterator[QueuedRequest]:
-        for req in self._scheduler.waiting_queue:
-            new_tokens = _remaining_tokens(req) + self._scheduler.page_size
-            yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens)
+        scheduler, adapters = self._scheduler, None
+        if scheduler.enable_lora:
+            adapters = AdaptersInBatch(scheduler.tp_worker.model_runner.lora_manager, self._running())
+        for req in scheduler.waiting_queue:
+            new_tokens = _remaining_tokens(req) + scheduler.page_size
+            is_passed_over = adapters is not None and not adapters.takes(req)
+            yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens, is_passed_over)
 
     def look_again(self) -> None:
         # SGLang does so when a request ends: nothing else makes room there.
@@ -375,10 +379,7 @@ class SchedulerOf:
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
         chunked = self._scheduler.chunked_req
-        # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.
-        batches = self._scheduler.running_batch, self._scheduler.last_batch
-        running = {req for batch in batches if batch is not None for req in batch.reqs} - {chunked}
-        tokens = sum(ratio * _remaining_tokens(req) for req in running)
+        tokens = sum(ratio * _remaining_tokens(req) for req in self._running() - {chunked})
         if chunked is not None:
             tokens += (
                 len(chunked.full_untruncated_fill_ids)
@@ -386,6 +387,11 @@ class SchedulerOf:
                 + ratio * _remaining_tokens(chunked)
             )
         return int(tokens)
+
+    def _running(self) -> set[Req | None]:
+        # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.
+        batches = self._scheduler.running_batch, self._scheduler.last_batch
+        return {req for batch in batches if batch is not None for req in batch.reqs}
 
 
 def _remaining_tokens(req: Req) -> int:

@@ -38,6 +38,14 @@ def test_a_tenant_and_an_adapter_come_apart() -> None:
     assert adapters.apart(other + one) == (other, fingerprint)
 
 
+def test_those_that_are_loaded_are_read_before_anybody_is_served() -> None:
+    one, loras = uuid4().hex, {}
+    loras[one] = adapter()
+    adapters = adapters_of(loras)
+    loras.clear()
+    assert adapters.apart(one)[1] is not None
+
+
 def test_the_same_weights_are_the_same_adapter() -> None:
     one, again = uuid4().hex, uuid4().hex
     adapters = adapters_of({one: adapter(), again: adapter()})

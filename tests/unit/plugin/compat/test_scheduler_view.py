@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -53,3 +54,43 @@ def test_a_mixed_pass_leaves_the_running_batch_empty() -> None:
     """``--enable-mixed-chunk``: the pass that goes on with a prompt takes all that decode along."""
     chunked = Req(40, prompt=300)
     assert reserved([], [Req(100, generated=20), chunked], chunked) == 40 + 300 + 20
+
+
+class Manager:
+    """Of SGLang's ``LoRAManager``: a batch takes two adapters, or requests without one."""
+
+    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
+        return len(lora_ids) <= 2
+
+
+@pytest.mark.parametrize(
+    ("running", "last", "queue", "passed_over"),
+    [
+        ([], [], ["a", "b", "c", "a", None], [False, False, True, False, True]),
+        (["a"], [], ["b", "c", "a"], [False, True, False]),
+        (["a"], ["b"], ["c", "b", "a", None], [True, False, False, True]),
+        ([None], [], ["c", "b", None], [False, True, False]),
+    ],
+)
+def test_who_is_passed_over_for_its_adapter(
+    running: list[str | None], last: list[str | None], queue: list[str | None], passed_over: list[bool]
+) -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+
+    def requests(lora_ids: list[str | None]) -> list[Req]:
+        made = [Req(10, prompt=5) for _ in lora_ids]
+        for req, lora_id in zip(made, lora_ids, strict=True):
+            req.lora_id, req.rid = lora_id, "a"  # type: ignore[attr-defined]
+        return made
+
+    scheduler: Any = SimpleNamespace(
+        enable_lora=True,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=Manager())),
+        running_batch=SimpleNamespace(reqs=requests(running)),
+        last_batch=SimpleNamespace(reqs=requests(last)),
+        waiting_queue=requests(queue),
+        page_size=1,
+    )
+    assert [request.is_passed_over for request in SchedulerOf(scheduler).waiting()] == passed_over
+    scheduler.enable_lora = False
+    assert not any(request.is_passed_over for request in SchedulerOf(scheduler).waiting())

@@ -138,6 +138,25 @@ def test_weights_that_a_quantisation_made_count() -> None:
     assert served.weights() == before, "a vector is no weight"
 
 
+def test_adapters_beside_quantised_weights_do_not_count() -> None:
+    """SGLang's wrappers keep the adapters of a batch in plain tensors."""
+    plain, wrapped = Layer(), Layer()
+    for module in (plain, wrapped):
+        module.linear.packed = torch.ones(8, 8)  # type: ignore[assignment]
+    wrapped.linear = Wrapped(wrapped.linear)  # type: ignore[assignment]
+    wrapped.linear.A_buffer = torch.ones(2, 4, 8)  # type: ignore[assignment]
+
+    def weights(module: nn.Module) -> bytes:
+        return replace(model(module), quantization="gguf").weights()
+
+    before = weights(wrapped)
+    assert before == weights(plain)
+    with changed(wrapped.linear.A_buffer):
+        assert weights(wrapped) == before
+    with changed(wrapped.linear.base_layer.packed):
+        assert weights(wrapped) != before
+
+
 def test_quantised_weights_are_served_only_where_they_compute_alike() -> None:
     def namespace(quantization: str | None) -> bytes:
         served = replace(
@@ -156,6 +175,8 @@ class Arguments:
     attention_backend: str = "fa3"
     decode_attention_backend: str | None = None
     rl_on_policy_target: str | None = None
+    enable_lora: bool | None = None
+    lora_backend: str = "csgmv"
 
     def get_attention_backends(self) -> tuple[str, str]:
         return self.attention_backend, self.decode_attention_backend or self.attention_backend
@@ -168,6 +189,7 @@ class Arguments:
         {"attention_backend": "triton"},
         {"decode_attention_backend": "triton"},
         {"rl_on_policy_target": "fsdp"},
+        {"enable_lora": True},
     ],
 )
 def test_where_bits_are_promised_only_chunks_with_that_promise_serve(other: dict[str, object]) -> None:

@@ -125,12 +125,13 @@ class Scheduler:
     line: list[str] = field(default_factory=list)
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens of a request, and those that it may generate."""
+    passed_over: set[str] = field(default_factory=set)
 
     def is_running(self) -> bool:
         return self.running
 
     def waiting(self) -> Iterator[QueuedRequest]:
-        return (QueuedRequest(rid, *self.sizes[rid]) for rid in list(self.line))
+        return (QueuedRequest(rid, *self.sizes[rid], rid in self.passed_over) for rid in list(self.line))
 
     def look_again(self) -> None:
         self.looks += 1
@@ -565,6 +566,29 @@ def test_what_those_before_it_may_generate_is_left_too(world: World) -> None:
     world.queue("restored", tokens(1, 4))
     world.coordinator.tick()
     assert not world.engine.jobs
+
+
+def test_who_is_passed_over_holds_nobody_back(world: World) -> None:
+    """For want of a place for its adapter. Nothing is restored for it meanwhile."""
+    world.scheduler.running = True
+    world.store(tokens(1, 4))
+    world.store(tokens(2, 4))
+    world.queue("passed over", tokens(1, 4), new_tokens=CAPACITY - 5 * CHUNK_TOKENS)
+    world.queue("behind", tokens(2, 4))
+    world.queue("miss", tokens(3, 4))
+    world.scheduler.passed_over = {"passed over"}
+    world.coordinator.tick()
+    assert [list(job.keys) for job in world.engine.jobs] == [chunk_keys(ROOT, tokens(2, 4))]
+    assert world.coordinator.may_be_admitted("miss")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("behind")
+    world.coordinator.admitted("behind", 4 * CHUNK_TOKENS)
+    world.scheduler.line.remove("behind")
+    world.scheduler.passed_over.clear()
+    assert not world.coordinator.may_be_admitted("passed over")
+    world.coordinator.tick()
+    assert [list(job.keys) for job in world.engine.jobs] == [chunk_keys(ROOT, tokens(1, 4))]
 
 
 def test_what_those_before_it_have_on_the_device_is_not_evicted_for_it(world: World) -> None:
