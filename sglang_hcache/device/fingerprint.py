@@ -27,7 +27,7 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
 
 
 def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """32 bytes that change when any name, shape, dtype or bit of the tensors, which are in host memory, changes.
+    """32 bytes that change when any name, shape, dtype or bit of the tensors changes.
 
     A cryptographic hash of all bytes, unlike :func:`weights_fingerprint`: users may bring adapters of their own, and
     share a store.
@@ -35,7 +35,7 @@ def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
     digest = hashlib.blake2b(digest_size=32, person=b"hcache-lora-1")
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}\n".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

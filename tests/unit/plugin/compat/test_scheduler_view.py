@@ -18,6 +18,10 @@ class Req:
         self.output_ids = array("q", range(generated))
         self.full_untruncated_fill_ids = array("q", range(prompt))
         self.prefix_indices = torch.empty(0)
+        self.is_over = False
+
+    def finished(self) -> bool:
+        return self.is_over
 
 
 def reserved(running: list[Req], last: list[Req] | None, chunked: Req | None = None) -> int:
@@ -92,5 +96,10 @@ def test_who_is_passed_over_for_its_adapter(
         page_size=1,
     )
     assert [request.is_passed_over for request in SchedulerOf(scheduler).waiting()] == passed_over
+    for req in [*scheduler.running_batch.reqs, *scheduler.last_batch.reqs]:
+        req.is_over = True  # and not taken out yet
+    first, second, *_ = SchedulerOf(scheduler).waiting()
+    assert not first.is_passed_over
+    assert not second.is_passed_over
     scheduler.enable_lora = False
     assert not any(request.is_passed_over for request in SchedulerOf(scheduler).waiting())
