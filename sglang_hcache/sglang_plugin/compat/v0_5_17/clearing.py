@@ -31,9 +31,11 @@ class _Call:
         is_over = self.cleared.done()
         if is_over and (self.cleared.result() or not tiers.is_clearing_pending):
             return True
-        waited_s = time.monotonic() - self.began
-        if tiers.disk is not None and waited_s < (_NOTE_S if is_over else _FILES_S):
-            return None  # one that was left out at the start is no use waiting for
+        waited_s, patience_s = time.monotonic() - self.began, _FILES_S
+        if is_over:
+            patience_s = 0.0 if tiers.disk is None else _NOTE_S  # one that was left out at the start stays so
+        if waited_s < patience_s:
+            return None
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(
             "hcache: a clear call is answered with an error: after %.0f s it is not for good (%s). Mend that and call "

@@ -86,6 +86,16 @@ def test_one_that_is_over_at_once_is_answered_at_once() -> None:
     assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [True]
 
 
+def test_without_a_disk_tier_it_may_take_a_while_too() -> None:
+    """Where the cores are busy."""
+    server = Server()
+    server.tiers.disk = None
+    assert server.round(ClearHiCacheReqInput()) == []
+    assert server.round() == []
+    server.clearings[0].set_result(True)
+    assert [success for success, _ in server.round()] == [True]
+
+
 def test_nobody_waits_for_a_disk_tier_that_was_left_out() -> None:
     server, done = Server(), Future[bool]()
     done.set_result(False)
