@@ -76,7 +76,7 @@ class Setting:
         # Without adapters, auto would store hidden states; and restoring always pays.
         write_profile(model, self._costs, fixed=1, hidden=1, kv=2, project=0.1, run=1000)
 
-    def server(self, name: str, *more: str) -> TierServer:
+    def server(self, name: str) -> TierServer:
         return TierServer(
             self._folder / name,
             [
@@ -86,7 +86,6 @@ class Setting:
                 *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
                 *("--lora-backend", "torch_native", "--max-loras-per-batch", "2", "--lora-paths"),
                 *(f"{name}={path}" for name, path in self.adapters.items()),
-                *more,
             ],
             packages=[self._packages],
         )
@@ -179,7 +178,7 @@ def test_many_at_once(first: TierServer) -> None:
         for index in range(3)
         for name in (None, "two", "uno")
     ]
-    references = [ask(first, name, prompt, tokens=4, extra_key="reference") for name, prompt in wanted]
+    references = [first.recompute(prompt, lora_path=name, tokens=4) for name, prompt in wanted]
     order = [*range(len(wanted)), *range(0, len(wanted), 2), *range(len(wanted))]
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(lambda index: ask(first, *wanted[index], tokens=4), order))

@@ -88,22 +88,21 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             "K and V that are restored would be rounded differently; use auto"
         )
     quantization = quantization_of(model, server_args.torchao_config)
-    if quantization is not None and config.method is PlanKind.HIDDEN:
-        problems.append(
-            f"--hcache-method hidden cannot be used with quantised weights ({quantization}): K and V are not projected "
-            "with them; use auto or kv, which keep K and V as they are"
-        )
     has_adapters = _has_adapters(server_args)
-    if has_adapters and config.method is PlanKind.HIDDEN:
-        problems.append(
-            "--hcache-method hidden cannot be used with --enable-lora: K and V of adapters are not projected; use auto "
-            "or kv, which keep them as they are"
-        )
     kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
-    if kv_dtype is not None and config.method is PlanKind.HIDDEN:
-        problems.append(
-            f"--hcache-method hidden cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype}: K and V that "
-            "are projected again may be rounded differently; use auto or kv, which keep them as they are"
+    if config.method is PlanKind.HIDDEN:
+        problems += _without_hidden_states(
+            (
+                quantization is not None,
+                f"quantised weights ({quantization})",
+                "K and V are not projected with them",
+            ),
+            (has_adapters, "--enable-lora", "K and V of adapters are not projected"),
+            (
+                kv_dtype is not None,
+                f"--kv-cache-dtype {server_args.kv_cache_dtype}",
+                "K and V that are projected again may be rounded differently",
+            ),
         )
     _raise(problems)
     store_config(config)
@@ -119,6 +118,15 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
         HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=passes)
+
+
+def _without_hidden_states(*reasons: tuple[bool, str, str]) -> list[str]:
+    """Why ``--hcache-method hidden`` is refused. Each: whether it is so, with what, and why."""
+    return [
+        f"--hcache-method hidden cannot be used with {what}: {why}; use auto or kv, which keep K and V as they are"
+        for is_given, what, why in reasons
+        if is_given
+    ]
 
 
 def _has_adapters(server_args: Any) -> bool:
