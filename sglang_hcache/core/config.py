@@ -27,7 +27,7 @@ from pydantic import (
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
-from sglang_hcache.core.paths import check_distinct, whole_path
+from sglang_hcache.core.paths import check_distinct, rank_dir, whole_path
 from sglang_hcache.core.units import (
     format_bytes,
     format_duration,
@@ -209,6 +209,16 @@ class HCacheConfig(BaseModel):
     def without_hidden_states(self) -> HCacheConfig:
         """For a model whose hidden states cannot be used: of ``auto`` remain K and V, and recomputing."""
         return self.model_copy(update={"method": PlanKind.HYBRID}) if self.method is PlanKind.AUTO else self
+
+    def of_rank(self, rank: int, num_ranks: int) -> HCacheConfig:
+        """The share of one of several processes that serve a model together."""
+        if num_ranks == 1:
+            return self
+        shared = ("disk_size", "host_size", "disk_write_budget", "staging_size", "segment_size")
+        sizes = {name: value // num_ranks for name in shared if (value := getattr(self, name)) is not None}
+        return self.model_copy(
+            update={**sizes, "dirs": tuple(rank_dir(path, rank, num_ranks) for path in self.dirs)}
+        )
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> HCacheConfig:

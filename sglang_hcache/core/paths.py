@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+_RANK_DIR = re.compile(r"rank-\d+-of-(\d+)")
+
+
+def rank_dir(path: Path, rank: int, num_ranks: int) -> Path:
+    """Where the store of one rank is, below the directory that several share; of one alone that directory itself."""
+    return path if num_ranks == 1 else path / f"rank-{rank}-of-{num_ranks}"
+
+
+def ranks_named_by(name: str) -> int | None:
+    """How many ranks there are where one of them has a directory of that name; None: it is no such name."""
+    found = _RANK_DIR.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def whole_path(path: str | Path) -> Path:

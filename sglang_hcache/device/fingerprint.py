@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -24,6 +24,13 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
         plain, weighted = _sums(tensor)
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{plain}|{weighted}\n".encode())
     return digest.digest()
+
+
+def parts_fingerprint(parts: Sequence[bytes]) -> bytes:
+    """The fingerprint of weights that lie in several places, from those of the parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return hashlib.blake2b(b"".join(parts), digest_size=32, person=b"hcache-parts-1").digest()
 
 
 def adapter_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:

@@ -24,6 +24,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import (
     capture_first,
     device_buffers,
+    ranks_of,
     schedule_first,
 )
 from sglang_hcache.sglang_plugin.launch import stopping
@@ -96,6 +97,7 @@ def install_cpu_fixes(device: str) -> None:
 def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:
     """Before the KV pool is sized, and CUDA graphs are recorded."""
     with errors_in_a_line():
+        runner.hcache_ranks = ranks_of(runner)
         runner.hcache_buffers = device_buffers(runner, config_of(runner.server_args).method)
 
 

@@ -28,7 +28,7 @@ from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin.launch import prefill_graphs, stopping, support
 from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
 from sglang_hcache.sglang_plugin.seam.budget import pool_share, store_config
-from sglang_hcache.store import look_ahead
+from sglang_hcache.store import Ahead, StoreConfig, look_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def from_arguments(original: Callable[..., Any], cls: type, args: argparse.Names
             is_deterministic = bool(args.enable_deterministic_inference or args.rl_on_policy_target)
             raise ConfigError(support.without_radix_cache(is_deterministic)) from error
         support.check_server_args(server_args, config)
-        _look_ahead(config)
+        _look_ahead(config, server_args.tp_size)
         _leave_host_memory(args, server_args, config)
         stopping.install()
     except ConfigError as error:
@@ -146,16 +146,29 @@ def _leave_host_memory(args: argparse.Namespace, server_args: Any, config: HCach
         logger.info("hcache: --mem-fraction-static %s leaves room for --hcache-host-size", share)
 
 
-def _look_ahead(config: HCacheConfig) -> None:
+def _look_ahead(config: HCacheConfig, num_ranks: int) -> None:
     """Say before a model is loaded what the disk tier will say then.
 
     Raises:
         ConfigError: a directory or the floor will be refused.
     """
-    settings = store_config(config)
-    if settings is None:
-        return
-    is_optional = config.disk_at_start is DiskAtStart.OPTIONAL
+    for rank in range(num_ranks):
+        settings = store_config(config.of_rank(rank, num_ranks))
+        ahead = None if settings is None else _ahead_of(settings, config.disk_at_start)
+        if ahead is None:
+            return
+    if ahead.most_bytes is not None and ahead.most_bytes < config.disk_size:
+        logger.warning(
+            "hcache: --hcache-disk-size: %s is more than the disk tier will ever get: all that the file systems of "
+            "--hcache-dirs have above --hcache-disk-free-floor is %s",
+            format_bytes(config.disk_size),
+            format_bytes(ahead.most_bytes),
+        )
+
+
+def _ahead_of(settings: StoreConfig, at_start: DiskAtStart) -> Ahead | None:
+    """What the store of one rank will find; None: it cannot be opened, and need not be."""
+    is_optional = at_start is DiskAtStart.OPTIONAL
     try:
         ahead = look_ahead(settings)
     except StoreFormatError as error:
@@ -166,7 +179,7 @@ def _look_ahead(config: HCacheConfig) -> None:
             "(--hcache-disk-at-start optional): %s",
             error,
         )
-        return
+        return None
     for path, holder in ahead.holders.items():  # no error yet: until then the server that has it may end
         logger.warning(
             "hcache: %s is in use by %s: if it still is when the model is loaded, this server %s; "
@@ -175,10 +188,4 @@ def _look_ahead(config: HCacheConfig) -> None:
             holder,
             "runs without its disk tier" if is_optional else "does not start",
         )
-    if ahead.most_bytes is not None and ahead.most_bytes < config.disk_size:
-        logger.warning(
-            "hcache: --hcache-disk-size: %s is more than the disk tier will ever get: all that the file systems of "
-            "--hcache-dirs have above --hcache-disk-free-floor is %s",
-            format_bytes(config.disk_size),
-            format_bytes(ahead.most_bytes),
-        )
+    return ahead

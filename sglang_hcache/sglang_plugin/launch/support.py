@@ -10,6 +10,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import limit_sizes
 from sglang_hcache.sglang_plugin.seam.budget import (
     HostBudget,
@@ -87,7 +88,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             f"{_FLAG} cannot be used with --kv-cache-dtype {server_args.kv_cache_dtype} and a model in {model.dtype}: "
             "K and V that are restored would be rounded differently; use auto"
         )
-    quantization = quantization_of(model, server_args.torchao_config)
+    quantization, num_ranks = quantization_of(model, server_args.torchao_config), server_args.tp_size
     has_adapters = _has_adapters(server_args)
     kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
     if config.method is PlanKind.HIDDEN:
@@ -99,25 +100,39 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             ),
             (has_adapters, "--enable-lora", "K and V of adapters are not projected"),
             (
+                num_ranks > 1,
+                f"--tp-size {num_ranks}",
+                "each rank would keep all of them for its part of K and V",
+            ),
+            (
                 kv_dtype is not None,
                 f"--kv-cache-dtype {server_args.kv_cache_dtype}",
                 "K and V that are projected again may be rounded differently",
             ),
         )
+    if has_adapters and num_ranks > 1:
+        problems.append(f"{_FLAG} cannot be used with --enable-lora and --tp-size {num_ranks} together yet")
     _raise(problems)
-    store_config(config)
-    shape = shape_of(model, kv_dtype)
+    has_only_kv = quantization is not None or has_adapters or num_ranks > 1
+    shape = shape_of(model, kv_dtype, num_ranks)
     limit_sizes(prefill, shape, largest_pass_of(server_args))
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
+    _check_sizes(server_args, config, shape, PlanKind.KV if has_only_kv else config.method)
+
+
+def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stored: PlanKind) -> None:
+    """Whether directories and sizes will do for each rank, of which ``shape`` is. Raises ConfigError."""
+    num_ranks = server_args.tp_size
+    share = config.of_rank(0, num_ranks)
+    store_config(share)
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
-    stored = PlanKind.KV if quantization is not None or has_adapters else config.method
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
-        HostBudget.of(config, layout, largest_pass=largest_pass, staged_passes=passes)
+        HostBudget.of(share, layout, largest_pass=largest_pass, staged_passes=passes, num_ranks=num_ranks)
 
 
 def _without_hidden_states(*reasons: tuple[bool, str, str]) -> list[str]:
@@ -250,9 +265,9 @@ def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
 
 def _parallelism(args: argparse.Namespace) -> list[str]:
     return [
-        f"{_FLAG} supports {flag} 1 only, got {size}: ranks do not agree on restores yet"
+        f"{_FLAG} supports {flag} 1 only, got {size}"
         for flag, size in (
-            ("--tp-size", args.tp_size),
+            ("--nnodes", args.nnodes),
             ("--pp-size", args.pp_size),
             ("--dp-size", args.dp_size),
             ("--attn-cp-size", args.attn_cp_size),

@@ -37,21 +37,28 @@ class HostBudget:
 
     @classmethod
     def of(
-        cls, config: HCacheConfig, layout: StateLayout, *, largest_pass: int, staged_passes: int
+        cls,
+        config: HCacheConfig,
+        layout: StateLayout,
+        *,
+        largest_pass: int,
+        staged_passes: int,
+        num_ranks: int = 1,
     ) -> HostBudget:
         """Divide it.
 
         Args:
             largest_pass: most tokens of one prefill pass.
             staged_passes: that staging should hold (:func:`staged_passes_of`).
+            num_ranks: that take as much, and have not yet.
 
         Raises:
             ConfigError: more than this machine has, or too little for this model.
         """
-        available = available_host_bytes()
-        if config.host_size > available:
+        available, whole = available_host_bytes(), num_ranks * config.host_size
+        if whole > available:
             raise ConfigError(
-                f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; this machine has "
+                f"--hcache-host-size: {format_bytes(whole)} is not allowed; this machine has "
                 f"{format_bytes(available)} available; lower it, or on a CPU give SGLang's KV pool less "
                 "(--max-total-tokens)"
             )
@@ -66,8 +73,9 @@ class HostBudget:
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
             least = (config.staging_size or 0) + layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2
             raise ConfigError(
-                f"--hcache-host-size: {format_bytes(config.host_size)} is not allowed; {CHUNK_TOKENS} tokens of "
-                f"this model take {format_bytes(layout.chunk_bytes)}, so give at least {format_bytes(least)}"
+                f"--hcache-host-size: {format_bytes(whole)} is not allowed; {CHUNK_TOKENS} tokens of "
+                f"this model take {format_bytes(num_ranks * layout.chunk_bytes)}, so give at least "
+                f"{format_bytes(num_ranks * least)}"
             )
         return budget
 

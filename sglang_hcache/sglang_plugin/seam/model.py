@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.device.attention import Attention, describe
-from sglang_hcache.device.fingerprint import weights_fingerprint
+from sglang_hcache.device.fingerprint import parts_fingerprint, weights_fingerprint
 from sglang_hcache.device.generic import HIDDEN_STATES, GenericProjector
 from sglang_hcache.device.projector import DescribedProjector, Projector
 from sglang_hcache.plan.shapes import FP8_CACHES, FFNKind, ModelShape
+from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class ServedModel:
     """Of every layer, in order; empty where a layer has none, or several."""
     architecture: str
     shape: ModelShape
+    """Of what this rank holds of it: its part of the heads of K and V."""
     dtype: torch.dtype
     """Of hidden states."""
     kv_dtype: torch.dtype
@@ -65,6 +67,8 @@ class ServedModel:
     """What the bits of K and V depend on, as :func:`promised_bits` returns it."""
     has_adapters: bool = False
     """Whether the weights of a request may be changed by a LoRA adapter of its own."""
+    ranks: Ranks = field(default_factory=Alone)
+    """Those that compute the model together."""
 
     @classmethod
     def of(
@@ -76,6 +80,7 @@ class ServedModel:
         bits: str | None = None,
         *,
         has_adapters: bool = False,
+        ranks: Ranks | None = None,
     ) -> ServedModel:
         """Describe SGLang's ``module``.
 
@@ -84,12 +89,13 @@ class ServedModel:
             quantization: of its weights, as :func:`quantization_of` returns it.
             bits: as :func:`promised_bits` returns them.
             has_adapters: whether SGLang serves LoRA adapters.
+            ranks: those that compute the model together; None: this process alone.
 
         Raises:
             ConfigError: K and V of a token depend on more than the tokens before it.
         """
-        kv_dtype = kv_dtype or model_config.dtype
-        architecture, shape = type(module).__name__, shape_of(model_config, kv_dtype)
+        kv_dtype, ranks = kv_dtype or model_config.dtype, ranks or Alone()
+        architecture, shape = type(module).__name__, shape_of(model_config, kv_dtype, ranks.size)
         cores = attention_cores(module)
         for core in cores.values():
             if core.attn_type.value != _DECODER or core.is_cross_attention:
@@ -118,6 +124,7 @@ class ServedModel:
             quantization=quantization,
             bits=bits,
             has_adapters=has_adapters,
+            ranks=ranks,
         )
 
     @property
@@ -134,7 +141,16 @@ class ServedModel:
             return f"weights are quantised ({self.quantization}), and products with them may depend on the whole pass"
         if self.has_adapters:
             return "LoRA adapters change what K and V are projected with"
+        if self.ranks.size > 1:
+            return (
+                f"each of the {self.ranks.size} ranks would have to keep them whole, for its part of K and V"
+            )
         return None
+
+    @property
+    def may_run_first_layers(self) -> bool:
+        """Whether a restore may recompute them by themselves: with no adapter of a request, and on one rank."""
+        return not self.has_adapters and self.ranks.size == 1
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -166,6 +182,8 @@ class ServedModel:
     def weights(self) -> bytes:
         """Fingerprint of the weights that are loaded now: of what a checkpoint holds. Reads all of them.
 
+        Of those of all ranks: what a layer computes on one goes into the next layer on the others.
+
         Buffers that are worked out when the model is loaded, as cosines of positions are, follow from the
         configuration, and their last bits need not be the same at every start: with them in it, a start that
         rounds otherwise would find nothing of what was stored.
@@ -173,13 +191,16 @@ class ServedModel:
         held = {_bare(name): value for name, value in self.module.state_dict().items()}
         if self.quantization is not None:
             held |= dict(_loose_weights(self.module))
-        return weights_fingerprint(
+        own = weights_fingerprint(
             (name, value) for name, value in held.items() if isinstance(value, torch.Tensor)
         )
+        return parts_fingerprint(self.ranks.all_of(own))
 
     def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
         """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
-        text = f"{self.architecture}|{self.dtype}|{layout}|tp1|pp1|{self.config}"
+        text = f"{self.architecture}|{self.dtype}|{layout}|tp{self.ranks.size}|pp1|{self.config}"
+        if self.ranks.size > 1:
+            text += f"|rank {self.ranks.rank}"
         if self.keeps_rounded_kv:
             scales = [
                 (core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()
@@ -256,19 +277,24 @@ def promised_bits(server_args: Any) -> str | None:
     return f"deterministic {prefill} {decode} {server_args.rl_on_policy_target}{adapters}"
 
 
-def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None) -> ModelShape:
+def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None, num_ranks: int = 1) -> ModelShape:
     """Sizes of a model, from SGLang's ``ModelConfig``.
 
     Args:
         kv_dtype: of K and V in the pool; None: as the model computes them.
+        num_ranks: among which the heads of K and V are divided; where they are fewer, several ranks have the same.
 
     Raises:
         ConfigError: sizes that we cannot read.
     """
+    shape = _whole_shape(model_config, (kv_dtype or model_config.dtype).itemsize)
+    return replace(shape, num_kv_heads=max(1, shape.num_kv_heads // num_ranks))
+
+
+def _whole_shape(model_config: Any, kv_dtype_bytes: int) -> ModelShape:
     name = Path(model_config.model_path).name or "model"
     dtype = str(model_config.dtype).removeprefix("torch.")
     config = model_config.hf_config.to_dict()
-    kv_dtype_bytes = (kv_dtype or model_config.dtype).itemsize
     try:
         return replace(ModelShape.from_config(config, name, dtype), kv_dtype_bytes=kv_dtype_bytes)
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.device.projector import KVPool
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 
 Node = NewType("Node", object)
 """A node of the device's radix tree; opaque here."""
@@ -151,6 +152,7 @@ class Device:
     """Passes that follow each other and have rows in staging at the same time."""
     adapters: Adapters | None = None
     """None: the server has none."""
+    ranks: Ranks = field(default_factory=Alone)
 
     @property
     def is_cpu(self) -> bool:

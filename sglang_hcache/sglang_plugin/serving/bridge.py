@@ -79,6 +79,7 @@ class Bridge:
         self.gate = gate
         self._model = model
         self.adapters = device.adapters
+        self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures = config.method is not PlanKind.RECOMPUTE
@@ -99,11 +100,11 @@ class Bridge:
         replayed = None if beside is None else beside.replayed
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
         self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
-        running = Running()
+        running = Running(device.ranks)
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
         self._launcher = launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
-        self.restores = RestoreCoordinator(device, tiers, config, counters, launcher, self._engine, running)
+        self.restores = RestoreCoordinator(device, config, counters, launcher, self._engine, running)
         self._idling = Idling(self.restores, lambda: self.is_saving)
         self._prefill_times = (
             PrefillTimes(gate, beside.stage) if gate is not None and beside is not None else None
@@ -138,6 +139,8 @@ class Bridge:
         """
         if not tail or not self._captures:
             return True
+        if self.ranks.size > 1:
+            return False  # which earlier rows are there still is of each rank's own making
         namespace = self._namespace_of(tenant)
         if self.weights.device_is_stale:
             return True

@@ -22,23 +22,24 @@ class Idling:
         self._is_saving = is_saving
         self._let_in = False
         """Whether the last time was skipped for somebody in the queue."""
+        self._let_save = True
+        """Whether the last pause for what is saved was taken: ranks save at their own pace."""
 
     def pause(self) -> None:
         """A moment, before SGLang looks at its queue, unless somebody there would be held up."""
         restores, running = self._restores, self._restores.running
         if restores.scheduler.is_running() or running.is_recomputing:
             return
-        if not running.tokens and not self._is_saving():
-            return
         # Who is still there at the next round lacks room: do not spin until there is some.
-        self._let_in = not self._let_in and self._may_admit()
-        if self._let_in:
-            return
         if running.tokens:
-            running.wait()
-            restores.reap()  # whose restore is over by now is admitted in this round
-        else:
-            time.sleep(_SAVING_PAUSE_S)  # short, for a request may arrive
+            self._let_in = not self._let_in and self._may_admit()
+            if not self._let_in:
+                running.wait()
+                restores.reap()  # whose restore is over by now is admitted in this round
+        elif self._is_saving():
+            self._let_save = not self._let_save or not any(True for _ in restores.scheduler.waiting())
+            if self._let_save:
+                time.sleep(_SAVING_PAUSE_S)  # short, for a request may arrive
 
     def _may_admit(self) -> bool:
         """Whether somebody in the queue need not wait for a restore."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import RestoreError
+from sglang_hcache.core.errors import RestoreError, StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
@@ -21,7 +21,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
-from sglang_hcache.tier.tiered import ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import DISK, ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Launcher:
         gate: RestoreGate | None,
     ) -> None:
         self._device = device
+        self._ranks = device.ranks
         self._tiers = tiers
         self._config = config
         self._observer = observer
@@ -52,8 +53,15 @@ class Launcher:
         self._pace = None if device.beside is None else device.beside.stage.pace
         self._may_trace = Throttle()
 
+    def find(self, keys: Sequence[ChunkKey], *, in_memory: bool) -> int:
+        """How many of ``keys`` are in some tier, or ``in_memory``, from the first one on. Looks into memory only."""
+        return int(*self._ranks.least(self._tiers.match(keys, in_memory=in_memory)))
+
     def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell."""
+        return self._ranks.first(self._decide(keys, start))
+
+    def _decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
         if self._gate is None:
             return None
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
@@ -78,6 +86,9 @@ class Launcher:
 
     def pays(self, decision: Decision | None, behind_s: float) -> bool:
         """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time."""
+        return self._ranks.first(self._pays(decision, behind_s))
+
+    def _pays(self, decision: Decision | None, behind_s: float) -> bool:
         if decision is None or self._gate is None:
             return True
         return decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
@@ -104,7 +115,14 @@ class Launcher:
             self._observer.count("restore.errors")
             restore.abandon()
 
-    def had_its_pace(self, restore: Restore) -> bool:
+    def has_slow_disk(self, restore: Restore) -> bool:
+        """Whether one that is over was too late for no other reason. Memory is not sick, only busy."""
+        is_slow = restore.is_late and self._had_its_pace(restore) and DISK in restore.job.sources
+        all_quick, slowest_s = self._ranks.least(not is_slow, -restore.seconds)
+        restore.elsewhere_s = -slowest_s
+        return not all_quick
+
+    def _had_its_pace(self, restore: Restore) -> bool:
         """False if it took longer, or less, for a reason that is known: its share of the device changed."""
         return self._pace is None or restore.turns in (None, self._pace.turns)
 
@@ -125,7 +143,7 @@ class Launcher:
             if restore.decision is not None:
                 self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        says_something = (restore.is_complete or restore.is_late) and self.had_its_pace(restore)
+        says_something = (restore.is_complete or restore.is_late) and self._had_its_pace(restore)
         if self._gate is not None and restore.decision is not None and says_something:
             recomputation = restore.recomputation
             timed = recomputation is not None and recomputation.is_complete
@@ -144,7 +162,7 @@ class Launcher:
         """A restore of ``keys`` into ``slots``, behind ``match``.
 
         Raises:
-            TierMissError, StoreError: one of the chunks is gone; nothing is held then.
+            TierMissError, StoreError: one of the chunks is gone, on some rank; nothing is held then.
         """
         layers, limit_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
         deadline_s = limit_s
@@ -169,7 +187,20 @@ class Launcher:
         return Restore(job, match.slots, match.node, ticket, decision, recomputation, turns)
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
-        """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none."""
+        """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none on any rank."""
+        leases, gone = (), None
+        try:
+            leases = self._lease_here(keys, promote=promote)
+        except (TierMissError, StoreError) as error:
+            gone = error
+        (all_hold,) = self._ranks.least(gone is None)
+        if not all_hold:
+            for lease in leases:
+                lease.close()
+            raise gone or TierMissError("one of the chunks is gone on another rank")
+        return leases
+
+    def _lease_here(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
         step = self._block_chunks
         with ExitStack() as holds:
             leases = [

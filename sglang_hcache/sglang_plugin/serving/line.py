@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -54,14 +53,15 @@ class Ahead:
 class Line:
     """The first request whose restore found no room, and who may not overtake it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._first: Ticket | None = None
         self._before: set[str] = set()
         self._since = 0.0
 
     def stand(self, first: Ticket | None, before: set[str]) -> bool:
         """``first`` (None: nobody) found no room behind the requests ``before``; True if it has waited for too long."""
-        now = time.monotonic()
+        now = self._clock()
         if first is not self._first or before:
             self._since = now  # while others come first, it is those whom SGLang has no room for
         self._first, self._before = first, before

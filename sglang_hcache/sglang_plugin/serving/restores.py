@@ -28,7 +28,6 @@ it until they are inserted into the tree or freed. Everything runs on the schedu
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +45,6 @@ from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
 from sglang_hcache.sglang_plugin.serving.tickets import Admission, Phase, Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
-from sglang_hcache.tier.tiered import DISK, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,6 @@ class RestoreCoordinator:
     def __init__(
         self,
         device: Device,
-        tiers: TieredStore,
         config: HCacheConfig,
         observer: Observer,
         launcher: Launcher,
@@ -77,18 +74,18 @@ class RestoreCoordinator:
         running: Running,
     ) -> None:
         self._tree = device.tree
+        self._ranks = device.ranks
         self._launcher = launcher
-        self._tiers = tiers
         self.scheduler = device.scheduler
         self._observer = observer
         self._engine = engine
-        self.waiting = Waiting(device.tree, device.scheduler, observer)
+        self.waiting = Waiting(device.tree, device.scheduler, observer, device.ranks.now)
         self.running = running
         self._room = Room(device.tree, device.scheduler, running, self.waiting, config.max_inflight_fraction)
         self._stalled = 0
-        self._rest = DiskRest()
+        self._rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
-        self._line = Line()
+        self._line = Line(device.ranks.now)
         self._look_again = 0.0
 
     # -- called by the scheduler -----------------------------------------------------------------
@@ -98,7 +95,8 @@ class RestoreCoordinator:
         self.drop(prompt.rid)
         if not keys:
             return
-        ticket = Ticket(prompt, keys)
+        self._ranks.meet()
+        ticket = Ticket(prompt, keys, self._ranks.now)
         self.waiting.add(ticket)
         if not self._resolve(ticket):
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
@@ -184,6 +182,7 @@ class RestoreCoordinator:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
         if not self.waiting and not self.running:
             return
+        self._ranks.meet(len(self.waiting), self.running.tokens, self._tree.evictions, self._tree.room())
         self.reap()
         for rid in self.waiting.gone():
             self.drop(rid)
@@ -201,7 +200,7 @@ class RestoreCoordinator:
         """
         ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._rest.is_on
         ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
-        is_hit = self._tiers.match(ticket.following, in_memory=ticket.is_unasked) > 0
+        is_hit = self._launcher.find(ticket.following, in_memory=ticket.is_unasked) > 0
         phase = Phase.PENDING if is_hit else Phase.RESOLVED
         if phase is not ticket.phase:
             self._look_again = 0.0
@@ -213,7 +212,7 @@ class RestoreCoordinator:
 
         Those behind it must not take what it waits for, nor any of them what the requests before it need.
         """
-        now = time.monotonic()
+        now = self._ranks.now()
         if now < self._holding_until or now < self._look_again:
             return
         self._look_again = now + _LOOK_AGAIN_S
@@ -245,7 +244,7 @@ class RestoreCoordinator:
     def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
         is_resting = self._rest.is_on
-        if is_resting and not self._tiers.match(ticket.following, in_memory=True):
+        if is_resting and not self._launcher.find(ticket.following, in_memory=True):
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return True
@@ -259,7 +258,7 @@ class RestoreCoordinator:
             ticket.awaits, ticket.awaited = missing[0], len(match) + CHUNK_TOKENS * shared
             return True  # somebody restores them already; look again when that is over
         ticket.awaits, ticket.awaited = None, 0
-        keys = missing[: self._tiers.match(missing, in_memory=is_resting)]
+        keys = missing[: self._launcher.find(missing, in_memory=is_resting)]
         ticket.on_device = len(match)
         if not keys:
             ticket.is_unasked = is_resting
@@ -299,10 +298,9 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._look_again = 0.0
             self.scheduler.look_again()
-            is_slow = restore.is_late and self._launcher.had_its_pace(restore)
-            if is_slow and DISK in restore.job.sources:  # memory is not sick, only busy
+            if self._launcher.has_slow_disk(restore):
                 self._observer.count("restore.rests")
-                self._rest.begin(restore.job.seconds)
+                self._rest.begin(restore.elsewhere_s)
             self._launcher.learn(restore)
             ticket = restore.ticket
             if ticket is not None and restore.is_complete:
@@ -317,9 +315,11 @@ class RestoreCoordinator:
 
     def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
         """Wait until none of ``restores`` runs; False if they take longer."""
-        deadline = time.monotonic() + limit_s
+        self._ranks.meet()
+        deadline = self._ranks.now() + limit_s
         while any(restore in self.running for restore in restores):
-            if time.monotonic() > deadline:
+            self._ranks.meet()
+            if self._ranks.now() > deadline:
                 return False
             self.running.wait()
             self.reap()
@@ -352,6 +352,6 @@ class RestoreCoordinator:
         self._stalled = self._stalled + 1 if waiting_for_nothing else 0
         patience_s = 0.0 if self._stalled >= _STALLED_TICKS else _PIN_LIMIT_S
         if self.waiting.give_back_pins(older_than_s=patience_s):
-            self._holding_until = time.monotonic() + _HOLD_S
+            self._holding_until = self._ranks.now() + _HOLD_S
             self._line.clear()
             self.scheduler.look_again()

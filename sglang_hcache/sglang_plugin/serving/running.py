@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.tickets import Restore
 
 _WAIT_S = 0.005
@@ -23,7 +23,8 @@ class Running:
     Everything runs on the scheduler's thread, except :meth:`one_is_over`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._restores: dict[Restore, None] = {}
         self._keys: set[ChunkKey] = set()
         self._over = threading.Event()
@@ -63,11 +64,12 @@ class Running:
         return next(reversed(self._restores), None)
 
     def take_ended(self) -> list[Restore]:
-        """Those to whose slots nothing writes any more. They are nobody's then but the caller's."""
-        for restore in self._restores:
-            if restore.job.is_over and restore.job.state is not RestoreState.DONE:
+        """Those to whose slots nothing writes any more, on any rank. They are nobody's then but the caller's."""
+        for restore, all_well in self._agree(lambda restore: not _has_failed(restore)):
+            if not all_well:
+                restore.failed_elsewhere = not _has_failed(restore)
                 restore.abandon()
-        ended = [restore for restore in self._restores if restore.is_over]
+        ended = [restore for restore, all_over in self._agree(lambda restore: restore.is_over) if all_over]
         for restore in ended:
             del self._restores[restore]
             self._keys.difference_update(restore.job.keys)
@@ -75,6 +77,11 @@ class Running:
             # What rounding left over is none's.
             self.backlog_s = max(0.0, self.backlog_s - _predicted_s(restore)) if self._restores else 0.0
         return ended
+
+    def _agree(self, says: Callable[[Restore], bool]) -> list[tuple[Restore, bool]]:
+        """Each with whether all ranks say so of it."""
+        restores = list(self._restores)
+        return list(zip(restores, map(bool, self._ranks.least(*map(says, restores))), strict=True))
 
     # -- waiting ---------------------------------------------------------------------------------
 
@@ -93,6 +100,10 @@ class Running:
         return any(restore.is_recomputing for restore in self._restores)
 
 
+def _has_failed(restore: Restore) -> bool:
+    return restore.job.is_over and restore.job.state is not RestoreState.DONE
+
+
 def _predicted_s(restore: Restore) -> float:
     return 0.0 if restore.decision is None else restore.decision.restore_s
 
@@ -103,13 +114,14 @@ class DiskRest:
     Else everyone would wait for the deadline of one after the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.until = 0.0
 
     def begin(self, lost_s: float) -> None:
         """So much time was lost."""
-        self.until = time.monotonic() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
+        self.until = self._clock() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
 
     @property
     def is_on(self) -> bool:
-        return time.monotonic() < self.until
+        return self._clock() < self.until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,6 +46,10 @@ class Restore:
     """Of the layers that the job does not bring; None if it brings all."""
     turns: int | None = None
     """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
+    failed_elsewhere: bool = False
+    """Whether another rank has not brought its part."""
+    elsewhere_s: float = 0.0
+    """What the slowest rank took."""
 
     @property
     def start(self) -> int:
@@ -66,15 +71,15 @@ class Restore:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer is in the slots."""
+        """Whether every layer is in the slots, once it is over."""
         is_computed = self.recomputation is None or self.recomputation.is_complete
-        return self.job.state is RestoreState.DONE and is_computed
+        return self.job.state is RestoreState.DONE and is_computed and not self.failed_elsewhere
 
     @property
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
         computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
-        return max(self.job.seconds, computed)
+        return max(self.job.seconds, computed, self.elsewhere_s)
 
     @property
     def is_late(self) -> bool:
@@ -114,11 +119,12 @@ class Life:
 class Ticket:
     prompt: Prompt
     keys: list[ChunkKey]
+    clock: Callable[[], float] = time.monotonic
     life: Life = field(default_factory=Life)
     phase: Phase = Phase.RESOLVED
     restore: Restore | None = None
     pinned_node: Node | None = None
-    entered: float = field(default_factory=time.monotonic)
+    entered: float = field(init=False)
     """When its phase began."""
     attempts: int = 0
     is_given_up: bool = False
@@ -136,13 +142,16 @@ class Ticket:
     awaited: int = 0
     """Leading tokens of the prompt that have slots by that restore."""
 
+    def __post_init__(self) -> None:
+        self.entered = self.clock()
+
     def note(self, event: str, *values: object) -> None:
         """As :meth:`Life.add`."""
         self.life.add(event, *values)
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.entered = time.monotonic()
+        self.entered = self.clock()
 
     def give_up(self) -> None:
         """The request is recomputed, whatever the tiers have."""
@@ -156,7 +165,7 @@ class Ticket:
 
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""
-        self.refused = time.monotonic(), count
+        self.refused = self.clock(), count
 
     @property
     def following(self) -> list[ChunkKey]:
@@ -168,7 +177,7 @@ class Ticket:
     def least_room(self) -> int:
         """Tokens that a restore needs at least: one chunk, or what it needed a moment ago."""
         refused, count = self.refused
-        return count if time.monotonic() - refused < _REFUSED_S else CHUNK_TOKENS
+        return count if self.clock() - refused < _REFUSED_S else CHUNK_TOKENS
 
     @property
     def restored(self) -> int:
@@ -180,7 +189,7 @@ class Ticket:
     @property
     def in_phase_s(self) -> float:
         """Seconds since its phase began."""
-        return time.monotonic() - self.entered
+        return self.clock() - self.entered
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedRequest, SchedulerView
@@ -15,12 +14,15 @@ _LOOK_EVERY_S = 1.0
 class Waiting:
     """Tickets by request id, first come first. Everything runs on the scheduler's thread."""
 
-    def __init__(self, tree: DeviceTree, scheduler: SchedulerView, observer: Observer) -> None:
+    def __init__(
+        self, tree: DeviceTree, scheduler: SchedulerView, observer: Observer, clock: Callable[[], float]
+    ) -> None:
         self._tree = tree
         self._scheduler = scheduler
         self._observer = observer
         self._tickets: dict[str, Ticket] = {}
-        self._last_look = time.monotonic()
+        self._clock = clock
+        self._last_look = clock()
         self.pinned_tokens = 0
         """Those that were restored and are pinned."""
 
@@ -58,7 +60,7 @@ class Waiting:
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_look < _LOOK_EVERY_S:
             return []
         self._last_look = now

@@ -22,6 +22,7 @@ from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, store_config
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver
 from sglang_hcache.sglang_plugin.setup import selfcheck
@@ -71,7 +72,7 @@ def assemble(
         if restorer.projector is None:
             config = config.without_hidden_states()
     with ExitStack() as undo:
-        disk, left_out = _open_disk(config, model.shape.hidden_size, counters)
+        disk, left_out = _open_disk(config, model.shape.hidden_size, counters, model.ranks)
         if disk is not None:
             undo.callback(disk.close)
         if left_out is not None:
@@ -83,7 +84,7 @@ def assemble(
         budget = _budget(config, layout, device, model.context_length)
         tiers = _tiers(config, layout, budget, disk, left_out, counters, device)
         gate = None
-        if profile is not None and config.method in _PREDICTED:
+        if profile is not None and config.method in _PREDICTED and model.ranks.rank == 0:
             may_recompute = check is not None and check.may_recompute
             block_tokens = CHUNK_TOKENS * budget.block_chunks
             pass_tokens = device.largest_pass if device.cuts_prompts else math.inf
@@ -103,23 +104,31 @@ def assemble(
 
 
 def _open_disk(
-    config: HCacheConfig, hidden_size: int, counters: Counters
+    config: HCacheConfig, hidden_size: int, counters: Counters, ranks: Ranks
 ) -> tuple[DiskStore | None, StoreStats | None]:
     """The disk tier, or what to tell of the one that this server does without."""
     settings = store_config(config, hidden_size)
     if settings is None or config.method is PlanKind.RECOMPUTE:
         return None, None
+    disk, why_not = None, None
     try:
-        return DiskStore.open(settings, counters), None
+        disk = DiskStore.open(settings, counters)
     except StoreError as error:
         is_to_be_measured = config.save_profile is not None
         if config.disk_at_start is DiskAtStart.REQUIRED or is_to_be_measured:
             raise
-        logger.warning(
-            "hcache: the disk tier cannot be opened; this server runs without it until its next start "
-            "(--hcache-disk-at-start optional): %s", error,
-        )  # fmt: skip
-        return None, StoreStats.not_opened(settings, str(error))
+        why_not = str(error)
+    (all_are_open,) = ranks.least(disk is not None)
+    if all_are_open:
+        return disk, None
+    if disk is not None:
+        disk.close()
+    why_not = why_not or "that of another rank cannot be opened"
+    logger.warning(
+        "hcache: the disk tier cannot be opened; this server runs without it until its next start "
+        "(--hcache-disk-at-start optional): %s", why_not,
+    )  # fmt: skip
+    return None, StoreStats.not_opened(settings, why_not)
 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:

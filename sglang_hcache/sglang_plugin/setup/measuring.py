@@ -130,7 +130,7 @@ class Bench:
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
-        measured = self._measured(pieces, self._recompute_one, fewest)
+        measured = self._measured(pieces, self._recompute_one, fewest, self._common_clock)
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
 
@@ -145,7 +145,12 @@ class Bench:
         slots = self.forward.allocate(len(tokens))
         seconds = self.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
         self.forward.release(slots)
-        return seconds
+        return self.model.ranks.first(seconds)
+
+    def _common_clock(self) -> float:
+        """Seconds, the same on all ranks: they compute together, so they stop together."""
+        self.model.ranks.meet()
+        return self.model.ranks.now()
 
     @torch.inference_mode()
     def _restore_one(self, method: Method, length: int) -> float:
@@ -268,28 +273,34 @@ class Bench:
         return fit_curve([length for length, _ in measured], list(measured.values()))
 
     def _measured(
-        self, pieces: Sequence[tuple[int, int]], time_of: Callable[[int, int], float], fewest: int
+        self,
+        pieces: Sequence[tuple[int, int]],
+        time_of: Callable[[int, int], float],
+        fewest: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> dict[tuple[int, int], float]:
         """Times of pieces (length, position), in order, until the budget is spent, but ``fewest`` at least."""
         measured: dict[tuple[int, int], float] = {}
-        ends = time.monotonic() + self.budget_s
+        ends = clock() + self.budget_s
         for left, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
-            if len(measured) >= fewest and time.monotonic() > ends:
+            if len(measured) >= fewest and clock() > ends:
                 break
-            share_ends = time.monotonic() + max(0.0, ends - time.monotonic()) / left
+            share_ends = clock() + max(0.0, ends - clock()) / left
             first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
             counts = first_s > self.budget_s and not self._is_beside  # where it also loads kernels
             times = [first_s] if counts else []
-            while self._is_more_wanted(times, share_ends):
+            while self._is_more_wanted(times, share_ends, clock):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)
         return _never_falling(measured)
 
-    def _is_more_wanted(self, times: Sequence[float], share_ends: float) -> bool:
+    def _is_more_wanted(
+        self, times: Sequence[float], share_ends: float, clock: Callable[[], float] = time.monotonic
+    ) -> bool:
         """A few rounds in any case, but of what takes longer than all the time for it, one: noise is short."""
         if not times or (len(times) < _FEWEST_ROUNDS and sum(times) < self.budget_s):
             return True
-        return len(times) < _MOST_ROUNDS and time.monotonic() < share_ends
+        return len(times) < _MOST_ROUNDS and clock() < share_ends
 
 
 def installed_versions() -> dict[str, str]:

@@ -39,10 +39,21 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         if not bench.is_possible:
             raise ConfigError(f"save_profile: {_too_short(bench)}; raise what is the least")
         profile = bench.measure()
-        _save(profile, config.save_profile)
+        if bench.model.ranks.rank == 0:
+            _save(profile, config.save_profile)
         return profile
     if config.profile is not None:
         return _named(config.profile, bench)
+    found = bench.model.ranks.first(_saved_one(bench))
+    if found is not None:
+        return found
+    if bench.is_possible:
+        return bench.measure()
+    logger.warning("hcache: %s: whatever is stored is restored", _too_short(bench))
+    return None
+
+
+def _saved_one(bench: Bench) -> Profile | None:
     for path in _saved_profiles():
         try:
             profile = Profile.read(path)
@@ -52,9 +63,6 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         if not differences(profile, bench.model.shape, bench.machine):
             logger.info("hcache: using the profile %s", path)
             return profile
-    if bench.is_possible:
-        return bench.measure()
-    logger.warning("hcache: %s: whatever is stored is restored", _too_short(bench))
     return None
 
 

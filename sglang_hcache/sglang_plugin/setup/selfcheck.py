@@ -96,7 +96,7 @@ def run(
             restorer=restorer.with_projector(None) if name is None else restorers[name],
             projector=name,
             why_not_hidden=why_not,
-            may_recompute=Method.KV in methods and not model.has_adapters and check.can_recompute(),
+            may_recompute=Method.KV in methods and model.may_run_first_layers and check.can_recompute(),
         )
 
 

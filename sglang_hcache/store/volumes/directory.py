@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
@@ -279,7 +280,7 @@ class StoreDirectory:
         strangers = self.strangers()
         if strangers and not has_superblock(path):
             raise StoreFormatError(
-                f"{path} holds other files ({strangers[0]!r}); give --hcache-dirs an empty or a new directory"
+                f"{path} holds other files{_maker(strangers[0])}; give --hcache-dirs an empty or a new directory"
             )
 
     def probe(self) -> None:
@@ -337,6 +338,12 @@ class StoreDirectory:
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
+
+
+def _maker(name: str) -> str:
+    """``name`` in brackets, behind who made it where that is known."""
+    num_ranks = ranks_named_by(name)
+    return f" ({name!r})" if num_ranks is None else f" of a server with --tp-size {num_ranks} ({name!r})"
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.paths import check_distinct, real_place
+from sglang_hcache.core.paths import check_distinct, rank_dir, real_place
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
@@ -24,6 +24,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
+from sglang_hcache.store.volumes.ranks import check_shared, ranks_in
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
@@ -218,6 +219,7 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     try:
         with _naming_dirs():
             found.place = volume.probe(partial(real_place, path))
+        volume.probe(partial(check_shared, path))
         volume.probe(partial(check_may_begin, path))
         found.device, found.total_bytes = volume.probe(directory.file_system_size)
         if config.floor_of(found.total_bytes) >= found.total_bytes:
@@ -266,11 +268,12 @@ def _check_new(found: Sequence[_Candidate]) -> None:
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
     volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
-    seen = Seen(volume, directory=directory)
+    seen, num_ranks = Seen(volume, directory=directory), None
     try:
         is_empty = volume.probe(directory.is_empty)
         seen.exists = True
         seen.superblock = volume.probe(directory.read_superblock)
+        num_ranks = volume.probe(partial(ranks_in, path))
     except StoreFormatError:
         volume.health.take_out("its superblock is damaged")
         return seen
@@ -278,7 +281,12 @@ def _look(path: Path) -> Seen:
         gone = error.errno == errno.ENOENT
         volume.health.take_out("it does not exist" if gone else error.strerror or str(error))
         return seen
-    if seen.superblock is None:
+    if seen.superblock is None and num_ranks is not None:
+        first = rank_dir(path, 0, num_ranks).name
+        volume.health.take_out(
+            f"it holds those of the ranks of a server: {first} and so on; name one of them"
+        )
+    elif seen.superblock is None:
         volume.health.take_out("it is empty: is its disk mounted?" if is_empty else "it has no superblock")
     return seen
 

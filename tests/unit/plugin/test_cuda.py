@@ -135,8 +135,9 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     )
     checkpoint = SimpleNamespace(model=_Inner(), quant_config=SimpleNamespace(kv_cache_quant_algo="FP8"))
     config = SimpleNamespace(quantization="modelopt_fp8")
+    ranks = object()
     model_runner = SimpleNamespace(
-        device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config,
+        device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config, hcache_ranks=ranks,
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, kv_cache_dtype="auto", torchao_config="", enable_deterministic_inference=False,
             enable_lora=True,
@@ -145,7 +146,14 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
     model_runner.configure_kv_cache_dtype = partial(ModelRunner.configure_kv_cache_dtype, model_runner)
     buffers = runner.device_buffers(model_runner, PlanKind.HIDDEN)
     assert described == [
-        (checkpoint, config, torch.float8_e4m3fn, "modelopt_fp8", None, {"has_adapters": True})
+        (
+            checkpoint,
+            config,
+            torch.float8_e4m3fn,
+            "modelopt_fp8",
+            None,
+            {"has_adapters": True, "ranks": ranks},
+        )
     ]
     assert model_runner.forward_stream is first
     assert made_with == [(torch.device("cuda", 1), [first])] * 3

@@ -86,7 +86,8 @@ class HCacheRadixCache(RadixCache):
         self._runner = context.tp_worker.model_runner
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         kv_dtypes = (context.model_config.dtype, *ROUNDED.values())
-        _check_pools(pool, self.req_to_token_pool, shape_of(context.model_config), kv_dtypes)
+        shape = shape_of(context.model_config, num_ranks=context.tp_size)
+        _check_pools(pool, self.req_to_token_pool, shape, kv_dtypes)
         self._pool = DevicePool(pool)
         self._server_args = context.server_args
         self.cache_controller = ControllerView()
@@ -114,8 +115,9 @@ class HCacheRadixCache(RadixCache):
             cuts_prompts=cuts_prompts(self._server_args),
             staged_passes=staged_passes_of(self._server_args),
             adapters=AdaptersOf(self._runner.lora_manager) if self._server_args.enable_lora else None,
+            ranks=self._runner.hcache_ranks,
         )
-        config = config_of(self._server_args)
+        config = config_of(self._server_args).of_rank(device.ranks.rank, device.ranks.size)
         model = served_model(self._runner, self._pool.dtype)
         computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), model.quantization)))
         device_is = device_name(self._runner.device, self._runner.gpu_id)
@@ -294,8 +296,8 @@ def _check_pools(pool: Any, table: Any, shape: ModelShape, dtypes: Sequence[torc
         found = f"{pool.layer_num} of its {shape.num_layers} layers keep K and V"
     elif (pool.head_num, pool.head_dim, pool.v_head_dim) != (shape.num_kv_heads, *(shape.head_size,) * 2):
         found = (
-            f"its pool has {pool.head_num} heads of {pool.head_dim} and {pool.v_head_dim} values for K and V, its "
-            f"configuration {shape.num_kv_heads} of {shape.head_size}"
+            f"its pool has {pool.head_num} heads of {pool.head_dim} and {pool.v_head_dim} values for K and V, not "
+            f"{shape.num_kv_heads} of {shape.head_size} as its configuration says"
         )
     if found is not None:
         raise ConfigError(

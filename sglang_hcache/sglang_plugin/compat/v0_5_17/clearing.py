@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
 
+from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.tier.tiered import TieredStore
 
@@ -18,6 +19,9 @@ _PAUSE_S = 0.02
 """An idle scheduler gives so much for the answer: SGLang may sleep for a second before it looks again."""
 _NOTE_S, _FILES_S = 10.0, 60.0
 """So long a directory may take to be well again and take the note, and files to be deleted."""
+
+_OUTCOMES = (False, None, True)
+"""The worst first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,12 @@ class _Call:
         return False
 
 
+def _agreed(outcome: bool | None, ranks: Ranks) -> bool | None:
+    """What all ranks answer: that it is for good only if it is so on each of them."""
+    worst = min(ranks.least(_OUTCOMES.index(outcome)))
+    return _OUTCOMES[int(worst)]
+
+
 class ClearCalls:
     """The clear calls of one scheduler. SGLang's own handler answers at once that all went well.
 
@@ -69,7 +79,7 @@ class ClearCalls:
             self._calls.append(call)
             if may_pause:
                 wait([call.cleared], _PAUSE_S)
-        success = call.outcome(bridge.tiers)
+        success = _agreed(call.outcome(bridge.tiers), bridge.ranks)
         if success is None:
             return None
         self._calls.remove(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,19 @@ from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import (
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     get_tc_piecewise_forward_context,
 )
+from torch import distributed
 
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits, quantization_of
+from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks, Together
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 300.0
+"""With a rank that does not answer; then the server ends, as SGLang's watchdog ends it."""
 
 
 def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
@@ -66,7 +72,16 @@ def served_model(runner: Any, kv_dtype: torch.dtype) -> ServedModel:
         quantization_of(config, server_args.torchao_config),
         promised_bits(server_args),
         has_adapters=server_args.enable_lora,
+        ranks=runner.hcache_ranks,
     )
+
+
+def ranks_of(runner: Any) -> Ranks:
+    """Those that compute the model of ``runner`` together. All of them call this at the same time."""
+    ranks = runner.tp_group.ranks
+    if len(ranks) == 1:
+        return Alone()
+    return Together(distributed.new_group(ranks, timeout=timedelta(seconds=_PATIENCE_S), backend="gloo"))
 
 
 def longest_replayed_prefill(runner: Any) -> int:

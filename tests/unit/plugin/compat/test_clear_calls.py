@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_hcache.sglang_plugin import hooks
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import clearing
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 
 
 class Server:
@@ -31,7 +32,9 @@ class Server:
             chunked_req=None,
             last_batch=None,
             running_batch=SimpleNamespace(is_empty=lambda: False),
-            tree_cache=SimpleNamespace(bridge=SimpleNamespace(clear=self.clear, tiers=self.tiers)),
+            tree_cache=SimpleNamespace(
+                bridge=SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
+            ),
             ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=self.send)),
             hcache_clear_calls=ClearCalls(),
         )

@@ -58,7 +58,10 @@ def test_a_plain_pool_of_the_models_sizes_is_accepted() -> None:
         ({"dtype": torch.float64}, "keeps torch.float64, not torch.float32 or torch.float8_e4m3fn"),
         ({"layer_num": 1}, "1 of its 2 layers keep K and V"),
         ({"start_layer": 1}, "layers keep K and V"),
-        ({"head_num": 2}, "its pool has 2 heads of 4 and 4 values for K and V, its configuration 1 of 4"),
+        (
+            {"head_num": 2},
+            "its pool has 2 heads of 4 and 4 values for K and V, not 1 of 4 as its configuration says",
+        ),
         ({"head_dim": 8}, "its pool has 1 heads of 8 and 4 values"),
         ({"v_head_dim": 8}, "its pool has 1 heads of 4 and 8 values"),
     ],

@@ -18,6 +18,7 @@ from sglang_hcache.device.attention import Attention
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.seam.beside import may_store_hidden
 from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 
 
 class Layer(nn.Module):
@@ -42,7 +43,7 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
 
 def model(module: nn.Module) -> ServedModel:
     others: dict[str, Any] = dict.fromkeys((field.name for field in fields(ServedModel)), None)
-    return ServedModel(**{**others, "module": module})
+    return ServedModel(**{**others, "module": module, "ranks": Alone()})
 
 
 @pytest.mark.parametrize(

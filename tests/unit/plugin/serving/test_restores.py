@@ -205,12 +205,11 @@ class World:
         self.launcher = Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(
             device,
-            self.tiers,
             config,
             self.counters,
             self.launcher,
             engine=self.engine,  # type: ignore[arg-type]
-            running=Running(),
+            running=Running(device.ranks),
         )
 
     def store(self, tokens: list[int]) -> None:
@@ -506,10 +505,10 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(world: World, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """By which requests wait for room: it goes on as a test says, however busy the machine is."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(world.coordinator._line, "_clock", lambda: clock.now)
     return clock
 
 

@@ -18,6 +18,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.host import HostTier
@@ -64,6 +65,7 @@ class Served:
             pool=SimpleNamespace(buffers=pool.__getitem__),
             tree=None,
             scheduler=None,
+            ranks=Alone(),
         )
         counters, has_disk = Counters(), disk is not None
         host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=has_disk)

@@ -13,6 +13,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -25,7 +26,7 @@ def settings(folder: Path, **more: object) -> HCacheConfig:
 
 
 def open_disk(config: HCacheConfig) -> DiskStore:
-    store, left_out = _open_disk(config, 64, Counters())
+    store, left_out = _open_disk(config, 64, Counters(), Alone())
     assert store is not None
     assert left_out is None
     return store
@@ -53,13 +54,13 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
 ) -> None:
     spoil(tmp_path)
     with pytest.raises(ConfigError):
-        flags._look_ahead(settings(tmp_path))
+        flags._look_ahead(settings(tmp_path), 1)
     with pytest.raises(StoreFormatError):
-        _open_disk(settings(tmp_path), 64, Counters())
+        _open_disk(settings(tmp_path), 64, Counters(), Alone())
     config = settings(tmp_path, disk_at_start="optional")
     with caplog.at_level(logging.WARNING):
-        flags._look_ahead(config)
-        store, left_out = _open_disk(config, 64, Counters())
+        flags._look_ahead(config, 1)
+        store, left_out = _open_disk(config, 64, Counters(), Alone())
     assert store is None
     assert left_out is not None
     assert [(item.path, item.condition) for item in left_out.directories] == [
@@ -75,12 +76,12 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
 def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     holder = open_disk(settings(tmp_path))
     config = settings(tmp_path, disk_at_start="optional")
-    flags._look_ahead(config)
+    flags._look_ahead(config, 1)
     assert "if it still is when the model is loaded, this server runs without its disk tier" in caplog.text
-    assert _open_disk(config, 64, Counters())[0] is None
+    assert _open_disk(config, 64, Counters(), Alone())[0] is None
     for strict in (settings(tmp_path), settings(tmp_path, disk_at_start="optional", save_profile="/x.json")):
         with pytest.raises(StoreLockedError):
-            _open_disk(strict, 64, Counters())
+            _open_disk(strict, 64, Counters(), Alone())
     holder.close()
     open_disk(config).close()
 
@@ -109,11 +110,11 @@ def test_disks_that_fail_while_the_tier_is_opened(
         open_disk(settings(tmp_path)).close()
     monkeypatch.setattr(StoreDirectory, method, fails)
     config = settings(tmp_path, disk_at_start="optional")
-    store, left_out = _open_disk(config, 64, Counters())
+    store, left_out = _open_disk(config, 64, Counters(), Alone())
     if store is None:
         assert left_out is not None
         with pytest.raises(StoreError):
-            _open_disk(settings(tmp_path), 64, Counters())
+            _open_disk(settings(tmp_path), 64, Counters(), Alone())
     else:
         store.close()
         assert is_known, method
@@ -121,7 +122,7 @@ def test_disks_that_fail_while_the_tier_is_opened(
 
 def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hcache-disk-free-floor"):
-        flags._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"))
+        flags._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"), 1)
     with pytest.raises(ConfigError, match="--hcache-disk-size"):
         _open_disk(
             settings(tmp_path, disk_at_start="optional", disk_size="4MB", segment_size="1MiB"), 64, Counters()
@@ -129,9 +130,9 @@ def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
 
 
 def test_a_size_that_no_disk_here_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags._look_ahead(settings(tmp_path, disk_size="9999TB"))
+    flags._look_ahead(settings(tmp_path, disk_size="9999TB"), 1)
     assert "--hcache-disk-size: 9999.0 TB is more than" in caplog.text
     assert "--hcache-disk-free-floor is" in caplog.text
     caplog.clear()
-    flags._look_ahead(settings(tmp_path))
+    flags._look_ahead(settings(tmp_path), 1)
     assert not caplog.messages

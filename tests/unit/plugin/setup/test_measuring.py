@@ -15,6 +15,7 @@ import torch
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup import measuring
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
 from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
@@ -57,11 +58,21 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
     return made
 
 
+class Ranks(Alone):
+    """One, by whose clock only passes take time."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def now(self) -> float:
+        return self._forward.now
+
+
 def bench(
     forward: Forward, longest: int, budget_s: float, context: int = 10_000, stage: object = None
 ) -> Bench:
     shape = SimpleNamespace(num_layers=LAYERS)
-    model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape)
+    model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape, ranks=Ranks(forward))
     restorer = SimpleNamespace(stage=stage)
     return Bench(model, restorer, forward, None, longest, budget_s, 1, "here")  # type: ignore[arg-type]
 

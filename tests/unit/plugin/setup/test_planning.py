@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
 from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
 from sglang_hcache.store import DiskStore
@@ -66,6 +67,8 @@ class StandIn:
     longest: int = 4096
     is_possible: bool = True
     measured: int = 0
+
+    ranks: Alone = field(default_factory=Alone)
 
     @property
     def model(self) -> StandIn:

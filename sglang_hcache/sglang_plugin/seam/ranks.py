@@ -1,0 +1,117 @@
+"""The processes that serve one model together (``--tp-size``), one a device.
+
+SGLang runs a scheduler in each of them. They see the same requests in the same order, and each draws the same
+conclusions: batches have to be the same. So whatever the tier lets the schedulers see must be so too: which request
+waits, and which slots are in the tree. What a rank finds out by itself (what its tier holds, how a restore ended, what
+time it is) becomes a conclusion only once all ranks have agreed on it here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import distributed
+
+from sglang_hcache.core.errors import HCacheError
+
+_Any = TypeVar("_Any")
+
+
+class RanksDifferError(HCacheError):
+    """Ranks are not in the same state: their batches would not be the same either."""
+
+
+class Ranks(Protocol):
+    """All of them call the same methods in the same order, on the scheduler's thread."""
+
+    rank: int
+    """Of this process, from 0 on."""
+    size: int
+
+    def least(self, *values: float) -> tuple[float, ...]:
+        """Each value, as small as it is on any rank. A truth value: whether it is true on all."""
+
+    def first(self, value: _Any) -> _Any:
+        """The value of rank 0; those of the others do not matter."""
+
+    def all_of(self, value: _Any) -> list[_Any]:
+        """The value of each rank, in order."""
+
+    def meet(self, *state: float) -> None:
+        """Set the clock.
+
+        Args:
+            state: numbers that should be the same on all.
+
+        Raises:
+            RanksDifferError: they are not.
+        """
+
+    def now(self) -> float:
+        """Seconds by a clock that shows the same on all ranks; between two meetings of several it stands still."""
+
+
+class Alone:
+    """One process: what it finds is so."""
+
+    rank, size = 0, 1
+
+    def least(self, *values: float) -> tuple[float, ...]:
+        return values
+
+    def first(self, value: _Any) -> _Any:
+        return value
+
+    def all_of(self, value: _Any) -> list[_Any]:
+        return [value]
+
+    def meet(self, *state: float) -> None: ...
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class Together:
+    """Several, which speak over torch's process group.
+
+    Args:
+        group: of all ranks, for tensors on the CPU, and for nobody else: a message of SGLang's is never taken for one
+            of ours.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+        self._root = distributed.get_global_rank(group, 0)
+        self._now = 0.0
+        self.meet()
+
+    def least(self, *values: float) -> tuple[float, ...]:
+        if not values:
+            return ()
+        found = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self._group)
+        return tuple(found.tolist())
+
+    def first(self, value: _Any) -> _Any:
+        message = [value]
+        distributed.broadcast_object_list(message, self._root, group=self._group)
+        return message[0]
+
+    def all_of(self, value: _Any) -> list[_Any]:
+        values = [value] * self.size
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def meet(self, *state: float) -> None:
+        told = torch.tensor([time.monotonic(), *state], dtype=torch.float64)
+        distributed.broadcast(told, self._root, group=self._group)
+        self._now, *expected = told.tolist()
+        if expected != [float(number) for number in state]:
+            raise RanksDifferError(f"rank {self.rank} is at {state}, rank 0 at {tuple(expected)}")
+
+    def now(self) -> float:
+        return self._now

@@ -1,0 +1,40 @@
+"""Directories of the ranks of one server: each rank has a store of its own, below a directory that they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.paths import ranks_named_by
+from sglang_hcache.store.volumes.directory import has_superblock
+
+
+def check_shared(path: Path) -> None:
+    """Whether ``path``, if it is a rank's, has nothing beside it that would count for no cap.
+
+    Raises:
+        StoreFormatError: a store of servers with another number of ranks.
+        OSError: the directory above cannot be asked.
+    """
+    num_ranks, shared = ranks_named_by(path.name), path.parent
+    if num_ranks is None or not shared.exists():
+        return
+    others = 1 if has_superblock(shared) else _other_ranks(os.listdir(shared), num_ranks)
+    if others is not None:
+        raise StoreFormatError(
+            f"{shared} holds what a server with --tp-size {others} stored, which one with --tp-size {num_ranks} cannot "
+            "use; give --hcache-dirs another directory, or remove what is in this one"
+        )
+
+
+def ranks_in(path: Path) -> int | None:
+    """How many ranks have their stores below ``path``; None: none. Raises OSError."""
+    return _other_ranks(os.listdir(path), None)
+
+
+def _other_ranks(names: Iterable[str], num_ranks: int | None) -> int | None:
+    """A number of ranks that one of ``names`` is of, but for ``num_ranks``."""
+    numbers = (ranks_named_by(name) for name in sorted(names))
+    return next((number for number in numbers if number not in (None, num_ranks)), None)
