@@ -45,8 +45,8 @@ COMMAND_LINE_FLAGS = {
     "a warning.",
     CONFIG_FLAG: "YAML file of settings; flags win over it. In the file a setting is the flag's name without "
     "--hcache- and with underscores, such as disk_size.",
-    CPU_FIXES_FLAG: "Takes no value. With the tier off and on a CPU: fixes SGLang's attention and page allocation "
-    "as the tier does there, so that a comparison of both servers shows the tier alone.",
+    CPU_FIXES_FLAG: "Takes no value. With the tier off and on a CPU: fixes SGLang's attention, page allocation and "
+    "start of several ranks as the tier does there, so that a comparison of both servers shows the tier alone.",
 }
 """What only the command line has -> its meaning."""
 

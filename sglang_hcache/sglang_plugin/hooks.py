@@ -91,7 +91,7 @@ def install_cpu_fixes(device: str) -> None:
         ConfigError: as :func:`hooking.apply`.
     """
     if device == "cpu":
-        hooking.apply({target: (fix, HookType.REPLACE) for target, fix in cpu.replacements().items()})
+        hooking.apply(cpu.fixes())
 
 
 def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:

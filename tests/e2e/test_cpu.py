@@ -15,6 +15,7 @@ from tests.patched_sglang import installed_sglang, write_patched_sglang
 
 ATTENTION = {"_run_sdpa_forward_extend"}
 ALLOCATION = {"alloc_extend", "alloc_decode"}
+RANKS = {"init_model_parallel_group"}
 
 
 def server_for(folder: Path, model: Path, page_size: int, packages: Sequence[Path] = ()) -> TierServer:
@@ -64,14 +65,14 @@ def assert_many_at_once(server: TierServer) -> None:
 
 def test_pages_of_16_with_the_hooks(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     with server_for(tmp_path, tiny_model(family="phi"), 16) as server:
-        assert server.hooked_functions(installed_sglang()) >= ATTENTION | ALLOCATION
+        assert server.hooked_functions(installed_sglang()) >= ATTENTION | ALLOCATION | RANKS
         assert_restored_equals_recomputed(server)
         assert_many_at_once(server)
         server.assert_nothing_left()
 
 
 def test_the_patched_sglang(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Both patches are needed here: attention, and pages."""
+    """The first two patches are needed here: attention, and pages."""
     packages = tmp_path / "packages"
     packages.mkdir()
     write_patched_sglang(packages)
@@ -79,6 +80,6 @@ def test_the_patched_sglang(tiny_model: Callable[..., Path], tmp_path: Path) -> 
     with server_for(tmp_path, model, 16, [packages]) as server:
         hooked = server.hooked_functions(packages / "sglang")
         assert "get_internal_state" in hooked
-        assert not hooked & (ATTENTION | ALLOCATION), "nothing to fix there"
+        assert not hooked & (ATTENTION | ALLOCATION | RANKS), "nothing to fix there"
         assert_restored_equals_recomputed(server)
         server.assert_nothing_left()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ def test_patch_applies_to_the_installed_release(name: str) -> None:
 
 
 def test_readme_names_every_patch() -> None:
-    assert len(NAMES) == 4
+    assert len(NAMES) == 5
     readme = (PATCHES / "README.md").read_text()
     assert [name for name in NAMES if name not in readme] == []
 
@@ -302,14 +303,74 @@ def test_freed_pages_are_sorted_in_when_they_are_needed(
     assert allocator.free_pages.tolist() == [3, 4]
 
 
+# -- several ranks -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., bool]]:
+    """Name -> ``init_model_parallel_group`` that returns whether the group would get a communicator of NCCL."""
+    from sglang.srt.distributed import parallel_state
+
+    from sglang_hcache.sglang_plugin.compat.v0_5_17 import cpu
+
+    monkeypatch.setattr(parallel_state, "GroupCoordinator", lambda **given: given["use_pynccl"])
+    original = parallel_state.init_model_parallel_group
+    return {
+        "original": original,
+        "patch": patched_group_function(vars(parallel_state)),
+        "hook": lambda *args, **kwargs: cpu.init_model_parallel_group(original, *args, **kwargs),
+    }
+
+
+def patched_group_function(namespace: dict[str, Any]) -> Callable[..., bool]:
+    """What the patch makes of the function. Its module is not loaded again: that registers operations with torch."""
+    patch = next(
+        patch for patch in map(FilePatch.read, all_patches()) if "parallel_state" in str(patch.target)
+    )
+    source = patch.apply((installed_sglang().parent / patch.target).read_text())
+    wanted = ("_BACKENDS_WITHOUT_PYNCCL", "init_model_parallel_group")
+    statements = [
+        statement
+        for statement in ast.parse(source).body
+        if getattr(statement, "name", None) in wanted
+        or (isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) in wanted)
+    ]
+    assert len(statements) == 2
+    changed = dict(namespace)
+    exec(compile(ast.Module(statements, []), str(patch.target), "exec"), changed)
+    function: Callable[..., bool] = changed["init_model_parallel_group"]
+    return function
+
+
+@pytest.mark.parametrize("which", ["patch", "hook"])
+def test_groups_of_gloo_alone_lose_nccl(groups: dict[str, Callable[..., bool]], which: str) -> None:
+    ranks = [[0, 1]]
+    assert groups["original"](ranks, 0, "gloo")
+    assert not groups[which](ranks, 0, "gloo")
+    assert not groups[which](ranks, 0, backend="gloo", group_name="tp")
+    for backend in ("nccl", "mooncake", "gloo"):
+        for wish in (True, False):
+            assert groups[which](ranks, 0, backend, wish) is wish, "what the caller wants is left alone"
+            assert groups[which](ranks, 0, backend, use_pynccl=wish) is wish
+    for backend in ("nccl", "mooncake"):
+        assert groups[which](ranks, 0, backend) == groups["original"](ranks, 0, backend)
+
+
 def test_hooks_leave_a_patched_sglang_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.allocator import paged
 
     from sglang_hcache.sglang_plugin.compat.v0_5_17 import cpu
 
-    assert len(cpu.replacements()) == 3
+    def hooked() -> list[str]:
+        return [name.rpartition(".")[2] for name in cpu.fixes()]
+
+    attention, groups = "_run_sdpa_forward_extend", "init_model_parallel_group"
+    assert hooked() == [attention, "alloc_extend", "alloc_decode", groups]
     monkeypatch.setattr(paged, "alloc_decode_naive", None, raising=False)
-    assert [name.rpartition(".")[2] for name in cpu.replacements()] == ["_run_sdpa_forward_extend"]
+    assert hooked() == [attention, groups]
     monkeypatch.setattr(TorchNativeAttnBackend, "_make_causal_mask_reversed", None, raising=False)
-    assert cpu.replacements() == {}
+    assert hooked() == [groups]
+    monkeypatch.setattr(parallel_state, "_BACKENDS_WITHOUT_PYNCCL", (), raising=False)
+    assert hooked() == []

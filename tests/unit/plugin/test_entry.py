@@ -54,13 +54,15 @@ def test_the_fixes_alone_if_they_are_asked_for(installed: dict[str, object]) -> 
         "_run_sdpa_forward_extend",
         "alloc_decode",
         "alloc_extend",
+        "init_model_parallel_group",
     ]
 
 
 def test_the_tier_brings_the_fixes(installed: dict[str, object]) -> None:
     configure("cpu", tier=True)
     assert any(name.endswith("get_internal_state") for name in installed)
-    assert sum(name.endswith(("_forward_extend", "alloc_decode", "alloc_extend")) for name in installed) == 3
+    fixes = ("_forward_extend", "alloc_decode", "alloc_extend", "init_model_parallel_group")
+    assert sum(name.endswith(fixes) for name in installed) == 4
 
 
 def test_before_weights_change_the_tier_is_told(installed: dict[str, object]) -> None:
@@ -84,7 +86,9 @@ def test_before_weights_change_the_tier_is_told(installed: dict[str, object]) ->
 @pytest.mark.parametrize("tier", [False, True])
 def test_no_fix_on_another_device(installed: dict[str, object], tier: bool) -> None:
     configure("cuda", tier=tier, cpu_fixes=not tier)
-    assert not any("attention" in name or "allocator" in name for name in installed)
+    assert not any(
+        part in name for name in installed for part in ("attention", "allocator", "parallel_group")
+    )
     assert bool(installed) == tier
 
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.17 on a CPU: attention that computes new tokens only, and paged allocation without Triton.
+"""SGLang 0.5.17 on a CPU: attention of new tokens only, paged allocation without Triton, several ranks without NCCL.
 
 The same fixes as ``patches/sglang-0.5.17/``, for servers that run SGLang as it was released.
 """
@@ -9,23 +9,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.allocator import paged
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import get_num_new_pages
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_hcache.sglang_plugin.seam.hooking import Hook
+
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+_GROUPS = "sglang.srt.distributed.parallel_state"
 
 
-def replacements() -> dict[str, Callable[..., Any]]:
-    """SGLang's functions (dotted names) and what to put in their place; without those that a patch has fixed."""
-    found: dict[str, Callable[..., Any]] = {}
+def fixes() -> dict[str, Hook]:
+    """SGLang's functions (dotted names) and what to hook them with; without those that a patch has fixed."""
+    found: dict[str, Hook] = {}
     if not hasattr(TorchNativeAttnBackend, "_make_causal_mask_reversed"):  # added by the patch
-        found[f"{_ATTENTION}._run_sdpa_forward_extend"] = extend_attention
+        found[f"{_ATTENTION}._run_sdpa_forward_extend"] = (extend_attention, HookType.REPLACE)
     if not hasattr(paged, "alloc_decode_naive"):  # added by the patch
-        found[f"{_ALLOCATOR}.alloc_extend"] = alloc_extend
-        found[f"{_ALLOCATOR}.alloc_decode"] = alloc_decode
+        found[f"{_ALLOCATOR}.alloc_extend"] = (alloc_extend, HookType.REPLACE)
+        found[f"{_ALLOCATOR}.alloc_decode"] = (alloc_decode, HookType.REPLACE)
+    if not hasattr(parallel_state, "_BACKENDS_WITHOUT_PYNCCL"):  # added by the patch
+        found[f"{_GROUPS}.init_model_parallel_group"] = (init_model_parallel_group, HookType.AROUND)
     return found
 
 
@@ -199,3 +206,25 @@ def _take_pages(allocator: paged.PagedTokenToKVPoolAllocator, count: int) -> tor
         return None
     pages, allocator.free_pages = allocator.free_pages[:count], allocator.free_pages[count:]
     return pages
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+def init_model_parallel_group(
+    original: Callable[..., Any],
+    group_ranks: list[list[int]],
+    local_rank: int,
+    backend: str,
+    use_pynccl: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Leave NCCL out of a group that talks through gloo, unless the caller asks for it.
+
+    SGLang leaves it out only where its library is missing. torch for CUDA brings the library, and with it the group
+    looks for a GPU.
+    """
+    if backend == "gloo" and use_pynccl is None:
+        use_pynccl = False
+    return original(group_ranks, local_rank, backend, use_pynccl, *args, **kwargs)
