@@ -12,14 +12,13 @@ from sglang_hcache.core.errors import ConfigError
 _FLAG = "--config"
 
 
-def values_of(arguments: Sequence[str], flag: str) -> list[str | None]:
-    """What follows each ``flag`` in ``arguments``, as ``flag value`` or ``flag=value``."""
+def values_of(arguments: Sequence[str], *flags: str) -> list[str | None]:
+    """What follows each of ``flags``, names of one setting, in ``arguments``, as ``flag value`` or ``flag=value``."""
     values: list[str | None] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-        if argument == flag:
-            values.append(following)
-        elif argument.startswith(flag + "="):
-            values.append(argument.removeprefix(flag + "="))
+        name, is_assigned, value = argument.partition("=")
+        if name in flags:
+            values.append(value if is_assigned else following)
     return values
 
 

@@ -2,11 +2,16 @@
 
 ``sgl_kernel`` links against ``libcuda.so.1`` and uses one symbol of it. A stub with that symbol, built
 once with the C compiler into the user's cache folder, lets it load where there is no driver.
+
+The ranks of ``--tp-size`` want to be told which cores are theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_hcache.core.errors import ConfigError
@@ -62,3 +67,33 @@ def ensure_stub() -> Path:
         raise ConfigError(
             f"no GPU here, and serving without one needs a stand-in for {LIBRARY}, which is built once: {error}"
         ) from None
+
+
+def usable_cores(cpu_folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The CPUs that this process may use, one of each physical core as SGLang does it, NUMA node after node."""
+    first: dict[str, tuple[int, int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        folder = cpu_folder / f"cpu{cpu}"
+        try:
+            core = (folder / "topology" / "thread_siblings_list").read_text()
+        except OSError:  # some containers hide it
+            core = f"{cpu}"
+        node = min((int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")), default=0)
+        first.setdefault(core, (node, cpu))
+    return [cpu for _, cpu in sorted(first.values())]
+
+
+def variables_of_ranks(num_ranks: int, cores: Sequence[int]) -> dict[str, str]:
+    """The environment variable with which the ranks of a server share ``cores``; none for a single rank.
+
+    Without it SGLang does not start more ranks than there are NUMA nodes. It binds their threads only where its
+    kernels for a CPU are installed.
+    """
+    if num_ranks < 2:
+        return {}
+    if len(cores) < num_ranks:
+        shares = [[cores[rank % len(cores)]] for rank in range(num_ranks)]
+    else:
+        bounds = [rank * len(cores) // num_ranks for rank in range(num_ranks + 1)]
+        shares = [list(cores[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}

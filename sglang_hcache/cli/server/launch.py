@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_hcache.cli.server.arguments import arguments_in_file, values_of, without
-from sglang_hcache.cli.server.cpu_runtime import ensure_stub, has_gpu
+from sglang_hcache.cli.server.cpu_runtime import ensure_stub, has_gpu, usable_cores, variables_of_ranks
 from sglang_hcache.cli.server.ports import try_to_listen
 from sglang_hcache.core.config import TIER_FLAG, environment_with, tier_mode
 
@@ -19,11 +19,19 @@ _CPU_SETTINGS = (
     ("--attention-backend", "torch_native"),
     ("--disable-overlap-schedule", None),
 )
+_MOST_DIGITS = 3  # of a number of ranks; the cores of a million would not fit into a variable
 
 
 def _wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
     """Whether the server will run on the CPU: no GPU here, and no other device asked for; the last one counts."""
     return not has_gpu and all(device == "cpu" for device in values_of(arguments, "--device")[-1:])
+
+
+def _num_ranks(arguments: Sequence[str]) -> int:
+    """Of ``--tp-size``; 1 where SGLang will refuse what it says."""
+    sizes = values_of(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
+    last = (sizes or ["1"])[-1] or ""
+    return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else 1
 
 
 def build_launch(
@@ -59,13 +67,19 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
         ConfigError: this machine has no GPU and the stub cannot be built.
     """
     gpu = has_gpu()
-    on_cpu = _wants_cpu([*arguments_in_file(arguments), *arguments], has_gpu=gpu)
+    everything = [*arguments_in_file(arguments), *arguments]
+    on_cpu = _wants_cpu(everything, has_gpu=gpu)
     folder = ensure_stub() if on_cpu else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
-    # Restores must not wait for cores on which OpenMP's threads spin. Nor must a server without the tier spin, which
-    # beside another busy process made it two to three times slower: with the tier's threads OpenMP spins less, and a
-    # comparison would show a difference that has nothing to do with the tier.
-    defaults = {"OMP_WAIT_POLICY": "passive"} if on_cpu else {}
+    defaults: dict[str, str] = {}
+    if on_cpu:
+        # Restores must not wait for cores on which OpenMP's threads spin. Nor must a server without the tier spin,
+        # which beside another busy process made it two to three times slower: with the tier's threads OpenMP spins
+        # less, and a comparison would show a difference that has nothing to do with the tier.
+        defaults = {
+            "OMP_WAIT_POLICY": "passive",
+            **variables_of_ranks(_num_ranks(everything), usable_cores()),
+        }
     return command, environment_with(changes, defaults)
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.cli.server import cpu_runtime
-from sglang_hcache.cli.server.cpu_runtime import LIBRARY, ensure_stub, has_gpu, stub_dir
+from sglang_hcache.cli.server.cpu_runtime import (
+    LIBRARY,
+    ensure_stub,
+    has_gpu,
+    stub_dir,
+    usable_cores,
+    variables_of_ranks,
+)
 from sglang_hcache.core.errors import ConfigError
 
 
@@ -173,3 +180,77 @@ def test_gpu_by_driver(tmp_path, monkeypatch, status, devices, expected):
     options = (*cpu_runtime._COMPILER_OPTIONS[:-1], f"-Wl,-soname,libfake{status}{devices}.so")
     monkeypatch.setattr(cpu_runtime, "_COMPILER_OPTIONS", options)
     assert has_gpu(tmp_path, driver=str(ensure_stub() / LIBRARY)) is expected
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Makes the kernel's folder of CPUs, of (NUMA node, threads of its core) each; this process may use ``allowed``."""
+
+    def build(cpus: dict[int, tuple[int, str]], allowed: set[int] | None = None) -> Path:
+        for cpu, (node, siblings) in cpus.items():
+            topology = tmp_path / f"cpu{cpu}" / "topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+            (tmp_path / f"cpu{cpu}" / f"node{node}").mkdir()
+        usable = set(cpus) if allowed is None else allowed
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable)
+        return tmp_path
+
+    return build
+
+
+def test_cores_are_counted_not_their_threads(machine):
+    cpus = {cpu: (0, f"{cpu % 4},{cpu % 4 + 4}") for cpu in range(8)}
+    assert usable_cores(machine(cpus)) == [0, 1, 2, 3]
+
+
+def test_only_what_this_process_may_use(machine):
+    cpus = {cpu: (0, f"{cpu % 4},{cpu % 4 + 4}") for cpu in range(8)}
+    assert usable_cores(machine(cpus, {2, 5, 6})) == [2, 5]
+
+
+def test_cores_of_a_node_stand_together(machine):
+    """Also where the nodes' numbers alternate, and with more than ten of them."""
+    cpus = {cpu: (10 - cpu % 2, str(cpu)) for cpu in range(6)}
+    assert usable_cores(machine(cpus)) == [1, 3, 5, 0, 2, 4]
+
+
+def test_every_cpu_is_a_core_where_the_kernel_tells_nothing(machine, tmp_path):
+    machine({}, {1, 3})
+    assert usable_cores(tmp_path / "nothing") == [1, 3]
+
+
+def test_this_machine_has_cores():
+    assert set(usable_cores()) <= os.sched_getaffinity(0)
+    assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "bound"),
+    [
+        (2, [0, 1], "0|1"),
+        (2, [0, 1, 4, 5], "0,1|4,5"),
+        (2, [3, 4, 5], "3|4,5"),
+        (3, [0, 1, 2, 3, 4, 5, 6, 7], "0,1|2,3,4|5,6,7"),
+        (2, [7], "7|7"),
+        (5, [2, 3], "2|3|2|3|2"),
+    ],
+)
+def test_ranks_share_the_cores(ranks, cores, bound):
+    assert variables_of_ranks(ranks, cores) == {"SGLANG_CPU_OMP_THREADS_BIND": bound}
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_one_rank_is_left_to_sglang(ranks):
+    assert variables_of_ranks(ranks, [0, 1]) == {}
+
+
+def test_sglang_takes_every_share(monkeypatch):
+    """It wants as many as there are ranks, and gives each its own."""
+    from sglang.srt.utils import numa_utils
+
+    for name, value in variables_of_ranks(3, [0, 1, 2, 3]).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(numa_utils, "get_cpu_ids_by_node", lambda: ["0,1,2,3"])
+    shares = [numa_utils.init_threads_binding(tp_rank=rank, tp_size=3) for rank in range(3)]
+    assert shares == ["0", "1", "2,3"]

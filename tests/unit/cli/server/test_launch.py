@@ -17,6 +17,7 @@ STUB = Path("/cache/stub")
 LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
 CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
 MODEL = ["--model-path", "m", "-tp", "1"]
+CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def launch(*arguments: str, has_gpu: bool = True) -> list[str]:
@@ -161,6 +162,60 @@ def test_threads_do_not_spin_on_a_cpu_with_the_tier_and_without(monkeypatch, tie
     assert prepare_launch([*MODEL, *tier])[1]["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert prepare_launch([*MODEL, *tier])[1]["OMP_WAIT_POLICY"] == "active"
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """A machine of two cores, without a GPU, where the user has set nothing."""
+    monkeypatch.setattr(module, "ensure_stub", lambda: STUB)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.setattr(module, "usable_cores", lambda: [4, 6])
+    monkeypatch.delenv(CORES_OF_RANKS, raising=False)
+
+
+def cores_of_ranks(*arguments: str) -> str | None:
+    return prepare_launch(arguments)[1].get(CORES_OF_RANKS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--tp-size", "2"],
+        ["--tp-size=2"],
+        ["--tp", "2"],
+        ["--tensor-parallel-size", "2"],
+        ["--tp", "4", "--tp-size", "2"],
+        ["--tp-size", "4", "--tp=2"],
+    ],
+)
+@pytest.mark.parametrize("tier", [(), ("--hierarchical-cache", "off")])
+def test_ranks_on_a_cpu_share_its_cores(two_cores, given, tier):
+    assert cores_of_ranks("--model-path", "m", *given, *tier) == "4|6"
+
+
+def test_ranks_of_sglangs_file_count(two_cores, in_file):
+    given = in_file("tp_size: 2\n")
+    assert cores_of_ranks(*given) == "4|6"
+    assert cores_of_ranks(*given, "--tp-size", "1") is None
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["--tp-size", "1"], ["--tp-size", "x"], ["--tp-size", "-2"], ["--tp-size"]]
+)
+def test_one_rank_and_what_is_no_number_are_left_to_sglang(two_cores, given):
+    assert cores_of_ranks(*MODEL[:2], *given) is None
+    assert cores_of_ranks(*MODEL[:2], "--tp-size", "9" * 30) is None, "not a variable of that length"
+
+
+def test_ranks_on_another_device_are_left_to_sglang(two_cores, monkeypatch):
+    assert cores_of_ranks("--device", "xpu", "--tp-size", "2") is None
+    monkeypatch.setattr(module, "has_gpu", lambda: True)
+    assert cores_of_ranks("--tp-size", "2") is None
+
+
+def test_what_the_user_sets_for_ranks_stays(two_cores, monkeypatch):
+    monkeypatch.setenv(CORES_OF_RANKS, "all")
+    assert cores_of_ranks("--tp-size", "2") == "all"
 
 
 def test_a_port_in_use_is_told_at_once():
