@@ -17,18 +17,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sglang_hcache.core.paths import rank_dir
 from tests.e2e.harness import TOLERANCE, TierServer
 from tests.e2e.load import DiskUsage
 from tests.e2e.one_server.conftest import with_overlap
 
-MODELS = ({}, {"family": "qwen3", "kv_heads": 2}, {"family": "mistral", "kv_heads": 1}, {"family": "phi"})
+PHI = {"family": "phi"}
+MODELS = ({}, {"family": "qwen3", "kv_heads": 2}, {"family": "mistral", "kv_heads": 1}, PHI)
 LAYERS, HIDDEN_SIZE = 3, 128
 CHUNK_BYTES = 64 * LAYERS * HIDDEN_SIZE * 4
 """With hidden states. K and V take twice as much, or less."""
@@ -46,9 +48,23 @@ class Settings:
     overlap: bool
     flags: list[str]
     disk_bytes: int
+    ranks: int
 
     @classmethod
     def draw(cls, dice: random.Random) -> Settings:
+        """Few with two ranks: here each of them takes a core from the other."""
+        drawn = cls._draw_one(dice)
+        if dice.random() < 0.0 or drawn.model == PHI:  # which SGLang 0.5.17 serves with one only
+            return drawn
+        disk_bytes = 2 * drawn.disk_bytes
+        flags = [
+            *drawn.flags,
+            *("--tp-size", "2", "--hcache-method", "kv", "--hcache-disk-size", str(disk_bytes)),
+        ]
+        return replace(drawn, flags=flags, disk_bytes=disk_bytes, ranks=2)
+
+    @classmethod
+    def _draw_one(cls, dice: random.Random) -> Settings:
         page, pool = dice.choice((1, 1, 4, 16, 64)), dice.choice((512, 640, 896))
         method, host_chunks = dice.choice(("hidden", "hidden", "kv")), dice.choice((36, 48, 100))
         disk_bytes = dice.choice((7_000_000, 12_000_000, 40_000_000))
@@ -66,7 +82,7 @@ class Settings:
         ]
         if chunked > 0 and dice.random() < 0.5:
             flags.append("--enable-mixed-chunk")
-        return cls(dice.choice(MODELS), pool, dice.random() < 0.5, flags, disk_bytes)
+        return cls(dice.choice(MODELS), pool, dice.random() < 0.5, flags, disk_bytes, ranks=1)
 
 
 @dataclass(frozen=True)
@@ -275,6 +291,7 @@ def test_random_servers(dice: random.Random, tiny_model: Callable[..., Path], tm
     model = tiny_model(layers=LAYERS, hidden=HIDDEN_SIZE, **settings.model)
     folders = [tmp_path / "one", tmp_path / "two"]
     arguments = ["--model-path", str(model), *settings.flags, "--hcache-dirs", ",".join(map(str, folders))]
+    folders = [rank_dir(path, rank, settings.ranks) for path in folders for rank in range(settings.ranks)]
     with ExitStack() as stack:
         if settings.overlap:
             stack.enter_context(with_overlap())

@@ -53,9 +53,10 @@ class Launcher:
         self._pace = None if device.beside is None else device.beside.stage.pace
         self._may_trace = Throttle()
 
-    def find(self, keys: Sequence[ChunkKey], *, in_memory: bool) -> int:
-        """How many of ``keys`` are in some tier, or ``in_memory``, from the first one on. Looks into memory only."""
-        return int(*self._ranks.least(self._tiers.match(keys, in_memory=in_memory)))
+    def find(self, prompts: Sequence[Sequence[ChunkKey]], *, in_memory: bool) -> list[int]:
+        """How many chunks of each are in some tier, or ``in_memory``, from the first one on. Looks into memory only."""
+        found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
+        return [int(count) for count in self._ranks.least(*found)]
 
     def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell."""

@@ -98,10 +98,11 @@ class RestoreCoordinator:
         self._ranks.meet()
         ticket = Ticket(prompt, keys, self._ranks.now)
         self.waiting.add(ticket)
-        if not self._resolve(ticket):
+        self._look_up(ticket)
+        is_hit = ticket.phase is Phase.PENDING
+        if not is_hit and (ticket.is_unasked or not ticket.following):
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
-        is_hit = ticket.phase is Phase.PENDING
         self._observer.count("lookup.requests")
         self._observer.count("lookup.hits" if is_hit else "lookup.misses")
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
@@ -113,10 +114,8 @@ class RestoreCoordinator:
             return True
         if self._is_held_back(ticket):
             return False
-        if ticket.phase is Phase.RESOLVED and not ticket.is_final:
-            is_rest_over = ticket.is_unasked and not self._rest.is_on
-            if is_rest_over or ticket.seen_evictions != self._tree.evictions:
-                self._resolve(ticket)
+        if self._ranks.size == 1 and ticket.is_outdated(self._tree.evictions, is_resting=self._rest.is_on):
+            self._look_up(ticket)  # several ranks do it together, in tick
         return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
 
     def admitted(self, rid: str, prefix_tokens: int) -> Admission:
@@ -186,26 +185,26 @@ class RestoreCoordinator:
         self.reap()
         for rid in self.waiting.gone():
             self.drop(rid)
+        if self._ranks.size > 1:
+            self._look_up(*self.waiting.outdated(self._tree.evictions, is_resting=self._rest.is_on))
         self._relieve()
         self._start_pending()
         self._launcher.advance(self.running)
 
     # -- deciding --------------------------------------------------------------------------------
 
-    def _resolve(self, ticket: Ticket) -> bool:
-        """PENDING if a tier continues the device's prefix, else RESOLVED.
-
-        Returns:
-            False if the tiers were not asked: the device has all whole chunks, or the disk rests.
-        """
-        ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, self._rest.is_on
-        ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
-        is_hit = self._launcher.find(ticket.following, in_memory=ticket.is_unasked) > 0
-        phase = Phase.PENDING if is_hit else Phase.RESOLVED
-        if phase is not ticket.phase:
-            self._look_again = 0.0
-            ticket.enter(phase)
-        return is_hit or (bool(ticket.following) and not ticket.is_unasked)
+    def _look_up(self, *tickets: Ticket) -> None:
+        """PENDING those for whom a tier continues the device's prefix, RESOLVED the others."""
+        is_resting = self._rest.is_on
+        for ticket in tickets:
+            ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, is_resting
+            ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+        found = self._launcher.find([ticket.following for ticket in tickets], in_memory=is_resting)
+        for ticket, is_hit in zip(tickets, found, strict=True):
+            phase = Phase.PENDING if is_hit else Phase.RESOLVED
+            if phase is not ticket.phase:
+                self._look_again = 0.0
+                ticket.enter(phase)
 
     def _start_pending(self) -> None:
         """Start restores in the order in which SGLang admits requests, until one finds no room.
@@ -244,7 +243,7 @@ class RestoreCoordinator:
     def _start(self, ticket: Ticket, ahead: Ahead) -> bool:
         """Start the ticket's restore, or settle it without; False if it must wait for slots."""
         is_resting = self._rest.is_on
-        if is_resting and not self._launcher.find(ticket.following, in_memory=True):
+        if is_resting and not any(self._launcher.find([ticket.following], in_memory=True)):
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return True
@@ -258,7 +257,8 @@ class RestoreCoordinator:
             ticket.awaits, ticket.awaited = missing[0], len(match) + CHUNK_TOKENS * shared
             return True  # somebody restores them already; look again when that is over
         ticket.awaits, ticket.awaited = None, 0
-        keys = missing[: self._launcher.find(missing, in_memory=is_resting)]
+        (found,) = self._launcher.find([missing], in_memory=is_resting)
+        keys = missing[:found]
         ticket.on_device = len(match)
         if not keys:
             ticket.is_unasked = is_resting
@@ -317,13 +317,13 @@ class RestoreCoordinator:
         """Wait until none of ``restores`` runs; False if they take longer."""
         self._ranks.meet()
         deadline = self._ranks.now() + limit_s
-        while any(restore in self.running for restore in restores):
-            self._ranks.meet()
-            if self._ranks.now() > deadline:
-                return False
+        while (
+            left := any(restore in self.running for restore in restores)
+        ) and self._ranks.now() <= deadline:
             self.running.wait()
             self.reap()
-        return True
+            self._ranks.meet()
+        return not left
 
     def _insert(self, ticket: Ticket, restore: Restore) -> None:
         self._stalled = 0

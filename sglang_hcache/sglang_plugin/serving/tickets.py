@@ -163,6 +163,14 @@ class Ticket:
         """Whether no restore is begun for it any more, whatever the tiers have."""
         return self.is_given_up or self.attempts >= _MOST_ATTEMPTS
 
+    def is_outdated(self, evictions: int, *, is_resting: bool) -> bool:
+        """Whether the tiers should be asked again, though it waits for nothing: the device has evicted something since,
+        or a disk that rested was not asked.
+        """
+        if self.phase is not Phase.RESOLVED or self.is_final:
+            return False
+        return self.seen_evictions != evictions or (self.is_unasked and not is_resting)
+
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""
         self.refused = self.clock(), count

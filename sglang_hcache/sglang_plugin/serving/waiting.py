@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from sglang_hcache.core.observer import Observer
@@ -9,6 +10,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedR
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
 _LOOK_EVERY_S = 1.0
+_MOST_LOOKED_UP = 16
 
 
 class Waiting:
@@ -57,6 +59,11 @@ class Waiting:
                 yield request, ticket
             if not left:
                 return
+
+    def outdated(self, evictions: int, *, is_resting: bool) -> list[Ticket]:
+        """The first few that :meth:`Ticket.is_outdated`: while the device evicts, all may be so in each round."""
+        outdated = (ticket for ticket in self if ticket.is_outdated(evictions, is_resting=is_resting))
+        return list(itertools.islice(outdated, _MOST_LOOKED_UP))
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""

@@ -24,6 +24,7 @@ from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
+from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 from sglang_hcache.sglang_plugin.serving import line, restores, tickets, waiting
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -184,6 +185,7 @@ class World:
         config: HCacheConfig | None = None,
         pace: Pace | None = None,
         layout: StateLayout = LAYOUT,
+        ranks: Ranks | None = None,
     ) -> None:
         config = config or HCacheConfig()
         self.counters = Counters()
@@ -201,6 +203,7 @@ class World:
             staged_passes=2,
             beside=pace  # type: ignore[arg-type]
             and SimpleNamespace(stage=SimpleNamespace(pace=pace, fence=lambda: None)),
+            ranks=ranks or Alone(),
         )
         self.launcher = Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(

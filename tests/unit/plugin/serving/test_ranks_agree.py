@@ -1,0 +1,274 @@
+"""Coordinators of several ranks: whatever each finds in its own tiers, their device trees stay the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hcache.core.errors import TierMissError
+from sglang_hcache.core.keys import chunk_keys
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.tier.tiered import DISK, TieredStore
+from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
+from tests.unit.plugin.serving.test_restores import (
+    CAPACITY,
+    ROOT,
+    World,
+    ends_when_cancelled,
+    gate_for,
+    tokens,
+)
+
+PROMPT = tokens(1, 4)
+
+
+def device_of(world: World) -> Any:
+    """All of it that batches depend on."""
+    tree = world.tree
+    locks = {key: count for key, count in tree.locks.items() if count}
+    return list(tree.cached), locks, len(tree.free_slots), world.coordinator.running.tokens
+
+
+def on_two(work: Callable[[World, int], Any], **of_first: Any) -> list[Any]:
+    """``work`` with the world of each rank, whose devices must be the same at its end.
+
+    Args:
+        of_first: of the world of rank 0 only.
+    """
+
+    def run(ranks: ThreadRank) -> Any:
+        world = World(**(of_first if ranks.rank == 0 else {}), ranks=ranks)
+        return work(world, ranks.rank), device_of(world)
+
+    results = in_step(2, run)
+    assert results[0][1] == results[1][1]
+    return [result for result, _ in results]
+
+
+def end(world: World, state: RestoreState = RestoreState.DONE, **more: Any) -> None:
+    world.engine.end(state, **more)
+
+
+def test_what_one_has_not_is_not_restored() -> None:
+    def work(world: World, rank: int) -> int:
+        world.store(PROMPT[: (4 - 2 * rank) * CHUNK_TOKENS])
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        assert world.engine.jobs[0].num_tokens == 2 * CHUNK_TOKENS
+        end(world)
+        world.coordinator.tick()
+        assert world.coordinator.may_be_admitted("a")
+        restored = world.coordinator.admitted("a", 2 * CHUNK_TOKENS).host
+        world.assert_clean()
+        return restored
+
+    assert on_two(work) == [2 * CHUNK_TOKENS] * 2
+
+
+def test_what_one_has_nothing_of_is_a_miss() -> None:
+    def work(world: World, rank: int) -> bool:
+        if rank == 1:
+            world.store(PROMPT)
+        world.queue("a", PROMPT)
+        return world.coordinator.may_be_admitted("a")
+
+    assert on_two(work) == [True, True]
+
+
+def test_all_wait_for_the_slowest() -> None:
+    def work(world: World, rank: int) -> None:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        if rank == 0:
+            end(world)
+        for _ in range(3):
+            world.coordinator.tick()
+            assert not world.coordinator.may_be_admitted("a")
+        if rank == 1:
+            end(world)
+        world.coordinator.tick()
+        assert world.coordinator.may_be_admitted("a")
+        assert len(world.tree.match_tokens(PROMPT, None)) == len(PROMPT)  # type: ignore[arg-type]
+
+    on_two(work)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_one_fails_the_request_is_recomputed(failing: int) -> None:
+    """Its slots are free when the other has stopped as well."""
+
+    def work(world: World, rank: int) -> None:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        job = world.engine.jobs[0]
+        if rank == failing:
+            end(world, RestoreState.FAILED)
+        world.coordinator.tick()
+        assert world.coordinator.running.tokens == len(PROMPT)
+        if rank != failing:
+            assert job._cancelled.done()
+            end(world)  # it was done when it was told
+        world.coordinator.tick()
+        assert world.coordinator.may_be_admitted("a")
+        assert not world.tree.cached
+        assert world.coordinator.admitted("a", 0).host == 0
+        world.assert_clean()
+
+    on_two(work)
+
+
+def test_a_chunk_that_goes_between_look_up_and_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody starts, and nobody holds anything."""
+    gone: list[World] = []
+    lease = TieredStore.lease
+
+    def may_be_gone(tiers: TieredStore, *keys: Any, **how: Any) -> Any:
+        if any(world.tiers is tiers for world in gone):
+            raise TierMissError("gone")
+        return lease(tiers, *keys, **how)
+
+    monkeypatch.setattr(TieredStore, "lease", may_be_gone)
+
+    def work(world: World, rank: int) -> None:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        if rank == 1:
+            gone.append(world)
+        world.coordinator.tick()
+        assert not world.engine.jobs
+        assert len(world.tree.free_slots) == CAPACITY
+        assert not world.tiers.host._pinned
+        if rank == 1:
+            gone.clear()
+        world.coordinator._look_again = 0.0
+        world.coordinator.tick()
+        assert len(world.engine.jobs) == 1
+
+    on_two(work)
+
+
+@pytest.mark.parametrize(("recompute_s", "is_restored"), [(1.0, True), (1e-6, False)])
+def test_the_first_decides_what_pays(recompute_s: float, is_restored: bool) -> None:
+    def work(world: World, _rank: int) -> int:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        assert world.coordinator.may_be_admitted("a") is not is_restored
+        return len(world.engine.jobs)
+
+    assert on_two(work, gate=gate_for(recompute_s, may_recompute=False)) == [int(is_restored)] * 2
+
+
+def test_a_slow_disk_of_one_rests_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
+
+    def work(world: World, rank: int) -> float:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        end(world, RestoreState.FAILED, late_after_s=20.0 if rank == 1 else None)
+        world.coordinator.tick()
+        assert world.coordinator._rest.is_on
+        return world.coordinator._rest.until
+
+    first, second = on_two(work)
+    assert first == second
+
+
+def test_the_clock_of_the_first_counts() -> None:
+    def work(ranks: ThreadRank) -> float:
+        time.sleep(0.01 * ranks.rank)
+        world = World(ranks=ranks)
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        (ticket,) = world.coordinator.waiting
+        return ticket.entered
+
+    first, second = in_step(2, work)
+    assert first == second > 0
+
+
+def test_who_waits_for_nothing_is_looked_up_in_one_question() -> None:
+    """However many they are: each question takes time, and comes between passes of others."""
+
+    def work(world: World, _rank: int) -> int:
+        world.scheduler.running, world.scheduler.reserved = True, CAPACITY
+        for name in range(30):
+            world.queue(f"{name}", tokens(name, 2))
+        world.tree.evictions += 1
+        before = world.coordinator._ranks.meetings  # type: ignore[attr-defined]
+        world.coordinator.tick()
+        for name in range(30):
+            assert world.coordinator.may_be_admitted(f"{name}")
+        return int(world.coordinator._ranks.meetings - before)  # type: ignore[attr-defined]
+
+    assert max(on_two(work)) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_devices_stay_the_same_whatever_happens(seed: int) -> None:
+    """Random requests, evictions, aborts and room that runs short, the same on all; tiers and ends of jobs of each."""
+
+    def work(world: World, rank: int) -> None:
+        shared, own = random.Random(seed), random.Random(f"{seed} {rank}")
+        names = iter(range(1000))
+        ends_when_cancelled(world)
+        for _ in range(60):
+            act(world, shared, own, names)
+            world.coordinator._look_again = 0.0
+            world.coordinator.tick()
+            for request in list(world.scheduler.waiting()):
+                if world.coordinator.may_be_admitted(request.rid) and shared.random() < 0.3:
+                    world.coordinator.admitted(request.rid, 0)
+                    world.scheduler.line.remove(request.rid)
+            # What the ranks compare themselves at each tick is less than this.
+            device = device_of(world)
+            assert world.coordinator._ranks.all_of(device) == [device] * 2
+        while world.engine.jobs:
+            end(world, own.choice((RestoreState.DONE, RestoreState.FAILED)))
+        for request in list(world.scheduler.waiting()):
+            world.coordinator.drop(request.rid)
+        world.scheduler.line.clear()
+        world.coordinator.tick()
+        world.assert_clean()
+
+    on_two(work)
+
+
+def act(world: World, shared: random.Random, own: random.Random, names: Any) -> None:
+    """One thing that happens."""
+    prompt = [*tokens(shared.randint(1, 4), shared.randint(1, 4)), *tokens(9, shared.randint(0, 3))]
+    what = shared.choice(
+        ("store", "queue", "queue", "end", "end", "drop", "evict", "compute", "give back", "busy")
+    )
+    if what == "store":
+        kept = prompt[: own.randint(0, len(prompt) // CHUNK_TOKENS) * CHUNK_TOKENS]
+        if all(key not in world.tiers.host for key in chunk_keys(ROOT, kept)):
+            world.store(kept)
+    elif what == "queue":
+        world.queue(f"{next(names)}", prompt)
+    elif what == "end" and world.engine.jobs and own.random() < 0.7:
+        end(world, own.choice((RestoreState.DONE, RestoreState.DONE, RestoreState.FAILED)))
+    elif what == "drop" and world.scheduler.line:
+        rid = shared.choice(world.scheduler.line)
+        world.coordinator.drop(rid)
+        world.scheduler.line.remove(rid)
+    elif what == "evict":
+        world.tree.evict_one()
+    elif what == "compute" and world.tree.room() >= len(prompt):
+        world.tree.compute(prompt)
+    elif what == "give back":
+        world.coordinator.give_back()
+    elif what == "busy":
+        world.scheduler.running = shared.random() < 0.5
+        world.scheduler.reserved = shared.choice((0, CAPACITY // 2))
