@@ -65,11 +65,21 @@ class Running:
 
     def take_ended(self) -> list[Restore]:
         """Those to whose slots nothing writes any more, on any rank. They are nobody's then but the caller's."""
-        for restore, all_well in self._agree(lambda restore: not _has_failed(restore)):
+        restores = list(self._restores)
+        for restore in filter(_has_failed, restores):
+            restore.abandon()
+        over = [restore.is_over for restore in restores]
+        well = [not _has_failed(restore) for restore in restores]  # after the other: of one that is over it is final
+        agreed = self._ranks.least(*over, *well)
+        ended = []
+        for restore, is_well, all_over, all_well in zip(
+            restores, well, agreed[: len(over)], agreed[len(over) :], strict=True
+        ):
             if not all_well:
-                restore.failed_elsewhere = not _has_failed(restore)
+                restore.failed_elsewhere = is_well
                 restore.abandon()
-        ended = [restore for restore, all_over in self._agree(lambda restore: restore.is_over) if all_over]
+            if all_over:
+                ended.append(restore)
         for restore in ended:
             del self._restores[restore]
             self._keys.difference_update(restore.job.keys)
@@ -77,11 +87,6 @@ class Running:
             # What rounding left over is none's.
             self.backlog_s = max(0.0, self.backlog_s - _predicted_s(restore)) if self._restores else 0.0
         return ended
-
-    def _agree(self, says: Callable[[Restore], bool]) -> list[tuple[Restore, bool]]:
-        """Each with whether all ranks say so of it."""
-        restores = list(self._restores)
-        return list(zip(restores, map(bool, self._ranks.least(*map(says, restores))), strict=True))
 
     # -- waiting ---------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 It changes nothing until a file of a known name appears in the folder ``HCACHE_TEST_SWITCHES``:
 
-* ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice.
+* ``corrupt_restored_key``: K of every restored layer comes out wrong. Every equality test must notice. With a number in
+  the file, on the rank of that number only.
 * ``corrupt_recomputed``: layers that a restore recomputes see other tokens.
 * ``keep_costs``: what restores and prefills take, and restores that do not start, change no predictions.
 * ``always_restore``: whatever could be restored is, though recomputing may be predicted to be faster.
@@ -11,7 +12,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
-* ``fail_read``: taking a layer from a tier fails.
+* ``fail_read``: taking a layer from a tier fails; with a number in the file, likewise.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
 * ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
   whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.
@@ -106,6 +107,16 @@ def _patch(switches):
     _patch_cache(compat.HCacheRadixCache, switches)
 
 
+def _is_on_here(switch):
+    """Whether it is on for this rank."""
+    from torch import distributed
+
+    try:
+        return switch.read_text() in ("", f"{distributed.get_rank()}")
+    except FileNotFoundError:
+        return False
+
+
 def _patch_restorer(switches):
     from sglang_hcache.restore.methods import LayerRestorer
 
@@ -119,7 +130,7 @@ def _patch_restorer(switches):
         if (switches / "break_restore").exists():
             raise RuntimeError("injected by a test")
         write(self, stored, positions, slots)
-        if (switches / "corrupt_restored_key").exists():
+        if _is_on_here(switches / "corrupt_restored_key"):
             key, value = self._pool.read(stored.layer, slots)
             factor = 1.05 if key.dtype.itemsize > 1 else 1.5  # FP8 would round less away
             self._pool.write(stored.layer, slots, (key.float() * factor).to(key.dtype), value)
@@ -178,7 +189,7 @@ def _patch_reads(switches):
     def damaged(read):
         def read_or_fail(self, lease, layers):
             asked = (layers,) if isinstance(layers, int) else layers
-            if (switches / "fail_read").exists() and 1 in asked:
+            if 1 in asked and _is_on_here(switches / "fail_read"):
                 raise StoreIOError("injected by a test")
             return read(self, lease, layers)
 

@@ -126,6 +126,34 @@ def test_where_one_fails_the_request_is_recomputed(failing: int) -> None:
     on_two(work)
 
 
+def test_one_that_fails_while_the_ranks_agree() -> None:
+    """What a rank says of a restore, it says at one moment."""
+
+    def work(world: World, rank: int) -> None:
+        world.store(PROMPT)
+        world.queue("a", PROMPT)
+        world.coordinator.tick()
+        if rank == 1:
+            end(world)
+        ranks, ends = world.coordinator._ranks, iter((RestoreState.FAILED,) if rank == 0 else ())
+        least = ranks.least
+
+        def then_fail(*values: float) -> tuple[float, ...]:
+            agreed = least(*values)
+            for state in ends:
+                end(world, state)
+            return agreed
+
+        ranks.least = then_fail  # type: ignore[method-assign]
+        world.coordinator.tick()
+        world.coordinator.tick()
+        assert not world.tree.cached
+        world.coordinator.drop("a")
+        world.assert_clean()
+
+    on_two(work)
+
+
 def test_a_chunk_that_goes_between_look_up_and_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody starts, and nobody holds anything."""
     gone: list[World] = []
