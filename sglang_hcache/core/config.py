@@ -98,7 +98,7 @@ class HCacheConfig(BaseModel):
     """Directories of the disk tier, one per device, at most 16, separated by commas. Without it there is a host tier
     only, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
-    """Hard cap on the disk tier's physical bytes, all directories together, index included."""
+    """Hard cap on the disk tier's physical bytes, all directories and all ranks together, index included."""
     disk_free_floor: SizeOrPercent = 8 * 10**9
     """Free space to leave on each file system, or a share of its size, such as 10%. If other data fills the disk, the
     tier deletes its own chunks to keep this much free."""
@@ -108,8 +108,8 @@ class HCacheConfig(BaseModel):
     does not start. optional: a warning says why, and the server runs with its host tier alone until the next start. For
     servers that an orchestrator starts again and again."""
     host_size: Size = 4 * 2**30
-    """Host memory for chunks, staging and restore buffers together. On a CPU it is committed as it fills, on a GPU
-    pinned whole at start. None of it is taken where ``method`` is recompute."""
+    """Host memory for chunks, staging and restore buffers together, of all ranks. On a CPU it is committed as it fills,
+    on a GPU pinned whole at start. None of it is taken where ``method`` is recompute."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
     """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
     as it is complete (write_through)."""

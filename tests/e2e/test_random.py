@@ -54,12 +54,14 @@ class Settings:
     def draw(cls, dice: random.Random) -> Settings:
         """Few with two ranks: here each of them takes a core from the other."""
         drawn = cls._draw_one(dice)
-        if dice.random() < 0.0 or drawn.model == PHI:  # which SGLang 0.5.17 serves with one only
+        if dice.random() < 0.8 or drawn.model == PHI:  # which SGLang 0.5.17 serves with one only
             return drawn
+        host_bytes = 2 * int(drawn.flags[drawn.flags.index("--hcache-host-size") + 1])
         disk_bytes = 2 * drawn.disk_bytes
         flags = [
             *drawn.flags,
-            *("--tp-size", "2", "--hcache-method", "kv", "--hcache-disk-size", str(disk_bytes)),
+            *("--tp-size", "2", "--hcache-method", "kv"),
+            *("--hcache-host-size", str(host_bytes), "--hcache-disk-size", str(disk_bytes)),
         ]
         return replace(drawn, flags=flags, disk_bytes=disk_bytes, ranks=2)
 
