@@ -314,6 +314,7 @@ class Bridge:
         return {
             **tier_state(self.tiers),
             "version": __version__,
+            "ranks": self.ranks.size,
             "counters": self.counters.snapshot(),
             "measures": self.counters.measures(),
             "namespace": None if namespace is None else namespace.namespace_id().hex(),
