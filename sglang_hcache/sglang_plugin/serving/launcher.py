@@ -58,15 +58,19 @@ class Launcher:
         found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
         return [int(count) for count in self._ranks.least(*found)]
 
-    def decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
-        """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell."""
-        return self._ranks.first(self._decide(keys, start))
+    def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> tuple[Decision | None, bool]:
+        """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell. And whether to
+        start: if it pays (:meth:`RestoreGate.pays`), and can be done in time.
+        """
+        return self._ranks.first(self._decide(keys, start, behind_s))
 
-    def _decide(self, keys: Sequence[ChunkKey], start: int) -> Decision | None:
+    def _decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> tuple[Decision | None, bool]:
         if self._gate is None:
-            return None
+            return None, True
         tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
-        return self._gate.decide(tokens, start, self._load())
+        decision = self._gate.decide(tokens, start, self._load())
+        is_in_time = decision.job_s < self._config.restore_deadline_s
+        return decision, is_in_time and self._gate.pays(decision, behind_s)
 
     def keep_pace(self, waiting: Waiting) -> None:
         """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
@@ -84,15 +88,6 @@ class Launcher:
     def prefill_s(self, num_tokens: int, start: int) -> float:
         """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""
         return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
-
-    def pays(self, decision: Decision | None, behind_s: float) -> bool:
-        """Whether to start, as :meth:`RestoreGate.pays`, and if it can be done in time."""
-        return self._ranks.first(self._pays(decision, behind_s))
-
-    def _pays(self, decision: Decision | None, behind_s: float) -> bool:
-        if decision is None or self._gate is None:
-            return True
-        return decision.job_s < self._config.restore_deadline_s and self._gate.pays(decision, behind_s)
 
     def declined(self) -> None:
         """One that would not pay was not started."""

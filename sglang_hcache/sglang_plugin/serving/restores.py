@@ -264,10 +264,11 @@ class RestoreCoordinator:
             ticket.is_unasked = is_resting
             ticket.enter(Phase.RESOLVED)
             return True
-        count, decision = CHUNK_TOKENS * len(keys), self._launcher.decide(keys, len(match))
+        count = CHUNK_TOKENS * len(keys)
         # Where there is no room for it now, those before it may be over when there is.
         backlog_s = self.running.backlog_s if self._room.has(count, ahead.tokens) else 0.0
-        if not self._launcher.pays(decision, backlog_s - ahead.seconds):
+        decision, pays = self._launcher.decide(keys, len(match), backlog_s - ahead.seconds)
+        if not pays:
             self._launcher.declined()
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", decision, backlog_s)
