@@ -110,6 +110,8 @@ def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: o
 
 
 def _requests_come(scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if requests or scheduler._engine_paused:  # they may ask whether it is idle
+        scheduler.tree_cache.bridge.restores.reap()
     unanswered = scheduler.hcache_clear_calls.unanswered
     return ((scheduler, [*requests, *unanswered]), {}) if unanswered else None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store.volumes.looking import look_at
+from sglang_hcache.store.volumes.ranks import ranks_in
 
 
 def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
@@ -15,18 +18,26 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
 
     Empty where there is none, or one that a server refuses.
     """
+    num_ranks = _ranks_in(dirs)
     try:
-        sight = look_at(dirs)
+        sight = look_at([rank_dir(path, 0, num_ranks) for path in dirs])
     except StoreFormatError:
         return {}
     sight.close()
     identity = sight.identity
     percent = identity.free_floor_percent
     return {
-        "disk_size": identity.size_bytes,
+        "disk_size": num_ranks * identity.size_bytes,
         "disk_free_floor": f"{percent:f}%" if percent else identity.free_floor_bytes,
-        "segment_size": identity.segment_bytes,
+        "segment_size": num_ranks * identity.segment_bytes,
     }
+
+
+def _ranks_in(dirs: Sequence[Path]) -> int:
+    """How many ranks have stores in ``dirs``."""
+    with suppress(OSError, IndexError):
+        return ranks_in(dirs[0]) or 1
+    return 1
 
 
 def with_sizes_of_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:

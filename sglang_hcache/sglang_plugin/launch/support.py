@@ -110,8 +110,8 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
                 "K and V that are projected again may be rounded differently",
             ),
         )
-    if has_adapters and num_ranks > 1:
-        problems.append(f"{_FLAG} cannot be used with --enable-lora and --tp-size {num_ranks} together yet")
+    if num_ranks > 1:
+        problems += _without_ranks(server_args, has_adapters=has_adapters)
     _raise(problems)
     has_only_kv = quantization is not None or has_adapters or num_ranks > 1
     shape = shape_of(model, kv_dtype, num_ranks)
@@ -126,7 +126,11 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
     """Whether directories and sizes will do for each rank, of which ``shape`` is. Raises ConfigError."""
     num_ranks = server_args.tp_size
     share = config.of_rank(0, num_ranks)
-    store_config(share)
+    try:
+        store_config(share)
+    except ConfigError as error:
+        whose = "" if num_ranks == 1 else f"; that is for each of the {num_ranks} ranks"
+        raise ConfigError(f"{error}{whose}") from None
     sizes = {PlanKind.HIDDEN: shape.hidden_row_bytes, PlanKind.KV: shape.kv_row_bytes}
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
@@ -141,6 +145,29 @@ def _without_hidden_states(*reasons: tuple[bool, str, str]) -> list[str]:
         f"--hcache-method hidden cannot be used with {what}: {why}; use auto or kv, which keep K and V as they are"
         for is_given, what, why in reasons
         if is_given
+    ]
+
+
+def _without_ranks(server_args: Any, *, has_adapters: bool) -> list[str]:
+    """What cannot be used where several ranks have to agree."""
+    from sglang.srt.environ import envs
+
+    timeouts = {
+        name: getattr(envs, name).get()
+        for name in ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")
+    }
+    given = [
+        *(
+            (seconds > 0, name, "each rank would end a request by its own clock")
+            for name, seconds in timeouts.items()
+        ),
+        (has_adapters, "--enable-lora", "that was not tried yet"),
+        (server_args.enable_eplb, "--enable-eplb", "it moves the weights that a rank has"),
+        (server_args.elastic_ep_backend, "--elastic-ep-backend", "ranks that come and go cannot agree"),
+    ]
+    ranks = f"--tp-size {server_args.tp_size}"
+    return [
+        f"{_FLAG} cannot be used with {ranks} and {what}: {why}" for is_given, what, why in given if is_given
     ]
 
 

@@ -8,6 +8,7 @@ time it is) becomes a conclusion only once all ranks have agreed on it here.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,8 @@ import torch
 from torch import distributed
 
 from sglang_hcache.core.errors import HCacheError
+
+logger = logging.getLogger(__name__)
 
 _Any = TypeVar("_Any")
 
@@ -39,11 +42,11 @@ class Ranks(Protocol):
     def all_of(self, value: _Any) -> list[_Any]:
         """The value of each rank, in order."""
 
-    def meet(self, *state: float) -> None:
+    def meet(self, **state: float) -> None:
         """Set the clock.
 
         Args:
-            state: numbers that should be the same on all.
+            state: names and numbers that should be the same on all.
 
         Raises:
             RanksDifferError: they are not.
@@ -67,7 +70,7 @@ class Alone:
     def all_of(self, value: _Any) -> list[_Any]:
         return [value]
 
-    def meet(self, *state: float) -> None: ...
+    def meet(self, **state: float) -> None: ...
 
     def now(self) -> float:
         return time.monotonic()
@@ -106,12 +109,15 @@ class Together:
         distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def meet(self, *state: float) -> None:
-        told = torch.tensor([time.monotonic(), *state], dtype=torch.float64)
+    def meet(self, **state: float) -> None:
+        told = torch.tensor([time.monotonic(), *state.values()], dtype=torch.float64)
         distributed.broadcast(told, self._root, group=self._group)
-        self._now, *expected = told.tolist()
-        if expected != [float(number) for number in state]:
-            raise RanksDifferError(f"rank {self.rank} is at {state}, rank 0 at {tuple(expected)}")
+        self._now, *numbers = told.tolist()
+        expected = dict(zip(state, numbers, strict=True))
+        if expected != state:
+            error = RanksDifferError(f"rank {self.rank} of {self.size} has {state}, rank 0 {expected}")
+            logger.error("hcache: error: %s; the server ends, for their batches would differ", error)
+            raise error
 
     def now(self) -> float:
         return self._now

@@ -21,7 +21,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
 from sglang_hcache.sglang_plugin.serving.tickets import Restore, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
-from sglang_hcache.tier.tiered import DISK, ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,15 @@ class Launcher:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell. And whether to
         start: if it pays (:meth:`RestoreGate.pays`), and can be done in time.
         """
-        return self._ranks.first(self._decide(keys, start, behind_s))
+        (on_host,) = self._ranks.least(self._tiers.sources(keys)[HOST])  # the slowest counts
+        return self._ranks.first(self._decide(len(keys), int(on_host), start, behind_s))
 
-    def _decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> tuple[Decision | None, bool]:
+    def _decide(
+        self, num_chunks: int, on_host: int, start: int, behind_s: float
+    ) -> tuple[Decision | None, bool]:
         if self._gate is None:
             return None, True
-        tokens = {tier: CHUNK_TOKENS * count for tier, count in self._tiers.sources(keys).items()}
+        tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
         is_in_time = decision.job_s < self._config.restore_deadline_s
         return decision, is_in_time and self._gate.pays(decision, behind_s)

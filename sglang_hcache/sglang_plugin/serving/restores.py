@@ -181,15 +181,16 @@ class RestoreCoordinator:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
         if not self.waiting and not self.running:
             return
-        self._ranks.meet(len(self.waiting), self.running.tokens, self._tree.evictions, self._tree.room())
+        device = {"evictions": self._tree.evictions, "room": self._tree.room()}
+        self._ranks.meet(waiting=len(self.waiting), restoring=self.running.tokens, **device)
         self.reap()
         for rid in self.waiting.gone():
             self.drop(rid)
-        if self._ranks.size > 1:
-            self._look_up(*self.waiting.outdated(self._tree.evictions, is_resting=self._rest.is_on))
         self._relieve()
         self._start_pending()
         self._launcher.advance(self.running)
+        if self._ranks.size > 1:  # last: a restore that starts may evict what others have
+            self._look_up(*self.waiting.outdated(self._tree.evictions, is_resting=self._rest.is_on))
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -264,8 +265,7 @@ class RestoreCoordinator:
             ticket.is_unasked = is_resting
             ticket.enter(Phase.RESOLVED)
             return True
-        count = CHUNK_TOKENS * len(keys)
-        # Where there is no room for it now, those before it may be over when there is.
+        count = CHUNK_TOKENS * len(keys)  # without room for it now, those before it may be over when there is
         backlog_s = self.running.backlog_s if self._room.has(count, ahead.tokens) else 0.0
         decision, pays = self._launcher.decide(keys, len(match), backlog_s - ahead.seconds)
         if not pays:

@@ -69,9 +69,8 @@ class Running:
         for restore in filter(_has_failed, restores):
             restore.abandon()
         over = [restore.is_over for restore in restores]
-        well = [
-            not _has_failed(restore) for restore in restores
-        ]  # after the other: of one that is over it is final
+        # Asked after the other: of one that is over it is final.
+        well = [not _has_failed(restore) for restore in restores]
         agreed = self._ranks.least(*over, *well)
         ended = []
         for restore, is_well, all_over, all_well in zip(

@@ -61,9 +61,14 @@ class Waiting:
                 return
 
     def outdated(self, evictions: int, *, is_resting: bool) -> list[Ticket]:
-        """The first few that :meth:`Ticket.is_outdated`: while the device evicts, all may be so in each round."""
-        outdated = (ticket for ticket in self if ticket.is_outdated(evictions, is_resting=is_resting))
-        return list(itertools.islice(outdated, _MOST_LOOKED_UP))
+        """The first few of SGLang's queue that :meth:`Ticket.is_outdated`. While the device evicts, all may be."""
+        outdated = {
+            rid: ticket
+            for rid, ticket in self._tickets.items()
+            if ticket.is_outdated(evictions, is_resting=is_resting)
+        }
+        queue = (request.rid for request in self._scheduler.waiting()) if outdated else iter(())
+        return list(itertools.islice((outdated[rid] for rid in queue if rid in outdated), _MOST_LOOKED_UP))
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""

@@ -44,7 +44,8 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
         return profile
     if config.profile is not None:
         return _named(config.profile, bench)
-    found = bench.model.ranks.first(_saved_one(bench))
+    ranks = bench.model.ranks
+    found = ranks.first(_saved_one(bench) if ranks.rank == 0 else None)
     if found is not None:
         return found
     if bench.is_possible:
@@ -149,7 +150,8 @@ def _saved_profiles() -> list[Path]:
 
 def _named(path: Path, bench: Bench) -> Profile:
     profile = profile_of(path, bench.model.shape)
-    for difference in differences(profile, bench.model.shape, bench.machine):
+    others = differences(profile, bench.model.shape, bench.machine)
+    for difference in others if bench.model.ranks.rank == 0 else ():  # the others have other directories
         logger.warning("hcache: the profile %s is used although %s", path, difference)
     return profile
 

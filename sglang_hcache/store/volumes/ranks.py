@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
@@ -21,7 +20,7 @@ def check_shared(path: Path) -> None:
     num_ranks, shared = ranks_named_by(path.name), path.parent
     if num_ranks is None or not shared.exists():
         return
-    others = 1 if has_superblock(shared) else _other_ranks(os.listdir(shared), num_ranks)
+    others = 1 if has_superblock(shared) else _other_ranks(shared, num_ranks)
     if others is not None:
         raise StoreFormatError(
             f"{shared} holds what a server with --tp-size {others} stored, which one with --tp-size {num_ranks} cannot "
@@ -31,10 +30,13 @@ def check_shared(path: Path) -> None:
 
 def ranks_in(path: Path) -> int | None:
     """How many ranks have their stores below ``path``; None: none. Raises OSError."""
-    return _other_ranks(os.listdir(path), None)
+    return _other_ranks(path, None)
 
 
-def _other_ranks(names: Iterable[str], num_ranks: int | None) -> int | None:
-    """A number of ranks that one of ``names`` is of, but for ``num_ranks``."""
-    numbers = (ranks_named_by(name) for name in sorted(names))
-    return next((number for number in numbers if number not in (None, num_ranks)), None)
+def _other_ranks(shared: Path, num_ranks: int | None) -> int | None:
+    """A number of ranks, but for ``num_ranks``, of which one has a store below ``shared``."""
+    for name in sorted(os.listdir(shared)):
+        number = ranks_named_by(name)
+        if number not in (None, num_ranks) and has_superblock(shared / name):
+            return number
+    return None

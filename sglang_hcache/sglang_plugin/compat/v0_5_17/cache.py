@@ -248,7 +248,6 @@ class HCacheRadixCache(RadixCache):
 
     @property
     def ongoing_prefetch(self) -> dict[str, int]:
-        self.bridge.restores.reap()  # SGLang asks this to know whether it is idle, also while it is paused
         tokens = self.bridge.restores.running.tokens
         return {"restores": tokens} if tokens else {}
 
@@ -381,14 +380,13 @@ class SchedulerOf:
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
         chunked = self._scheduler.chunked_req
-        tokens = sum(ratio * _remaining_tokens(req) for req in self._running() - {chunked})
+        # Whole numbers first: a sum of fractions may differ between ranks, for each has its requests in another order.
+        tokens = int(
+            ratio * sum(_remaining_tokens(req) for req in self._running() | {chunked} if req is not None)
+        )
         if chunked is not None:
-            tokens += (
-                len(chunked.full_untruncated_fill_ids)
-                - len(chunked.prefix_indices)
-                + ratio * _remaining_tokens(chunked)
-            )
-        return int(tokens)
+            tokens += len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
+        return tokens
 
     def _running(self) -> set[Req | None]:
         # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sglang_hcache.cli.server.kept_sizes import sizes_of_store
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.sglang_plugin.seam.budget import store_config
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
@@ -74,6 +76,17 @@ def test_a_store_keeps_its_sizes_while_it_is_profiled(profiled: Any, dirs: tuple
     assert store.stats().chunks == 4
     store.close()
     assert sizes_of_store(dirs) == OURS
+
+
+def test_a_store_of_ranks_keeps_the_sizes_of_all(profiled: Any, tmp_path: Path) -> None:
+    for rank in range(2):
+        part = small_config(
+            tmp_path, size=OURS["disk_size"] // 2, segment=OURS["segment_size"] // 2, floor=10**6
+        )
+        made_store(replace(part, dirs=(rank_dir(tmp_path, rank, 2),)))
+    assert sizes_of_store([tmp_path]) == OURS
+    config = profiled("--hcache-dirs", tmp_path, "--tp-size", "2")
+    assert {name: getattr(config, name) for name in OURS} == OURS
 
 
 def test_a_floor_that_is_a_share_is_kept_as_one(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ class Server:
         self.clearings: list[Future[bool]] = []
         self.sent: list[tuple[bool, Any]] = []
         self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None, disk=object())
+        self.reaped = 0
+        bridge = SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
+        bridge.restores = SimpleNamespace(reap=self.reap)
         self.scheduler: Any = SimpleNamespace(
             session_controller=SimpleNamespace(maybe_reap=lambda _now: None),
             flush_wrapper=SimpleNamespace(check_pending=lambda: None),
@@ -32,9 +35,8 @@ class Server:
             chunked_req=None,
             last_batch=None,
             running_batch=SimpleNamespace(is_empty=lambda: False),
-            tree_cache=SimpleNamespace(
-                bridge=SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
-            ),
+            tree_cache=SimpleNamespace(bridge=bridge),
+            _engine_paused=False,
             ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=self.send)),
             hcache_clear_calls=ClearCalls(),
         )
@@ -43,6 +45,9 @@ class Server:
     def clear(self) -> Future[bool]:
         self.clearings.append(Future())
         return self.clearings[-1]
+
+    def reap(self) -> None:
+        self.reaped += 1
 
     def send(self, output: Any, request: Any) -> None:
         self.sent.append((output.success, request))
@@ -123,3 +128,15 @@ def test_nobody_waits_for_ever(
     assert [success for success, _ in server.round()] == [False]
     assert "it is not for good (/a is out: no device; /b is healthy)" in caplog.text
     assert server.round() == []
+
+
+def test_restores_are_settled_before_somebody_asks_whether_the_server_is_idle() -> None:
+    """In rounds in which requests come, and while SGLang is paused: then it does not tick."""
+    server = Server()
+    server.round()
+    assert server.reaped == 0
+    server.round(ClearHiCacheReqInput())
+    assert server.reaped == 1
+    server.scheduler._engine_paused = True
+    server.round()
+    assert server.reaped == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +25,16 @@ class Req:
         return self.is_over
 
 
-def reserved(running: list[Req], last: list[Req] | None, chunked: Req | None = None) -> int:
+def reserved(
+    running: list[Req], last: list[Req] | None, chunked: Req | None = None, ratio: float = 0.5
+) -> int:
     from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
 
     scheduler: Any = SimpleNamespace(
         running_batch=SimpleNamespace(reqs=running),
         last_batch=None if last is None else SimpleNamespace(reqs=last),
         chunked_req=chunked,
-        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+        new_token_ratio_tracker=SimpleNamespace(current=ratio),
     )
     return SchedulerOf(scheduler).reserved_tokens()
 
@@ -40,6 +43,14 @@ def test_running_requests_reserve_a_share_of_what_they_may_generate() -> None:
     decoding = [Req(100, generated=20), Req(60)]
     assert reserved(decoding, None) == 70
     assert reserved(decoding, decoding) == 70, "who decodes is the last batch as well"
+
+
+def test_what_is_reserved_does_not_depend_on_the_order_of_requests() -> None:
+    """Ranks have theirs in another one, and have to come to the same number."""
+    dice = random.Random(0)
+    for _ in range(300):
+        tokens, ratio = dice.choices(range(1, 2000), k=dice.randint(2, 40)), dice.choice((0.7, 0.69, 0.098))
+        assert reserved([Req(count) for count in tokens], None, ratio=ratio) == int(ratio * sum(tokens))
 
 
 def test_the_batch_is_full_until_somebody_looks_again() -> None:

@@ -28,11 +28,11 @@ def serve(rank: int, meeting_place: Path, answers: Any) -> None:
     told.append(ranks.all_of(bytes([rank])))
     time.sleep(0.05 * (1 - rank))
     before = time.monotonic()
-    ranks.meet(1, 2.5)
+    ranks.meet(one=1, other=2.5)
     told.append(ranks.now())
     told.append(ranks.now() == told[-1] and (rank == 1 or ranks.now() >= before))
     try:
-        ranks.meet(7, rank)
+        ranks.meet(seven=7, rank=rank)
         told.append(None)
     except RanksDifferError as error:
         told.append(str(error))
@@ -62,7 +62,11 @@ def test_processes_agree(tmp_path: Path) -> None:
         assert first == {"of": 0}
         assert everybody == [b"\0", b"\1"]
         assert keeps_time
-        assert differs == (None if rank == 0 else "rank 1 is at (7, 1), rank 0 at (7.0, 0.0)")
+        assert differs == (
+            None
+            if rank == 0
+            else "rank 1 of 2 has {'seven': 7, 'rank': 1}, rank 0 {'seven': 7.0, 'rank': 0.0}"
+        )
     assert told[0][5] == told[1][5], "the clock"
 
 
@@ -72,7 +76,7 @@ def test_one_alone_finds_what_it_finds() -> None:
     assert alone.least(3, False) == (3, False)
     assert alone.first("a") == "a"
     assert alone.all_of("a") == ["a"]
-    alone.meet(1)
+    alone.meet(number=1)
     assert before <= alone.now() <= time.monotonic()
 
 

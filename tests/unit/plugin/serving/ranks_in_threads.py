@@ -58,9 +58,9 @@ class ThreadRank:
     def all_of(self, value: Any) -> list[Any]:
         return self._ask("all", value)
 
-    def meet(self, *state: float) -> None:
+    def meet(self, **state: float) -> None:
         told = self._ask("meet", (time.monotonic(), state))
-        assert {state for _, state in told} == {state}
+        assert [other for _, other in told] == [state] * self.size
         self._now = told[0][0]
 
     def now(self) -> float:
