@@ -110,8 +110,11 @@ def _scheduler_built(_result: None, scheduler: Any, *_args: object, **_kwargs: o
 
 
 def _requests_come(scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if requests or scheduler._engine_paused:  # they may ask whether it is idle
-        scheduler.tree_cache.bridge.restores.reap()
+    restores = scheduler.tree_cache.bridge.restores
+    # They may ask whether the server is idle. It is not while requests wait: what was restored for those goes into the
+    # tree in a tick, and not while SGLang is paused, for the weights may be about to change.
+    if (requests or scheduler._engine_paused) and not restores.waiting:
+        restores.reap()
     unanswered = scheduler.hcache_clear_calls.unanswered
     return ((scheduler, [*requests, *unanswered]), {}) if unanswered else None
 

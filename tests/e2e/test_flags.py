@@ -64,7 +64,14 @@ REFUSALS = {
         ("--hcache-disk-free-floor", "9999.0 TB", "the file system of /a has"),
     ),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
-    "tp": Refusal(["--tp-size", "2"], ("--tp-size", "got 2")),
+    "nodes": Refusal(["--nnodes", "2"], ("--nnodes", "got 2")),
+    "ranks with hidden states": Refusal(
+        ["--tp-size", "2", "--hcache-method", "hidden"],
+        ("--tp-size 2", "--hcache-method hidden", "auto or kv"),
+    ),
+    "ranks with adapters": Refusal(
+        ["--tp-size", "2", "--enable-lora", "--hcache-method", "kv"], ("--tp-size 2", "--enable-lora")
+    ),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
     "cp": Refusal(

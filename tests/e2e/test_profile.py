@@ -90,14 +90,14 @@ def test_a_saved_profile_is_used_and_one_of_another_model_refused(
 def test_a_server_that_does_not_start_leaves_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     result = subprocess.run(
-        [HCACHE, "profile", *served_with(tmp_path, tiny_model()), "--tp-size", "2"],
+        [HCACHE, "profile", *served_with(tmp_path, tiny_model()), "--pp-size", "2"],
         env=environment_with({"XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)}),
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("hcache: error: --hierarchical-cache hcache supports --tp-size 1 only")
+    assert result.stderr.startswith("hcache: error: --hierarchical-cache hcache supports --pp-size 1 only")
     assert not list((cache / "sglang-hcache" / "profiles").iterdir())
     assert not list(tmp_path.glob("hcache-profile-*"))
     assert not (tmp_path / "disk").exists()

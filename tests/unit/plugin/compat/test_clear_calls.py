@@ -26,7 +26,7 @@ class Server:
         self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None, disk=object())
         self.reaped = 0
         bridge = SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
-        bridge.restores = SimpleNamespace(reap=self.reap)
+        bridge.restores = self.restores = SimpleNamespace(reap=self.reap, waiting=[])
         self.scheduler: Any = SimpleNamespace(
             session_controller=SimpleNamespace(maybe_reap=lambda _now: None),
             flush_wrapper=SimpleNamespace(check_pending=lambda: None),
@@ -140,3 +140,6 @@ def test_restores_are_settled_before_somebody_asks_whether_the_server_is_idle() 
     server.scheduler._engine_paused = True
     server.round()
     assert server.reaped == 2
+    server.restores.waiting.append("somebody")
+    server.round()
+    assert server.reaped == 2, "it is not idle, and nothing is put into the tree while it is paused"
