@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import rank_dir
-from sglang_hcache.store.volumes.looking import look_at
-from sglang_hcache.store.volumes.ranks import ranks_in
+from sglang_hcache.store.volumes.looking import close_all, look_at, look_at_each
 
 
 def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
@@ -18,8 +16,8 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
 
     Empty where there is none, or one that a server refuses.
     """
-    num_ranks = _ranks_in(dirs)
     try:
+        num_ranks = _ranks_in(dirs)
         sight = look_at([rank_dir(path, 0, num_ranks) for path in dirs])
     except StoreFormatError:
         return {}
@@ -34,10 +32,10 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _ranks_in(dirs: Sequence[Path]) -> int:
-    """How many ranks have stores in ``dirs``."""
-    with suppress(OSError, IndexError):
-        return ranks_in(dirs[0]) or 1
-    return 1
+    """How many ranks have stores in ``dirs``: those that are well tell. Raises StoreFormatError."""
+    seen = look_at_each(dirs)
+    close_all(seen)
+    return next((item.num_ranks for item in seen if item.num_ranks is not None), 1)
 
 
 def with_sizes_of_store(settings: Mapping[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:

@@ -291,8 +291,16 @@ def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:
+    too_few = args.tp_size is not None and args.tp_size < 1
     return [
-        f"{_FLAG} supports {flag} 1 only, got {size}"
+        *([f"--tp-size {args.tp_size} is not allowed; give at least 1"] if too_few else []),
+        *_more_processes(args),
+    ]
+
+
+def _more_processes(args: argparse.Namespace) -> list[str]:
+    return [
+        f"{_FLAG} supports {flag} 1 only, got {size}: only the ranks of --tp-size, on one machine, agree on restores"
         for flag, size in (
             ("--nnodes", args.nnodes),
             ("--pp-size", args.pp_size),

@@ -285,10 +285,15 @@ def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None, num_ranks: 
         num_ranks: among which the heads of K and V are divided; where they are fewer, several ranks have the same.
 
     Raises:
-        ConfigError: sizes that we cannot read.
+        ConfigError: sizes that we cannot read, or heads that cannot be divided.
     """
     shape = _whole_shape(model_config, (kv_dtype or model_config.dtype).itemsize)
-    return replace(shape, num_kv_heads=max(1, shape.num_kv_heads // num_ranks))
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        raise ConfigError(
+            f"--tp-size {num_ranks} cannot divide {heads} heads with {kv_heads} of K and V, which {shape.name} has"
+        )
+    return replace(shape, num_kv_heads=max(1, kv_heads // num_ranks))
 
 
 def _whole_shape(model_config: Any, kv_dtype_bytes: int) -> ModelShape:

@@ -19,7 +19,7 @@ from sglang_hcache.core.errors import HCacheError
 
 logger = logging.getLogger(__name__)
 
-_Any = TypeVar("_Any")
+_Value = TypeVar("_Value")
 
 
 class RanksDifferError(HCacheError):
@@ -36,10 +36,10 @@ class Ranks(Protocol):
     def least(self, *values: float) -> tuple[float, ...]:
         """Each value, as small as it is on any rank. A truth value: whether it is true on all."""
 
-    def first(self, value: _Any) -> _Any:
+    def first(self, value: _Value) -> _Value:
         """The value of rank 0; those of the others do not matter."""
 
-    def all_of(self, value: _Any) -> list[_Any]:
+    def all_of(self, value: _Value) -> list[_Value]:
         """The value of each rank, in order."""
 
     def meet(self, **state: float) -> None:
@@ -64,10 +64,10 @@ class Alone:
     def least(self, *values: float) -> tuple[float, ...]:
         return values
 
-    def first(self, value: _Any) -> _Any:
+    def first(self, value: _Value) -> _Value:
         return value
 
-    def all_of(self, value: _Any) -> list[_Any]:
+    def all_of(self, value: _Value) -> list[_Value]:
         return [value]
 
     def meet(self, **state: float) -> None: ...
@@ -99,12 +99,12 @@ class Together:
         distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self._group)
         return tuple(found.tolist())
 
-    def first(self, value: _Any) -> _Any:
+    def first(self, value: _Value) -> _Value:
         message = [value]
         distributed.broadcast_object_list(message, self._root, group=self._group)
         return message[0]
 
-    def all_of(self, value: _Any) -> list[_Any]:
+    def all_of(self, value: _Value) -> list[_Value]:
         values = [value] * self.size
         distributed.all_gather_object(values, value, group=self._group)
         return values

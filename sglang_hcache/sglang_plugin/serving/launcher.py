@@ -114,11 +114,13 @@ class Launcher:
             self._observer.count("restore.errors")
             restore.abandon()
 
-    def has_slow_disk(self, restore: Restore) -> bool:
-        """Whether one that is over was too late for no other reason. Memory is not sick, only busy."""
+    def settle(self, restore: Restore) -> bool:
+        """Agree on how long one that is over took; True if it was too late, and a disk is to blame. Memory is not sick,
+        only busy.
+        """
         is_slow = restore.is_late and self._had_its_pace(restore) and DISK in restore.job.sources
         all_quick, slowest_s = self._ranks.least(not is_slow, -restore.seconds)
-        restore.elsewhere_s = -slowest_s
+        restore.slowest_s = -slowest_s
         return not all_quick
 
     def _had_its_pace(self, restore: Restore) -> bool:

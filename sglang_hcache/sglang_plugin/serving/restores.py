@@ -299,9 +299,9 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._look_again = 0.0
             self.scheduler.look_again()
-            if self._launcher.has_slow_disk(restore):
+            if self._launcher.settle(restore):
                 self._observer.count("restore.rests")
-                self._rest.begin(restore.elsewhere_s)
+                self._rest.begin(restore.slowest_s)
             self._launcher.learn(restore)
             ticket = restore.ticket
             if ticket is not None and restore.is_complete:

@@ -48,8 +48,8 @@ class Restore:
     """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
     failed_elsewhere: bool = False
     """Whether another rank has not brought its part."""
-    elsewhere_s: float = 0.0
-    """What the slowest rank took."""
+    slowest_s: float = 0.0
+    """What the slowest rank took, once that is known (:meth:`Launcher.settle`)."""
 
     @property
     def start(self) -> int:
@@ -79,7 +79,7 @@ class Restore:
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
         computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
-        return max(self.job.seconds, computed, self.elsewhere_s)
+        return max(self.job.seconds, computed, self.slowest_s)
 
     @property
     def is_late(self) -> bool:

@@ -10,7 +10,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedR
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
 _LOOK_EVERY_S = 1.0
-_MOST_LOOKED_UP = 16
+_MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
 
 
 class Waiting:

@@ -312,7 +312,7 @@ def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLik
     """Names what the numbers of a profile belong to: processor, device, directories of the disk tier.
 
     Args:
-        computes_by: attention backend, and how weights are quantised.
+        computes_by: attention backend, how weights are quantised, and ranks.
     """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -128,7 +128,7 @@ def profile_of(path: Path, shape: ModelShape) -> Profile:
     if not profile.is_of(shape):
         raise ConfigError(
             f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
-            f"{shape.name}; make one with: hcache profile --model-path MODEL"
+            f"{shape.name} (with this --tp-size); make one with: hcache profile --model-path MODEL"
         )
     return profile
 
@@ -150,9 +150,9 @@ def _saved_profiles() -> list[Path]:
 
 def _named(path: Path, bench: Bench) -> Profile:
     profile = profile_of(path, bench.model.shape)
-    others = differences(profile, bench.model.shape, bench.machine)
-    for difference in others if bench.model.ranks.rank == 0 else ():  # the others have other directories
-        logger.warning("hcache: the profile %s is used although %s", path, difference)
+    if bench.model.ranks.rank == 0:  # directories of other ranks are never those of the profile
+        for difference in differences(profile, bench.model.shape, bench.machine):
+            logger.warning("hcache: the profile %s is used although %s", path, difference)
     return profile
 
 

@@ -105,6 +105,8 @@ class Seen(Found):
     directory: SeenDirectory
     exists: bool = False
     """Whether there is a directory that answers, whatever is in it."""
+    num_ranks: int | None = None
+    """Of a server whose ranks have their stores below it; None: there are none."""
 
 
 @dataclass(slots=True)
@@ -268,12 +270,13 @@ def _check_new(found: Sequence[_Candidate]) -> None:
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
     volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
-    seen, num_ranks = Seen(volume, directory=directory), None
+    seen = Seen(volume, directory=directory)
     try:
         is_empty = volume.probe(directory.is_empty)
         seen.exists = True
         seen.superblock = volume.probe(directory.read_superblock)
-        num_ranks = volume.probe(partial(ranks_in, path))
+        if seen.superblock is None:
+            seen.num_ranks = volume.probe(partial(ranks_in, path))
     except StoreFormatError:
         volume.health.take_out("its superblock is damaged")
         return seen
@@ -281,10 +284,10 @@ def _look(path: Path) -> Seen:
         gone = error.errno == errno.ENOENT
         volume.health.take_out("it does not exist" if gone else error.strerror or str(error))
         return seen
-    if seen.superblock is None and num_ranks is not None:
-        first = rank_dir(path, 0, num_ranks).name
+    if seen.num_ranks is not None:
+        first = rank_dir(path, 0, seen.num_ranks).name
         volume.health.take_out(
-            f"it holds those of the ranks of a server: {first} and so on; name one of them"
+            f"it holds those of the ranks of a server: {first} and so on; name that of one rank, in each directory"
         )
     elif seen.superblock is None:
         volume.health.take_out("it is empty: is its disk mounted?" if is_empty else "it has no superblock")

@@ -12,7 +12,7 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
 * ``hold_restore``: no layer of a restore is written before the switch is off.
 * ``linger_restore``: restores stand still as long as it is on, but for those that are stopped.
 * ``break_restore``: writing a layer raises an error that nobody foresees.
-* ``fail_read``: taking a layer from a tier fails; with a number in the file, likewise.
+* ``fail_read``: taking a layer from a tier fails; with a number in the file, on that rank only.
 * ``projector_positions``: hidden states are projected for other positions, also by the self-check at start.
 * ``io_faults``, on before the start: the disk store's operations obey the switches below, each for the directory
   whose number its file holds, for all if it is empty. A directory that is out is tried again after ``_RETRY_S``.

@@ -53,7 +53,8 @@ def test_one_rank_does_not_begin_among_them(tmp_path: Path) -> None:
 def test_who_looks_is_told_where_they_are(tmp_path: Path) -> None:
     open_ranks(tmp_path / "shared", 2)
     with pytest.raises(
-        StoreFormatError, match="it holds those of the ranks of a server: rank-0-of-2 and so on"
+        StoreFormatError,
+        match="it holds those of the ranks of a server: rank-0-of-2 and so on; name that of one",
     ):
         look_at([tmp_path / "shared"])
     look_at([tmp_path / "shared" / "rank-1-of-2"]).close()

@@ -119,7 +119,9 @@ class HCacheRadixCache(RadixCache):
         )
         config = config_of(self._server_args).of_rank(device.ranks.rank, device.ranks.size)
         model = served_model(self._runner, self._pool.dtype)
-        computes_by = ", ".join(filter(None, (str(self._server_args.attention_backend), model.quantization)))
+        ranks = f"{device.ranks.size} ranks" if device.ranks.size > 1 else None
+        backend = str(self._server_args.attention_backend)
+        computes_by = ", ".join(filter(None, (backend, model.quantization, ranks)))
         device_is = device_name(self._runner.device, self._runner.gpu_id)
         machine = partial(machine_name, device_is, computes_by)
         self._bridge = assemble(config, model, device, machine)

@@ -29,8 +29,8 @@ from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks, Together
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0
-"""With a rank that does not answer: at start it may have to look through a large store. One that hangs while serving
-SGLang's watchdog ends sooner."""
+"""With a rank that does not answer: at start it may have to look through a large store. One that hangs while a
+batch runs SGLang's watchdog ends sooner."""
 
 
 def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:

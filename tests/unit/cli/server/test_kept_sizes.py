@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -78,14 +79,19 @@ def test_a_store_keeps_its_sizes_while_it_is_profiled(profiled: Any, dirs: tuple
     assert sizes_of_store(dirs) == OURS
 
 
-def test_a_store_of_ranks_keeps_the_sizes_of_all(profiled: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_a_store_of_ranks_keeps_the_sizes_of_all(missing: int | None, profiled: Any, tmp_path: Path) -> None:
+    """Also where one of its disks is not there."""
+    dirs = [tmp_path / "a", tmp_path / "b"]
     for rank in range(2):
         part = small_config(
             tmp_path, size=OURS["disk_size"] // 2, segment=OURS["segment_size"] // 2, floor=10**6
         )
-        made_store(replace(part, dirs=(rank_dir(tmp_path, rank, 2),)))
-    assert sizes_of_store([tmp_path]) == OURS
-    config = profiled("--hcache-dirs", tmp_path, "--tp-size", "2")
+        made_store(replace(part, dirs=tuple(rank_dir(path, rank, 2) for path in dirs)))
+    if missing is not None:
+        rmtree(dirs[missing])
+    assert sizes_of_store(dirs) == OURS
+    config = profiled("--hcache-dirs", ",".join(map(str, dirs)), "--tp-size", "2")
     assert {name: getattr(config, name) for name in OURS} == OURS
 
 
