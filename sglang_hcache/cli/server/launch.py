@@ -76,10 +76,9 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
         # Restores must not wait for cores on which OpenMP's threads spin. Nor must a server without the tier spin,
         # which beside another busy process made it two to three times slower: with the tier's threads OpenMP spins
         # less, and a comparison would show a difference that has nothing to do with the tier.
-        defaults = {
-            "OMP_WAIT_POLICY": "passive",
-            **variables_of_ranks(_num_ranks(everything), usable_cores()),
-        }
+        defaults = {"OMP_WAIT_POLICY": "passive"}
+        if (num_ranks := _num_ranks(everything)) > 1:
+            defaults |= variables_of_ranks(num_ranks, usable_cores())
     return command, environment_with(changes, defaults)
 
 

@@ -67,8 +67,9 @@ class Waiting:
             for rid, ticket in self._tickets.items()
             if ticket.is_outdated(evictions, is_resting=is_resting)
         }
-        queue = (request.rid for request in self._scheduler.waiting()) if outdated else iter(())
-        return list(itertools.islice((outdated[rid] for rid in queue if rid in outdated), _MOST_LOOKED_UP))
+        queue = self._scheduler.waiting() if outdated else ()
+        tickets = (outdated[request.rid] for request in queue if request.rid in outdated)
+        return list(itertools.islice(tickets, _MOST_LOOKED_UP))
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""

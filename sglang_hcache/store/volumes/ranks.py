@@ -20,7 +20,7 @@ def check_shared(path: Path) -> None:
     num_ranks, shared = ranks_named_by(path.name), path.parent
     if num_ranks is None or not shared.exists():
         return
-    others = 1 if has_superblock(shared) else _other_ranks(shared, num_ranks)
+    others = 1 if has_superblock(shared) else ranks_in(shared, but=num_ranks)
     if others is not None:
         raise StoreFormatError(
             f"{shared} holds what a server with --tp-size {others} stored, which one with --tp-size {num_ranks} cannot "
@@ -28,15 +28,10 @@ def check_shared(path: Path) -> None:
         )
 
 
-def ranks_in(path: Path) -> int | None:
-    """How many ranks have their stores below ``path``; None: none. Raises OSError."""
-    return _other_ranks(path, None)
-
-
-def _other_ranks(shared: Path, num_ranks: int | None) -> int | None:
-    """A number of ranks, but for ``num_ranks``, of which one has a store below ``shared``."""
+def ranks_in(shared: Path, but: int | None = None) -> int | None:
+    """A number of ranks, but for this one, of which one has a store below ``shared``; None: none. Raises OSError."""
     for name in sorted(os.listdir(shared)):
         number = ranks_named_by(name)
-        if number not in (None, num_ranks) and has_superblock(shared / name):
+        if number not in (None, but) and has_superblock(shared / name):
             return number
     return None

@@ -56,6 +56,13 @@ def end(world: World, state: RestoreState = RestoreState.DONE, **more: Any) -> N
     world.engine.end(state, **more)
 
 
+def begin(world: World) -> None:
+    """A request comes whose prompt is in the tier; what can be restored of it starts."""
+    world.store(PROMPT)
+    world.queue("a", PROMPT)
+    world.coordinator.tick()
+
+
 def test_what_one_has_not_is_not_restored() -> None:
     def work(world: World, rank: int) -> int:
         world.store(PROMPT[: (4 - 2 * rank) * CHUNK_TOKENS])
@@ -84,9 +91,7 @@ def test_what_one_has_nothing_of_is_a_miss() -> None:
 
 def test_all_wait_for_the_slowest() -> None:
     def work(world: World, rank: int) -> None:
-        world.store(PROMPT)
-        world.queue("a", PROMPT)
-        world.coordinator.tick()
+        begin(world)
         if rank == 0:
             end(world)
         for _ in range(3):
@@ -106,9 +111,7 @@ def test_where_one_fails_the_request_is_recomputed(failing: int) -> None:
     """Its slots are free when the other has stopped as well."""
 
     def work(world: World, rank: int) -> None:
-        world.store(PROMPT)
-        world.queue("a", PROMPT)
-        world.coordinator.tick()
+        begin(world)
         job = world.engine.jobs[0]
         if rank == failing:
             end(world, RestoreState.FAILED)
@@ -130,9 +133,7 @@ def test_one_that_fails_while_the_ranks_agree() -> None:
     """What a rank says of a restore, it says at one moment."""
 
     def work(world: World, rank: int) -> None:
-        world.store(PROMPT)
-        world.queue("a", PROMPT)
-        world.coordinator.tick()
+        begin(world)
         if rank == 1:
             end(world)
         ranks, ends = world.coordinator._ranks, iter((RestoreState.FAILED,) if rank == 0 else ())
@@ -187,9 +188,7 @@ def test_a_chunk_that_goes_between_look_up_and_start(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("recompute_s", "is_restored"), [(1.0, True), (1e-6, False)])
 def test_the_first_decides_what_pays(recompute_s: float, is_restored: bool) -> None:
     def work(world: World, _rank: int) -> int:
-        world.store(PROMPT)
-        world.queue("a", PROMPT)
-        world.coordinator.tick()
+        begin(world)
         assert world.coordinator.may_be_admitted("a") is not is_restored
         return len(world.engine.jobs)
 
@@ -200,9 +199,7 @@ def test_a_slow_disk_of_one_rests_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(RestoreJob, "sources", (DISK,))
 
     def work(world: World, rank: int) -> float:
-        world.store(PROMPT)
-        world.queue("a", PROMPT)
-        world.coordinator.tick()
+        begin(world)
         end(world, RestoreState.FAILED, late_after_s=20.0 if rank == 1 else None)
         world.coordinator.tick()
         assert world.coordinator._rest.is_on
