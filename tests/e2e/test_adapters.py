@@ -76,13 +76,14 @@ class Setting:
         # Without adapters, auto would store hidden states; and restoring always pays.
         write_profile(model, self._costs, fixed=1, hidden=1, kv=2, project=0.1, run=1000)
 
-    def server(self, name: str) -> TierServer:
+    def server(self, name: str, ranks: int = 1) -> TierServer:
         return TierServer(
             self._folder / name,
             [
+                *("--tp-size", str(ranks)),
                 *("--model-path", str(self.model), "--dtype", "float32", "--max-total-tokens", "4096"),
                 *("--hcache-method", "auto", "--hcache-profile", str(self._costs), "--enable-cache-report"),
-                *("--hcache-dirs", str(self._folder / "disk"), "--hcache-disk-size", "1GB"),
+                *("--hcache-dirs", str(self._folder / f"disk-{ranks}"), "--hcache-disk-size", "1GB"),
                 *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
                 *("--lora-backend", "torch_native", "--max-loras-per-batch", "2", "--lora-paths"),
                 *(f"{name}={path}" for name, path in self.adapters.items()),
@@ -201,4 +202,21 @@ def test_after_a_restart(first: TierServer, setting: Setting) -> None:
         assert (again.device, again.disk) == (0, WHOLE)
         assert largest_difference(again, computed) <= TOLERANCE
         assert ask(server, None).disk == WHOLE
+        server.assert_nothing_left()
+
+
+def test_two_ranks(setting: Setting) -> None:
+    """Each has its part of an adapter as well."""
+    with setting.server("two-ranks", ranks=2) as server, server.switched_on("always_restore"):
+        computed = {name: ask(server, name) for name in NAMES}
+        for one, other in combinations(computed.values(), 2):
+            assert largest_difference(one, other) > TOLERANCE
+        server.to_tiers()
+        for name, expected in computed.items():
+            restored = ask(server, name)
+            assert (restored.device, restored.restored) == (0, WHOLE)
+            assert largest_difference(restored, expected) <= TOLERANCE
+        server.to_tiers()
+        with server.switched_on("corrupt_restored_key", "1"):
+            assert largest_difference(ask(server, "one"), computed["one"]) > TOLERANCE
         server.assert_nothing_left()

@@ -69,9 +69,6 @@ REFUSALS = {
         ["--tp-size", "2", "--hcache-method", "hidden"],
         ("--tp-size 2", "--hcache-method hidden", "auto or kv"),
     ),
-    "ranks with adapters": Refusal(
-        ["--tp-size", "2", "--enable-lora", "--hcache-method", "kv"], ("--tp-size 2", "--enable-lora")
-    ),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
     "cp": Refusal(

@@ -111,7 +111,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             ),
         )
     if num_ranks > 1:
-        problems += _without_ranks(server_args, has_adapters=has_adapters)
+        problems += _without_ranks(server_args)
     _raise(problems)
     has_only_kv = quantization is not None or has_adapters or num_ranks > 1
     shape = shape_of(model, kv_dtype, num_ranks)
@@ -148,7 +148,7 @@ def _without_hidden_states(*reasons: tuple[bool, str, str]) -> list[str]:
     ]
 
 
-def _without_ranks(server_args: Any, *, has_adapters: bool) -> list[str]:
+def _without_ranks(server_args: Any) -> list[str]:
     """What cannot be used where several ranks have to agree."""
     from sglang.srt.environ import envs
 
@@ -161,7 +161,6 @@ def _without_ranks(server_args: Any, *, has_adapters: bool) -> list[str]:
             (seconds > 0, name, "each rank would end a request by its own clock")
             for name, seconds in timeouts.items()
         ),
-        (has_adapters, "--enable-lora", "that was not tried yet"),
         (server_args.enable_eplb, "--enable-eplb", "it moves the weights that a rank has"),
         (server_args.elastic_ep_backend, "--elastic-ep-backend", "ranks that come and go cannot agree"),
     ]
