@@ -33,12 +33,16 @@ from sglang_hcache.tier.tiered import DISK, HOST
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_SHORT_LENGTHS = (16, 32, 64)
+"""Of passes, where one of 64 tokens takes longer than all of them should."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
-"""Of the longest pass: the piece that is measured behind a prefix as long as that pass."""
+"""Of the longest pass: the piece that is measured behind a prefix."""
 _MOST_BUDGETS = 10.0
 """A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
 for minutes at every start."""
+_LONG_SHARE = 1 / 3
+"""Of the budget: what takes longer is measured once. What disturbs it is short, and so is what the first time costs."""
 _COMPANY_TOKENS = 1024
 """Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
 _FEWEST_ROUNDS = 3
@@ -87,6 +91,10 @@ class Bench:
         return self.restorer.stage is not None
 
     @property
+    def _long_s(self) -> float:
+        return _LONG_SHARE * self.budget_s
+
+    @property
     def _lengths(self) -> list[int]:
         return [length for length in _LENGTHS if length <= self.longest]
 
@@ -122,11 +130,9 @@ class Bench:
 
     def _recompute_curve(self) -> CostCurve:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        lengths = self._prefill_lengths
-        if not self._is_beside:
-            lengths = self._quick_enough(lengths)
+        lengths = self._prefill_lengths if self._is_beside else self._quick_lengths()
         pieces = [(length, 0) for length in lengths]
-        behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), lengths[-1])
+        behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
@@ -134,11 +140,16 @@ class Bench:
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
 
-    def _quick_enough(self, lengths: list[int]) -> list[int]:
+    def _quick_lengths(self) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
-        token_s = min(self._recompute_one(lengths[0], 0) for _ in range(_FEWEST_ROUNDS)) / lengths[0]
-        quick = [length for length in lengths if length * token_s <= _MOST_BUDGETS * self.budget_s]
-        return quick if len(quick) >= _FEWEST_LENGTHS else lengths[:_FEWEST_LENGTHS]
+        shortest, times = self._lengths[0], list[float]()
+        while self._is_more_wanted(times, share_ends=0.0):
+            times.append(self._recompute_one(shortest, 0))
+        if min(times) > self.budget_s:
+            return _SHORT_LENGTHS
+        most = _MOST_BUDGETS * self.budget_s / min(times) * shortest
+        quick = [length for length in self._lengths if length <= most]
+        return quick if len(quick) >= _FEWEST_LENGTHS else self._lengths[:_FEWEST_LENGTHS]
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
@@ -245,7 +256,9 @@ class Bench:
         """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
-
+        chunk_s = NUM_LAYERS * self._restore_one(method, CHUNK_TOKENS)
+        while length > CHUNK_TOKENS and chunk_s * length / CHUNK_TOKENS > self._long_s:
+            length //= 2
         read, restore = partial(reads.time, length), partial(self._restore_one, method, length)
         _seconds(read), _seconds(restore)  # the first time, as everywhere here, does not count
         ratio = _seconds(read) / _seconds(restore)
@@ -286,8 +299,8 @@ class Bench:
             if len(measured) >= fewest and clock() > ends:
                 break
             share_ends = clock() + max(0.0, ends - clock()) / left
-            first_s = time_of(*piece)  # brings weights and buffers into the caches; long, it hardly matters
-            counts = first_s > self.budget_s and not self._is_beside  # where it also loads kernels
+            first_s = time_of(*piece)  # brings weights and buffers into the caches
+            counts = first_s > self._long_s and not self._is_beside  # where it also loads kernels
             times = [first_s] if counts else []
             while self._is_more_wanted(times, share_ends, clock):
                 times.append(time_of(*piece))
@@ -297,8 +310,8 @@ class Bench:
     def _is_more_wanted(
         self, times: Sequence[float], share_ends: float, clock: Callable[[], float] = time.monotonic
     ) -> bool:
-        """A few rounds in any case, but of what takes longer than all the time for it, one: noise is short."""
-        if not times or (len(times) < _FEWEST_ROUNDS and sum(times) < self.budget_s):
+        """A few rounds in any case, but of what takes long, one."""
+        if not times or (len(times) < _FEWEST_ROUNDS and sum(times) < self._long_s):
             return True
         return len(times) < _MOST_ROUNDS and clock() < share_ends
 

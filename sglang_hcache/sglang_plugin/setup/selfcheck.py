@@ -22,7 +22,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import ForwardModel
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = 96
+_TOKENS = 40
 _ALONE = 8
 """Rows that are projected with and without another one beside them."""
 _ULPS = 8  # rounding that a different shape of the same matrix product may cause in one value
