@@ -69,6 +69,13 @@ REFUSALS = {
         ["--tp-size", "2", "--hcache-method", "hidden"],
         ("--tp-size 2", "--hcache-method hidden", "auto or kv"),
     ),
+    "ranks that drain adapters": Refusal(
+        [
+            *("--tp-size", "2", "--hcache-method", "kv", "--lora-paths", "one=/nowhere"),
+            *("--lora-drain-wait-threshold", "1"),
+        ],
+        ("--tp-size 2", "--lora-drain-wait-threshold"),
+    ),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
     "cp": Refusal(

@@ -161,6 +161,11 @@ def _without_ranks(server_args: Any) -> list[str]:
             (seconds > 0, name, "each rank would end a request by its own clock")
             for name, seconds in timeouts.items()
         ),
+        (
+            server_args.lora_drain_wait_threshold > 0,
+            "--lora-drain-wait-threshold",
+            "each rank would drain adapters by its own clock",
+        ),
         (server_args.enable_eplb, "--enable-eplb", "it moves the weights that a rank has"),
         (server_args.elastic_ep_backend, "--elastic-ep-backend", "ranks that come and go cannot agree"),
     ]

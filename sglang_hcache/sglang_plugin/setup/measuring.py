@@ -33,7 +33,7 @@ from sglang_hcache.tier.tiered import DISK, HOST
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SHORT_LENGTHS = (16, 32, 64)
+_SHORT_LENGTHS = (16, 64, 128)
 """Of passes, where one of 64 tokens takes longer than all of them should."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
@@ -132,7 +132,7 @@ class Bench:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
         lengths = self._prefill_lengths if self._is_beside else self._quick_lengths()
         pieces = [(length, 0) for length in lengths]
-        behind = (max(lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
+        behind = (max(self._lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
@@ -143,7 +143,7 @@ class Bench:
     def _quick_lengths(self) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
         shortest, times = self._lengths[0], list[float]()
-        while self._is_more_wanted(times, share_ends=0.0):
+        while len(times) < (_FEWEST_ROUNDS if sum(times) < self._long_s else 2):  # something else may run
             times.append(self._recompute_one(shortest, 0))
         if min(times) > self.budget_s:
             return _SHORT_LENGTHS
@@ -164,16 +164,16 @@ class Bench:
         return self.model.ranks.now()
 
     @torch.inference_mode()
-    def _restore_one(self, method: Method, length: int) -> float:
+    def _restore_one(self, method: Method, length: int, num_layers: int = NUM_LAYERS) -> float:
         width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
         slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
         rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
         self.restorer.after(self.restorer.fence(), reading=True)
         began = time.monotonic()
-        stored = [StoredRows.of(0, method, rows)] * NUM_LAYERS  # as a restore does it: several at once
+        stored = [StoredRows.of(0, method, rows)] * num_layers  # as a restore does it: several at once
         for part in self.restorer.start(stored, positions, slots[:length]):
             part.result()
-        seconds = (time.monotonic() - began) / NUM_LAYERS
+        seconds = (time.monotonic() - began) / num_layers
         self.forward.release(slots)
         return seconds
 
@@ -256,11 +256,10 @@ class Bench:
         """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
-        chunk_s = NUM_LAYERS * self._restore_one(method, CHUNK_TOKENS)
-        while length > CHUNK_TOKENS and chunk_s * length / CHUNK_TOKENS > self._long_s:
-            length //= 2
-        read, restore = partial(reads.time, length), partial(self._restore_one, method, length)
-        _seconds(read), _seconds(restore)  # the first time, as everywhere here, does not count
+        layer_s = self._restore_one(method, length, 1)
+        num_layers = min(NUM_LAYERS, max(1, int(self._long_s / layer_s)))
+        read, restore = partial(reads.time, length), partial(self._restore_one, method, length, num_layers)
+        _seconds(read)  # the first time, as everywhere here, does not count
         ratio = _seconds(read) / _seconds(restore)
         num_reads, num_restores = max(1, round(1 / ratio)), max(1, round(ratio))
         rounds: list[tuple[float, float, float]] = []

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_hcache.device.fingerprint import adapter_fingerprint
+from sglang_hcache.device.fingerprint import adapter_fingerprint, parts_fingerprint
+from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
@@ -25,10 +26,14 @@ class AdaptersOf:
 
     SGLang appends the adapter's id to the request's ``extra_key``. That tells adapters of one process apart. But one
     that is loaded again has another id, and one of ``--lora-paths`` has the same after its files have changed.
+
+    Args:
+        ranks: each reads an adapter for itself, and may find other files: what they hold together counts.
     """
 
-    def __init__(self, manager: LoRAManager) -> None:
+    def __init__(self, manager: LoRAManager, ranks: Ranks) -> None:
         self._manager = manager
+        self._ranks = ranks
         self._fingerprints: dict[str, bytes] = {}
         for lora_id in manager.loras:
             self._read(lora_id)  # before anybody is served: a gigabyte takes two seconds
@@ -46,7 +51,8 @@ class AdaptersOf:
             return None
         if len(self._fingerprints) == _MOST_REMEMBERED:
             del self._fingerprints[next(iter(self._fingerprints))]
-        fingerprint = self._fingerprints[lora_id] = adapter_fingerprint(_tensors(adapter))
+        of_all = self._ranks.all_of(adapter_fingerprint(_tensors(adapter)))
+        fingerprint = self._fingerprints[lora_id] = parts_fingerprint(of_all)
         return fingerprint
 
 

@@ -105,6 +105,7 @@ class HCacheRadixCache(RadixCache):
         Raises:
             HCacheError: see :func:`sglang_hcache.sglang_plugin.setup.assembly.assemble`.
         """
+        ranks, enable_lora = self._runner.hcache_ranks, self._server_args.enable_lora
         device = Device(
             tree=self,
             pool=self._pool,
@@ -114,16 +115,15 @@ class HCacheRadixCache(RadixCache):
             beside=self._runner.hcache_buffers,
             cuts_prompts=cuts_prompts(self._server_args),
             staged_passes=staged_passes_of(self._server_args),
-            adapters=AdaptersOf(self._runner.lora_manager) if self._server_args.enable_lora else None,
-            ranks=self._runner.hcache_ranks,
+            adapters=AdaptersOf(self._runner.lora_manager, ranks) if enable_lora else None,
+            ranks=ranks,
         )
-        config = config_of(self._server_args).of_rank(device.ranks.rank, device.ranks.size)
+        config = config_of(self._server_args).of_rank(ranks.rank, ranks.size)
         model = served_model(self._runner, self._pool.dtype)
-        ranks = f"{device.ranks.size} ranks" if device.ranks.size > 1 else None
-        backend = str(self._server_args.attention_backend)
-        computes_by = ", ".join(filter(None, (backend, model.quantization, ranks)))
+        num_ranks = f"{ranks.size} ranks" if ranks.size > 1 else None
+        computes_by = (str(self._server_args.attention_backend), model.quantization, num_ranks)
         device_is = device_name(self._runner.device, self._runner.gpu_id)
-        machine = partial(machine_name, device_is, computes_by)
+        machine = partial(machine_name, device_is, ", ".join(filter(None, computes_by)))
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
             logger.info(told(longest_replayed_prefill(self._runner)))

@@ -9,6 +9,8 @@ from uuid import uuid4
 import pytest
 import torch
 
+from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
+
 
 def adapter(scaling: float = 2.0, value: float = 1.0, name: str = "qkv_proj.lora_A.weight") -> Any:
     """Like SGLang's ``LoRAAdapter``."""
@@ -21,10 +23,10 @@ def adapter(scaling: float = 2.0, value: float = 1.0, name: str = "qkv_proj.lora
     )
 
 
-def adapters_of(loras: dict[str, Any]) -> Any:
+def adapters_of(loras: dict[str, Any], ranks: Ranks | None = None) -> Any:
     from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
 
-    return AdaptersOf(SimpleNamespace(loras=loras))  # type: ignore[arg-type]
+    return AdaptersOf(SimpleNamespace(loras=loras), ranks or Alone())  # type: ignore[arg-type]
 
 
 def test_a_tenant_and_an_adapter_come_apart() -> None:
@@ -50,6 +52,27 @@ def test_the_same_weights_are_the_same_adapter() -> None:
     one, again = uuid4().hex, uuid4().hex
     adapters = adapters_of({one: adapter(), again: adapter()})
     assert adapters.apart(one) == adapters.apart(again)
+
+
+class BesideAnother(Alone):
+    """One of two ranks."""
+
+    def __init__(self, fingerprint_there: bytes) -> None:
+        self._there = fingerprint_there
+
+    def all_of(self, value: Any) -> list[Any]:
+        return [value, self._there]
+
+
+def test_what_all_ranks_have_read_counts() -> None:
+    """The files may change before the second one reads them."""
+    one = uuid4().hex
+    loaded = {one: adapter()}
+    (_, alone), (_, beside), (_, beside_another) = (
+        adapters_of(loaded, ranks).apart(one)
+        for ranks in (Alone(), BesideAnother(b"a" * 32), BesideAnother(b"b" * 32))
+    )
+    assert len({alone, beside, beside_another}) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup import measuring
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads
+from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
@@ -91,8 +91,8 @@ def test_a_piece_behind_a_prefix_is_measured_in_any_case(
 def test_who_computes_slowly_measures_less(forward: Forward) -> None:
     """64 tokens take 4 us, 8,192 take 67 ms."""
     bench(forward, 8192, 5e-7, context=20_000)._recompute_curve()
-    assert set(forward.pieces) == {(64, 0), (32, 0), (16, 0), (16, 8192)}
-    assert len(forward.pieces) == 1 + 4, "what takes long is measured once"
+    assert set(forward.pieces) == {(128, 0), (64, 0), (16, 0), (64, 8192)}
+    assert len(forward.pieces) == 2 + 4, "what takes long is measured once"
 
 
 def test_passes_that_take_too_long_are_left_out(forward: Forward) -> None:
@@ -227,16 +227,17 @@ class Beside:
 
 
 @pytest.mark.parametrize("share_a_core", [True, False])
+@pytest.mark.parametrize("layer_s", [0.005, 0.5])
 def test_reading_and_restoring_at_once(
-    share_a_core: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
+    layer_s: float, share_a_core: bool, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restored: list[Method] = []
 
-    def restore_one(_bench: Bench, method: Method, length: int) -> float:
+    def restore_one(_bench: Bench, method: Method, length: int, num_layers: int) -> float:
         restored.append(method)
-        seconds = 0.03 * length / 512
-        forward.now += seconds
-        return seconds / NUM_LAYERS
+        seconds = layer_s * length / 512
+        forward.now += num_layers * seconds
+        return seconds
 
     monkeypatch.setattr(Bench, "_restore_one", restore_one)
     monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
