@@ -131,7 +131,7 @@ def test_bfloat16(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
             prompt = random_prompt(seed, 700)
             _, whole = score(server, prompt, extra_key=f"whole-{seed}")
             # Computed in two pieces: the first is a device hit for the second.
-            for warm in (64, 320, 576, 640):
+            for warm in (320, 640):
                 server.ask(prompt[:warm], tokens=1, extra_key=f"pieces-{warm}-{seed}")
                 sources, pieces = score(server, prompt, extra_key=f"pieces-{warm}-{seed}")
                 assert sources["device"] == warm

@@ -35,14 +35,14 @@ ZIPF_ALPHA = 1.0
 SEED = 7
 ANSWER_TOKENS = 8
 
-MODEL = TinyModel(layers=4, hidden=256, heads=4, vocab=8192, max_position=8192)
+MODEL = TinyModel(layers=4, hidden=128, heads=2, vocab=8192, max_position=8192)
 POOL_TOKENS = 7168  # about one and a half documents
 TIER_CONFIG = """\
 disk_size: 2GB
 disk_free_floor: 256MiB
-segment_size: 32MiB
-host_size: 80MiB  # two thirds of the documents' 115 MB, with staging
-staging_size: 24MiB
+segment_size: 16MiB
+host_size: 40MiB  # two thirds of the documents' 58 MB, with staging
+staging_size: 12MiB
 """
 
 

@@ -214,7 +214,7 @@ def test_retracted_requests(server: TierServer) -> None:
     They come back so soon that they fill chunks afterwards.
     """
     prompts = [random_prompt(400 + index, 150) for index in range(8)]
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(4) as threads:
         references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=560), prompts))
     assert not any(reference.retractions for reference in references)
     with ThreadPoolExecutor(len(prompts)) as threads:

@@ -11,7 +11,7 @@ from sglang_hcache.core.paths import rank_dir
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
 from tests.patched_sglang import installed_sglang
 
-PROMPTS = [random_prompt(seed, 900) for seed in range(2)]
+PROMPTS = [random_prompt(seed, 450) for seed in range(2)]
 
 
 def server_of(ranks: int, model: Path, folder: Path, *more: str) -> TierServer:
@@ -54,12 +54,12 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
             assert (answer.cached, is_right) == (0, True)
         server.to_tiers()
         answer, is_right = ask(0)
-        assert (answer.device, answer.restored, is_right) == (0, 896, True)
+        assert (answer.device, answer.restored, is_right) == (0, 448, True)
         for rank in ("0", "1"):
             server.to_tiers()
             with server.switched_on("corrupt_restored_key", rank):
                 answer, is_right = ask(0)
-            assert (answer.restored, is_right) == (896, False)
+            assert (answer.restored, is_right) == (448, False)
             server.flush_device()
             with server.switched_on("fail_read", rank):
                 answer, is_right = ask(0)
@@ -70,7 +70,7 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
         assert server.process.log_text().count("that existed only in host memory are on disk now") == 2
         server.process.start()
         answer, is_right = ask(1)
-        assert (answer.disk, answer.device, is_right) == (896, 0, True)
+        assert (answer.disk, answer.device, is_right) == (448, 0, True)
         for rank in range(2):
             assert list(rank_dir(store, rank, 2).glob("*.seg"))
         assert server.post("/clear_hicache_storage_backend").status_code == 200
