@@ -46,14 +46,6 @@ def forked_programs(faster_imports: None) -> Iterator[None]:
     forks.close()
 
 
-@pytest.fixture(scope="module")
-def processes_as_sglang_starts_them() -> Iterator[None]:
-    """Not forked, in a few tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("HCACHE_TEST_FORK")
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Builds a small random model; equal arguments give the same folder."""

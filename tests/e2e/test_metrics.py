@@ -20,8 +20,6 @@ from tests.e2e import dashboard
 from tests.e2e.harness import TierServer, random_prompt, wait_for
 from tests.e2e.test_plans import write_profile
 
-pytestmark = pytest.mark.usefixtures("processes_as_sglang_starts_them")
-
 _PATIENCE_S = 90.0
 _NOT_DRAWN = {
     *("tier_chunks", "unwritten_chunks", "waiting_requests", "clearing_pending", "nothing_saved", "info"),

@@ -9,7 +9,11 @@ import pytest
 
 from tests.e2e.harness import TierServer, random_prompt
 
-pytestmark = pytest.mark.usefixtures("processes_as_sglang_starts_them")
+
+@pytest.fixture(autouse=True)
+def processes_as_sglang_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not forked."""
+    monkeypatch.delenv("HCACHE_TEST_FORK")
 
 
 def test_the_plugin_changes_nothing_when_off(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def profile_of(path: Path, shape: ModelShape) -> Profile:
     if not profile.is_of(shape):
         raise ConfigError(
             f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
-            f"{shape.name} (with this --tp-size); make one with: hcache profile --model-path MODEL"
+            f"{shape.name} with this --tp-size; make one with: hcache profile --model-path MODEL, and that --tp-size"
         )
     return profile
 
