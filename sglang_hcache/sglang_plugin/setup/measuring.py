@@ -148,8 +148,7 @@ class Bench:
         if min(times) > self.budget_s:
             return _SHORT_LENGTHS
         most = _MOST_BUDGETS * self.budget_s / min(times) * shortest
-        quick = [length for length in self._lengths if length <= most]
-        return quick if len(quick) >= _FEWEST_LENGTHS else self._lengths[:_FEWEST_LENGTHS]
+        return [length for length in self._lengths if length <= most]
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
