@@ -143,7 +143,7 @@ class HCacheConfig(BaseModel):
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
     """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
     until it answers again; at most 3600."""
-    measure_s: Number = Field(default=0.3, gt=0, le=60)
+    measure_s: Number = Field(default=0.2, gt=0, le=60)
     """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""

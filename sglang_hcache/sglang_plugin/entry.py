@@ -1,19 +1,43 @@
-"""The plugin's entry point (group ``sglang.srt.plugins``)."""
+"""The plugin's entry point (group ``sglang.srt.plugins``).
+
+Everything is imported where it is needed: SGLang loads this in all its processes, also of a server without the tier.
+"""
 
 from __future__ import annotations
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+import argparse
+from collections.abc import Callable
+from typing import Any
 
-from sglang_hcache.sglang_plugin.launch import flags
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def register() -> None:
     """Called by SGLang in every process. Adds the flags; everything else waits until the tier is asked for."""
     args = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{args}.add_cli_args", flags.add_arguments, HookType.AFTER)
-    HookRegistry.register(f"{args}.from_cli_args", flags.from_arguments, HookType.AROUND)
+    HookRegistry.register(f"{args}.add_cli_args", _add_arguments, HookType.AFTER)
+    HookRegistry.register(f"{args}.from_cli_args", _from_arguments, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.configure_scheduler_process"
     HookRegistry.register(scheduler, _configure_scheduler, HookType.BEFORE)
+
+
+def _add_arguments(_result: object, parser: argparse.ArgumentParser, *_args: object) -> None:
+    from sglang_hcache.sglang_plugin.launch import flags
+
+    flags.add_arguments(parser)
+
+
+def _from_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace, *rest: object) -> Any:
+    """Maps our flags onto SGLang's fields before construction."""
+    from sglang_hcache.sglang_plugin.launch import flags
+
+    with flags.errors_end_the_start():
+        if not flags.wants_tier(args):
+            flags.prepare_without_tier(args)
+            return original(cls, args, *rest)
+        from sglang_hcache.sglang_plugin.launch import tier_arguments
+
+        return tier_arguments.construct(original, cls, args, *rest)
 
 
 def _configure_scheduler(*args: object, **kwargs: object) -> None:
@@ -21,7 +45,8 @@ def _configure_scheduler(*args: object, **kwargs: object) -> None:
     server_args = kwargs.get("server_args", args[0] if args else None)
     if server_args is None:
         return
-    # Imported where it is needed, so that a server without the tier loads none of it.
+    from sglang_hcache.sglang_plugin.launch import flags
+
     if server_args.radix_cache_backend == flags.BACKEND:
         from sglang_hcache.sglang_plugin import hooks
 

@@ -13,7 +13,7 @@ import pytest
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
 
@@ -48,7 +48,7 @@ def test_a_start_waits_for_no_disk(
     sizes = {"disk_size": "16MiB", "segment_size": "1MiB", "disk_free_floor": 0, "io_timeout_s": 0.2}
     given = {"dirs": str(dirs), **sizes, "io_engine": "posix"}
     config = HCacheConfig.from_settings(given)
-    flags._look_ahead(config, 1)  # it may answer when the model is loaded
+    tier_arguments._look_ahead(config, 1)  # it may answer when the model is loaded
     with pytest.raises(StoreIOError, match=r"cannot use .* \(--hcache-dirs\): no answer within 0.2 s"):
         _open_disk(config, 64, Counters(), Alone())
     config = HCacheConfig.from_settings({**given, "disk_at_start": "optional"})

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 
 import torch
 
@@ -34,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHORT_LENGTHS = (16, 64, 128)
-"""Of passes, where one of 64 tokens takes longer than all of them should."""
+"""Of passes, where one of 64 tokens takes longer than ``_SLOW_BUDGETS``."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
 """Of the longest pass: the piece that is measured behind a prefix."""
-_MOST_BUDGETS = 10.0
+_SLOW_BUDGETS, _MOST_BUDGETS = 2.0, 7.0
 """A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
 for minutes at every start."""
-_LONG_SHARE = 1 / 3
-"""Of the budget: what takes longer is measured once. What disturbs it is short, and so is what the first time costs."""
+_LONG_SHARE = 1 / 2
+"""Of the budget: what takes longer is done once. What disturbs it is short, and so is what the first time costs."""
 _COMPANY_TOKENS = 1024
 """Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
 _FEWEST_ROUNDS = 3
@@ -130,24 +131,28 @@ class Bench:
 
     def _recompute_curve(self) -> CostCurve:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        lengths = self._prefill_lengths if self._is_beside else self._quick_lengths()
+        known: dict[tuple[int, int], float] = {}
+        lengths: Sequence[int] = self._prefill_lengths
+        if not self._is_beside:
+            shortest = lengths[0]
+            known[shortest, 0] = min(
+                self._recompute_one(shortest, 0) for _ in range(2)
+            )  # something else may run
+            lengths = self._quick_lengths(known[shortest, 0])
         pieces = [(length, 0) for length in lengths]
         behind = (max(self._lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
-        measured = self._measured(pieces, self._recompute_one, fewest, self._common_clock)
+        measured = self._measured(pieces, self._recompute_one, fewest, self._common_clock, known)
         counts, starts = zip(*measured, strict=True)
         return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
 
-    def _quick_lengths(self) -> Sequence[int]:
+    def _quick_lengths(self, shortest_s: float) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
-        shortest, times = self._lengths[0], list[float]()
-        while len(times) < (_FEWEST_ROUNDS if sum(times) < self._long_s else 2):  # something else may run
-            times.append(self._recompute_one(shortest, 0))
-        if min(times) > self.budget_s:
+        if shortest_s > _SLOW_BUDGETS * self.budget_s:
             return _SHORT_LENGTHS
-        most = _MOST_BUDGETS * self.budget_s / min(times) * shortest
+        most = _MOST_BUDGETS * self.budget_s / shortest_s * self._lengths[0]
         return [length for length in self._lengths if length <= most]
 
     def _recompute_one(self, length: int, start: int) -> float:
@@ -270,7 +275,7 @@ class Bench:
                 _seconds(restore, num_restores)
                 reading.result()
 
-            while self._is_more_wanted([sum(one) for one in rounds], ends):
+            while _is_more_wanted(len(rounds), 1, ends - time.monotonic()):
                 rounds.append((_seconds(read, num_reads), _seconds(restore, num_restores), _seconds(both)))
         read_s, restore_s, both_s = (_undisturbed(times) for times in zip(*rounds, strict=True))
         return min(max((both_s - max(read_s, restore_s)) / min(read_s, restore_s), 0.0), 1.0)
@@ -289,29 +294,25 @@ class Bench:
         time_of: Callable[[int, int], float],
         fewest: int,
         clock: Callable[[], float] = time.monotonic,
+        known: Mapping[tuple[int, int], float] = MappingProxyType({}),
     ) -> dict[tuple[int, int], float]:
         """Times of pieces (length, position), in order, until the budget is spent, but ``fewest`` at least."""
-        measured: dict[tuple[int, int], float] = {}
+        measured = dict(known)
         ends = clock() + self.budget_s
-        for left, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
-            if len(measured) >= fewest and clock() > ends:
+        missing = [piece for piece in pieces if piece not in known]
+        for left, piece in zip(range(len(missing), 0, -1), missing, strict=True):
+            began = clock()
+            if len(measured) >= fewest and began > ends:
                 break
-            share_ends = clock() + max(0.0, ends - clock()) / left
+            share_ends = began + max(0.0, ends - began) / left
             first_s = time_of(*piece)  # brings weights and buffers into the caches
-            counts = first_s > self._long_s and not self._is_beside  # where it also loads kernels
-            times = [first_s] if counts else []
-            while self._is_more_wanted(times, share_ends, clock):
+            is_long = clock() - began > self._long_s
+            times = [first_s] if is_long and not self._is_beside else []  # where it also loads kernels
+            fewest_rounds = 1 if is_long else _FEWEST_ROUNDS
+            while _is_more_wanted(len(times), fewest_rounds, share_ends - clock()):
                 times.append(time_of(*piece))
             measured[piece] = _undisturbed(times)
         return _never_falling(measured)
-
-    def _is_more_wanted(
-        self, times: Sequence[float], share_ends: float, clock: Callable[[], float] = time.monotonic
-    ) -> bool:
-        """A few rounds in any case, but of what takes long, one."""
-        if not times or (len(times) < _FEWEST_ROUNDS and sum(times) < self._long_s):
-            return True
-        return len(times) < _MOST_ROUNDS and clock() < share_ends
 
 
 def installed_versions() -> dict[str, str]:
@@ -341,6 +342,10 @@ def _seconds(work: Callable[[], object], times: int = 1) -> float:
     for _ in range(times):
         work()
     return time.monotonic() - began
+
+
+def _is_more_wanted(num_rounds: int, fewest: int, left_s: float) -> bool:
+    return num_rounds < fewest or (num_rounds < _MOST_ROUNDS and left_s > 0)
 
 
 def _undisturbed(times: Sequence[float]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from types import SimpleNamespace
 
@@ -31,7 +33,7 @@ def configure(device: str, *, tier: bool = False, cpu_fixes: bool = False) -> No
         hicache_storage_backend=None,
         hicache_storage_backend_extra_config=None,
     )
-    carried = flags.from_arguments(
+    carried = entry._from_arguments(
         lambda _, args: args.hicache_storage_backend_extra_config, SimpleNamespace, parsed
     )
     entry._configure_scheduler(
@@ -97,6 +99,32 @@ def test_hcache_flags_lists_what_a_server_takes() -> None:
     from sglang_hcache.sglang_plugin.launch import flags
 
     parser = ArgumentParser(add_help=False)
-    flags.add_arguments(None, parser)
+    flags.add_arguments(parser)
     taken = {option for action in parser._actions for option in action.option_strings}
     assert taken == {setting.flag for setting in describe() if setting.flag is not None}
+
+
+def test_a_process_without_the_tier_loads_next_to_nothing_of_ours() -> None:
+    """As SGLang does in its detokenizer, and then in a scheduler's process."""
+    code = """if True:
+        import sys
+        from types import SimpleNamespace
+        from sglang_hcache.sglang_plugin import entry
+
+        def loaded() -> list[str]:
+            return sorted(name for name in sys.modules if name.startswith("sglang_hcache."))
+
+        entry.register()
+        print(*loaded())
+        off = SimpleNamespace(radix_cache_backend=None, hicache_storage_backend_extra_config=None)
+        entry._configure_scheduler(off)
+        print(*{name.split(".")[1] for name in loaded() if "sglang_plugin" not in name})
+        print(*[name for name in loaded() if "sglang_plugin." in name])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plugin = "sglang_hcache.sglang_plugin"
+    assert done.stdout.splitlines() == [
+        f"{plugin} {plugin}.entry",
+        "core",
+        f"{plugin}.entry {plugin}.launch {plugin}.launch.flags",
+    ]

@@ -13,7 +13,7 @@ from torch import nn
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
-from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import SIZES, limit_sizes, told
 
 
@@ -27,7 +27,7 @@ def _mapped(device: str | None, **given: object) -> argparse.Namespace:
         "cuda_graph_max_bs_prefill": None,
     }
     args = argparse.Namespace(device=device, **(defaults | given))
-    flags._map_onto_sglang(args, HCacheConfig())
+    tier_arguments._map_onto_sglang(args, HCacheConfig())
     return args
 
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError, StoreLockedError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.sglang_plugin.launch import flags
+from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
 from sglang_hcache.store import DiskStore
@@ -54,12 +54,12 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
 ) -> None:
     spoil(tmp_path)
     with pytest.raises(ConfigError):
-        flags._look_ahead(settings(tmp_path), 1)
+        tier_arguments._look_ahead(settings(tmp_path), 1)
     with pytest.raises(StoreFormatError):
         _open_disk(settings(tmp_path), 64, Counters(), Alone())
     config = settings(tmp_path, disk_at_start="optional")
     with caplog.at_level(logging.WARNING):
-        flags._look_ahead(config, 1)
+        tier_arguments._look_ahead(config, 1)
         store, left_out = _open_disk(config, 64, Counters(), Alone())
     assert store is None
     assert left_out is not None
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
 def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     holder = open_disk(settings(tmp_path))
     config = settings(tmp_path, disk_at_start="optional")
-    flags._look_ahead(config, 1)
+    tier_arguments._look_ahead(config, 1)
     assert "if it still is when the model is loaded, this server runs without its disk tier" in caplog.text
     assert _open_disk(config, 64, Counters(), Alone())[0] is None
     for strict in (settings(tmp_path), settings(tmp_path, disk_at_start="optional", save_profile="/x.json")):
@@ -122,7 +122,7 @@ def test_disks_that_fail_while_the_tier_is_opened(
 
 def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hcache-disk-free-floor"):
-        flags._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"), 1)
+        tier_arguments._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"), 1)
     with pytest.raises(ConfigError, match="--hcache-disk-size"):
         _open_disk(
             settings(tmp_path, disk_at_start="optional", disk_size="4MB", segment_size="1MiB"), 64, Counters()
@@ -130,9 +130,9 @@ def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
 
 
 def test_a_size_that_no_disk_here_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags._look_ahead(settings(tmp_path, disk_size="9999TB"), 1)
+    tier_arguments._look_ahead(settings(tmp_path, disk_size="9999TB"), 1)
     assert "--hcache-disk-size: 9999.0 TB is more than" in caplog.text
     assert "--hcache-disk-free-floor is" in caplog.text
     caplog.clear()
-    flags._look_ahead(settings(tmp_path), 1)
+    tier_arguments._look_ahead(settings(tmp_path), 1)
     assert not caplog.messages
