@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError, WriteBudgetError
@@ -17,6 +21,9 @@ from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
+
+Read = Callable[[Mapping[int, npt.NDArray[np.uint8]]], None]
+"""Reads some layers of the chunks that are held, by layer, into memory."""
 
 NUM_LAYERS = 6
 """Of what is read or computed to measure one: a restore works on several at once."""
@@ -54,10 +61,8 @@ class ScratchReads:
         self.longest = CHUNK_TOKENS * count
         self._together = min(together, NUM_LAYERS // 2)  # two steps at least, as one is read behind another
         self._disk = disk
-        self._tiers = _empty_tiers(layout, count if disk is None else 1, disk)
-        if disk is None:
-            self._fill_host()
-        else:
+        self._tier = self._filled_host(count) if disk is None else disk
+        if disk is not None:
             try:
                 self._fill_disk(disk, run_chunks)
             except StoreError:
@@ -75,12 +80,10 @@ class ScratchReads:
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
         steps = layers_of_steps(dict.fromkeys(range(NUM_LAYERS), size), STEP_BYTES, self._together)
-        with self._tiers.lease(self._keys[:count]) as lease:
+        with _held(self._tier, self._keys[:count]) as read_layers:
             began = time.monotonic()
             reads = [
-                self._readers.submit(
-                    self._tiers.read_layers, lease, {layer: self._buffers[layer][:size] for layer in step}
-                )
+                self._readers.submit(read_layers, {layer: self._buffers[layer][:size] for layer in step})
                 for step in steps
             ]
             for read in reads:
@@ -93,12 +96,15 @@ class ScratchReads:
         if self._disk is not None:
             self._disk.discard(self._keys)
 
-    def _fill_host(self) -> None:
-        self._tiers.host.memory[:] = 1  # touched, or the first read would bring the pages in
+    def _filled_host(self, count: int) -> TieredStore:
+        memory = np.ones(count * self._layout.chunk_bytes, np.uint8)  # touched: a read brings no pages in
+        host = HostTier(memory, self._layout, Counters(), keep_dirty=False)
+        tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
         for index, key in enumerate(self._keys):
-            slot = self._tiers.reserve()
+            slot = tiers.reserve()
             assert slot is not None
-            self._tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+            tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
+        return tiers
 
     def _fill_disk(self, disk: DiskStore, run_chunks: int) -> None:
         size = self._layout.chunk_layer_bytes[0]
@@ -111,6 +117,7 @@ class ScratchReads:
             disk.write_run(run, lambda _layer, rows=rows: list(rows))
 
 
-def _empty_tiers(layout: StateLayout, slots: int, disk: DiskStore | None) -> TieredStore:
-    host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, Counters(), keep_dirty=False)
-    return TieredStore(host, disk, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+@contextmanager
+def _held(tier: TieredStore | DiskStore, keys: Sequence[bytes]) -> Iterator[Read]:
+    with tier.lease(keys) as lease:
+        yield partial(tier.read_layers, lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -254,6 +255,10 @@ def fill_nothing(_scratch: ScratchReads, _disk: DiskStore, _run_chunks: int) -> 
     """The chunks are gone before they are read."""
 
 
+def demoters() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "hcache-demoter"}
+
+
 @pytest.mark.parametrize(
     ("fails", "complaint"),
     [(None, None), (IOKind.READ, "read failed"), (IOKind.WRITE, "error"), ("gone", "tier")],
@@ -276,9 +281,11 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
     restorer = SimpleNamespace(stage=None, projector=object())
     measured = Bench(model, restorer, Forward(), disk, 512, 0.05, 4, "here")  # type: ignore[arg-type]
+    before = demoters()
     try:
         with ExitStack() as scratch:
             tiers = measured._tiers(scratch)
+        assert demoters() == before, "nothing goes on when it is measured"
         left = disk.stats()
     finally:
         disk.close()
