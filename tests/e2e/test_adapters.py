@@ -117,7 +117,7 @@ def load_again(server: TierServer, name: str, new_name: str, folder: Path) -> No
 
 def test_each_gets_its_own_back(first: TierServer) -> None:
     assert set(first.state()["layers"]) == {"kv"}
-    assert "LoRA adapters change what K and V are projected with" in first.process.log_text()
+    assert "LoRA adapters (--enable-lora) change what K and V are projected with" in first.process.log_text()
     computed = {name: ask(first, name, rid=f"probe-computed-{name}") for name in NAMES}
     for answer in computed.values():
         assert answer.cached == 0, "another's"

@@ -67,7 +67,7 @@ REFUSALS = {
     "nodes": Refusal(["--nnodes", "2"], ("--nnodes", "got 2")),
     "ranks with hidden states": Refusal(
         ["--tp-size", "2", "--hcache-method", "hidden"],
-        ("--tp-size 2", "--hcache-method hidden", "auto or kv"),
+        ("2 ranks (--tp-size)", "--hcache-method hidden", "auto or kv"),
     ),
     "ranks that drain adapters": Refusal(
         [
@@ -90,7 +90,8 @@ REFUSALS = {
     "kv dtype": Refusal(["--kv-cache-dtype", "mxfp8"], ("--kv-cache-dtype mxfp8", "fp8_e4m3")),
     "bfloat16 kv": Refusal(["--kv-cache-dtype", "bf16"], ("--kv-cache-dtype bf16", "float16", "use auto")),
     "hidden states beside fp8": Refusal(
-        ["--kv-cache-dtype", "fp8_e4m3", "--hcache-method", "hidden"], ("--hcache-method hidden", "fp8_e4m3")
+        ["--kv-cache-dtype", "fp8_e4m3", "--hcache-method", "hidden"],
+        ("--hcache-method hidden", "float8_e4m3", "--kv-cache-dtype"),
     ),
     "hidden states of quantised weights": Refusal(
         ["--torchao-config", "int8wo", "--hcache-method", "hidden"],

@@ -18,7 +18,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     staged_passes_of,
     store_config,
 )
-from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of
+from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of, why_not_hidden
 from sglang_hcache.sglang_plugin.setup.planning import profile_of
 
 _FLAG = "--hierarchical-cache hcache"
@@ -89,37 +89,21 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
             "K and V that are restored would be rounded differently; use auto"
         )
     quantization, num_ranks = quantization_of(model, server_args.torchao_config), server_args.tp_size
-    has_adapters = _has_adapters(server_args)
     kv_dtype = ROUNDED.get(server_args.kv_cache_dtype)
-    if config.method is PlanKind.HIDDEN:
-        problems += _without_hidden_states(
-            (
-                quantization is not None,
-                f"quantised weights ({quantization})",
-                "K and V are not projected with them",
-            ),
-            (has_adapters, "--enable-lora", "K and V of adapters are not projected"),
-            (
-                num_ranks > 1,
-                f"--tp-size {num_ranks}",
-                "each rank would keep all of them for its part of K and V",
-            ),
-            (
-                kv_dtype is not None,
-                f"--kv-cache-dtype {server_args.kv_cache_dtype}",
-                "K and V that are projected again may be rounded differently",
-            ),
+    why_only_kv = why_not_hidden(kv_dtype, quantization, _has_adapters(server_args), num_ranks)
+    if config.method is PlanKind.HIDDEN and why_only_kv is not None:
+        problems.append(
+            f"--hcache-method hidden cannot be used: {why_only_kv}; use auto or kv, which keep K and V as they are"
         )
     if num_ranks > 1:
         problems += _without_ranks(server_args)
     _raise(problems)
-    has_only_kv = quantization is not None or has_adapters or num_ranks > 1
     shape = shape_of(model, kv_dtype, num_ranks)
     limit_sizes(prefill, shape, largest_pass_of(server_args))
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         profile_of(config.profile, shape)
-    _check_sizes(server_args, config, shape, PlanKind.KV if has_only_kv else config.method)
+    _check_sizes(server_args, config, shape, config.method if why_only_kv is None else PlanKind.KV)
 
 
 def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stored: PlanKind) -> None:
@@ -137,15 +121,6 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
         passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
         HostBudget.of(share, layout, largest_pass=largest_pass, staged_passes=passes, num_ranks=num_ranks)
-
-
-def _without_hidden_states(*reasons: tuple[bool, str, str]) -> list[str]:
-    """Why ``--hcache-method hidden`` is refused. Each: whether it is so, with what, and why."""
-    return [
-        f"--hcache-method hidden cannot be used with {what}: {why}; use auto or kv, which keep K and V as they are"
-        for is_given, what, why in reasons
-        if is_given
-    ]
 
 
 def _without_ranks(server_args: Any) -> list[str]:

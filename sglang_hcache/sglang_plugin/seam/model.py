@@ -41,6 +41,29 @@ OnLayer = Callable[[int, torch.Tensor], None]
 """Receives a layer's index and the input of its attention, (rows, hidden_size)."""
 
 
+def why_not_hidden(
+    rounded_to: torch.dtype | None, quantization: str | None, has_adapters: bool, num_ranks: int
+) -> str | None:
+    """Why K and V are not projected from hidden states, without a look at the attention; None: they may be.
+
+    Args:
+        rounded_to: what K and V are rounded to in the pool, if they are.
+        quantization: how weights are quantised, if they are.
+    """
+    if rounded_to is not None:
+        return (
+            f"K and V are rounded to {rounded_to} (--kv-cache-dtype), and what is projected again may be rounded to a "
+            "neighbour"
+        )
+    if quantization is not None:
+        return f"weights are quantised ({quantization}), and products with them may depend on the whole pass"
+    if has_adapters:
+        return "LoRA adapters (--enable-lora) change what K and V are projected with"
+    if num_ranks > 1:
+        return f"each of the {num_ranks} ranks (--tp-size) would have to keep them whole, for its part of K and V"
+    return None
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A loaded decoder whose layers keep K and V in a plain pool."""
@@ -134,18 +157,9 @@ class ServedModel:
 
     @property
     def why_not_hidden(self) -> str | None:
-        """Why K and V are not projected from hidden states, without a look at the attention; None: they may be."""
-        if self.keeps_rounded_kv:
-            return f"K and V are rounded to {self.kv_dtype}, and what is projected again may be rounded to a neighbour"
-        if self.quantization is not None:
-            return f"weights are quantised ({self.quantization}), and products with them may depend on the whole pass"
-        if self.has_adapters:
-            return "LoRA adapters change what K and V are projected with"
-        if self.ranks.size > 1:
-            return (
-                f"each of the {self.ranks.size} ranks would have to keep them whole, for its part of K and V"
-            )
-        return None
+        """See :func:`why_not_hidden`."""
+        rounded_to = self.kv_dtype if self.keeps_rounded_kv else None
+        return why_not_hidden(rounded_to, self.quantization, self.has_adapters, self.ranks.size)
 
     @property
     def may_run_first_layers(self) -> bool:
