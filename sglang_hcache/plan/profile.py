@@ -99,7 +99,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version when the profile was made."""
     token_range: tuple[int, int] | None = None
-    """Shortest and longest length that all curves were measured at; None: they hold everywhere."""
+    """Shortest and longest forward pass that was measured; None: the curves hold everywhere."""
 
     def __post_init__(self) -> None:
         if not self.tiers:

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from types import MappingProxyType
 
 import torch
 
@@ -28,6 +27,13 @@ from sglang_hcache.restore.stage import DeviceStage
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import ForwardModel
 from sglang_hcache.sglang_plugin.setup.scratch import NUM_LAYERS, ScratchReads
+from sglang_hcache.sglang_plugin.setup.timing import (
+    Piece,
+    Timing,
+    is_more_wanted,
+    range_of,
+    undisturbed,
+)
 from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.tiered import DISK, HOST
 
@@ -42,17 +48,15 @@ _PIECE_SHARE = 1 / 4
 _SLOW_BUDGETS, _MOST_BUDGETS = 2.0, 7.0
 """A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
 for minutes at every start."""
-_LONG_SHARE = 1 / 2
-"""Of the budget: what takes longer is done once. What disturbs it is short, and so is what the first time costs."""
 _COMPANY_TOKENS = 1024
 """Read and restored at once, at most: in many short rounds, for the machine does something else now and then."""
-_FEWEST_ROUNDS = 3
-_MOST_ROUNDS = 15
 
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 1 / 32
 """Of the disk tier: what may be filled for it, for as long as it takes."""
 _PACKAGES = ("sglang-hcache", "sglang", "torch")
+_REVISION = 1
+"""Of how it is measured: raised when the same machine would get other numbers, between two releases as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,8 @@ class Bench:
         return self.restorer.stage is not None
 
     @property
-    def _long_s(self) -> float:
-        return _LONG_SHARE * self.budget_s
+    def _timing(self) -> Timing:
+        return Timing(self.budget_s, loads_kernels=self._is_beside)
 
     @property
     def _lengths(self) -> list[int]:
@@ -104,7 +108,8 @@ class Bench:
         began = time.monotonic()
         layers, lengths = self.model.shape.num_layers, self._lengths
         logger.info("hcache: measuring what restoring and recomputing cost on this machine")
-        recompute = self._recompute_curve()
+        passes = self._pass_times()
+        recompute = _pass_curve(passes)
         kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
         hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
         if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
@@ -122,16 +127,16 @@ class Bench:
                 hidden=_at_least(hidden, kv), kv=kv, recompute=_scaled(recompute, 1 / layers)
             ),
             versions=installed_versions(),
-            token_range=(self._prefill_lengths[0], lengths[-1]),
+            token_range=range_of(passes),
         )
         logger.info("hcache: measured this machine in %.1f s", time.monotonic() - began)
         return profile
 
     # -- computing -------------------------------------------------------------------------------
 
-    def _recompute_curve(self) -> CostCurve:
+    def _pass_times(self) -> Mapping[Piece, float]:
         """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
-        known: dict[tuple[int, int], float] = {}
+        known: dict[Piece, float] = {}
         lengths: Sequence[int] = self._prefill_lengths
         if not self._is_beside:
             shortest = lengths[0]
@@ -144,9 +149,7 @@ class Bench:
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
-        measured = self._measured(pieces, self._recompute_one, fewest, self._common_clock, known)
-        counts, starts = zip(*measured, strict=True)
-        return fit_curve(counts, list(measured.values()), starts=starts, quadratic=True)
+        return self._timing.times(pieces, self._recompute_one, fewest, self._common_clock, known)
 
     def _quick_lengths(self, shortest_s: float) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
@@ -261,7 +264,7 @@ class Bench:
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
         layer_s = self._restore_one(method, length, 1)
-        num_layers = min(NUM_LAYERS, max(1, int(self._long_s / layer_s)))
+        num_layers = min(NUM_LAYERS, max(1, int(self._timing.long_s / layer_s)))
         read, restore = partial(reads.time, length), partial(self._restore_one, method, length, num_layers)
         _seconds(read)  # the first time, as everywhere here, does not count
         ratio = _seconds(read) / _seconds(restore)
@@ -275,9 +278,9 @@ class Bench:
                 _seconds(restore, num_restores)
                 reading.result()
 
-            while _is_more_wanted(len(rounds), 1, ends - time.monotonic()):
+            while is_more_wanted(len(rounds), 1, ends - time.monotonic()):
                 rounds.append((_seconds(read, num_reads), _seconds(restore, num_restores), _seconds(both)))
-        read_s, restore_s, both_s = (_undisturbed(times) for times in zip(*rounds, strict=True))
+        read_s, restore_s, both_s = (undisturbed(times) for times in zip(*rounds, strict=True))
         return min(max((both_s - max(read_s, restore_s)) / min(read_s, restore_s), 0.0), 1.0)
 
     # -- fitting ---------------------------------------------------------------------------------
@@ -285,39 +288,13 @@ class Bench:
     def _fit(self, lengths: Iterable[int], time_of: Callable[[int], float]) -> CostCurve:
         """The line through the times of a few lengths, as many as the budget allows."""
         pieces = [(length, 0) for length in lengths]
-        measured = self._measured(pieces, lambda length, _: time_of(length), _FEWEST_LENGTHS)
+        measured = self._timing.times(pieces, lambda length, _: time_of(length), _FEWEST_LENGTHS)
         return fit_curve([length for length, _ in measured], list(measured.values()))
-
-    def _measured(
-        self,
-        pieces: Sequence[tuple[int, int]],
-        time_of: Callable[[int, int], float],
-        fewest: int,
-        clock: Callable[[], float] = time.monotonic,
-        known: Mapping[tuple[int, int], float] = MappingProxyType({}),
-    ) -> dict[tuple[int, int], float]:
-        """Times of pieces (length, position), in order, until the budget is spent, but ``fewest`` at least."""
-        measured = dict(known)
-        ends = clock() + self.budget_s
-        missing = [piece for piece in pieces if piece not in known]
-        for left, piece in zip(range(len(missing), 0, -1), missing, strict=True):
-            began = clock()
-            if len(measured) >= fewest and began > ends:
-                break
-            share_ends = began + max(0.0, ends - began) / left
-            first_s = time_of(*piece)  # brings weights and buffers into the caches
-            is_long = clock() - began > self._long_s
-            times = [first_s] if is_long and not self._is_beside else []  # where it also loads kernels
-            fewest_rounds = 1 if is_long else _FEWEST_ROUNDS
-            while _is_more_wanted(len(times), fewest_rounds, share_ends - clock()):
-                times.append(time_of(*piece))
-            measured[piece] = _undisturbed(times)
-        return _never_falling(measured)
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    return {name: version(name) for name in _PACKAGES}
+    return {**{name: version(name) for name in _PACKAGES}, "measuring": str(_REVISION)}
 
 
 def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:
@@ -344,27 +321,9 @@ def _seconds(work: Callable[[], object], times: int = 1) -> float:
     return time.monotonic() - began
 
 
-def _is_more_wanted(num_rounds: int, fewest: int, left_s: float) -> bool:
-    return num_rounds < fewest or (num_rounds < _MOST_ROUNDS and left_s > 0)
-
-
-def _undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile: what something else on the machine took must not count as a cost."""
-    return max(sorted(times)[len(times) // 4], 1e-9)
-
-
-def _never_falling(measured: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Times of pieces (length, position), none above that of a piece no shorter and no earlier.
-
-    A pause during short pieces would make of all their time a cost that does not depend on length: restores would
-    never seem to pay, and no later observation would tell.
-    """
-    return {
-        piece: min(
-            seconds for other, seconds in measured.items() if other[0] >= piece[0] and other[1] >= piece[1]
-        )
-        for piece in measured
-    }
+def _pass_curve(times: Mapping[Piece, float]) -> CostCurve:
+    lengths, starts = zip(*times, strict=True)
+    return fit_curve(lengths, list(times.values()), starts=starts, quadratic=True)
 
 
 def _scaled(curve: CostCurve, factor: float) -> CostCurve:

@@ -19,6 +19,7 @@ from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup import measuring
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
 from sglang_hcache.sglang_plugin.setup.scratch import ScratchReads
+from sglang_hcache.sglang_plugin.setup.timing import range_of
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
@@ -82,7 +83,7 @@ def bench(
 def test_a_piece_behind_a_prefix_is_measured_in_any_case(
     longest: int, budget_s: float, forward: Forward
 ) -> None:
-    curve = bench(forward, longest, budget_s)._recompute_curve()
+    curve = measuring._pass_curve(bench(forward, longest, budget_s)._pass_times())
     expected = [] if 1.25 * longest > 10_000 else [(longest // 4, longest)]
     assert [piece for piece in dict.fromkeys(forward.pieces) if piece[1]] == expected
     assert {(64, 0), (128, 0), (256, 0)} <= set(forward.pieces)
@@ -91,14 +92,15 @@ def test_a_piece_behind_a_prefix_is_measured_in_any_case(
 
 def test_who_computes_slowly_measures_less(forward: Forward) -> None:
     """64 tokens take 4 us, 8,192 take 67 ms."""
-    bench(forward, 8192, 5e-7, context=20_000)._recompute_curve()
+    passes = bench(forward, 8192, 5e-7, context=20_000)._pass_times()
+    assert range_of(passes) == (16, 128), "nothing is said of longer ones"
     assert set(forward.pieces) == {(128, 0), (64, 0), (16, 0), (64, 8192)}
     assert len(forward.pieces) == 2 + 3, "the shortest is not measured again, and what takes long once"
 
 
 def test_passes_that_take_too_long_are_left_out(forward: Forward) -> None:
     """64 tokens take 4 us, 1,024 at least 16 times that."""
-    bench(forward, 8192, 5e-6, context=20_000)._recompute_curve()
+    bench(forward, 8192, 5e-6, context=20_000)._pass_times()
     assert set(forward.pieces) == {(64, 0), (128, 0), (256, 0), (128, 8192)}
 
 
@@ -113,7 +115,7 @@ def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
         return 0.03 + 0.0015 * length + pauses_s.get((length, start), 0.0)
 
     monkeypatch.setattr(forward, "extend", paused)
-    curve = bench(forward, 512, 3.0)._recompute_curve()
+    curve = measuring._pass_curve(bench(forward, 512, 3.0)._pass_times())
     assert curve.seconds(1024) - curve.fixed_s > 0.5 * (0.0015 * 1024)
 
 
@@ -134,7 +136,7 @@ def test_launching_short_passes_is_not_taken_for_what_a_token_costs(
         return seconds
 
     monkeypatch.setattr(forward, "extend", launched)
-    curve = bench(forward, longest, 0.3, context, stage=object())._recompute_curve()
+    curve = measuring._pass_curve(bench(forward, longest, 0.3, context, stage=object())._pass_times())
     assert curve.seconds(4096) == pytest.approx(0.203, rel=0.1)
     assert curve.seconds(4096) - curve.fixed_s > 0.16
     if context > 16384:
@@ -242,7 +244,7 @@ def test_reading_and_restoring_at_once(
 
     monkeypatch.setattr(Bench, "_restore_one", restore_one)
     monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
-    restorer = SimpleNamespace(projector=object())
+    restorer = SimpleNamespace(stage=None, projector=object())
     measured = Bench(None, restorer, forward, None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
     contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
     assert contention == pytest.approx(float(share_a_core))
@@ -300,10 +302,10 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     ("budget_s", "times"), [(0.016, 1), pytest.param(0.02, 1 + 3, id="the first one does not count")]
 )
 def test_what_takes_long_is_not_repeated_for_long(budget_s: float, times: int, forward: Forward) -> None:
-    bench(forward, 4096, budget_s)._recompute_curve()  # the piece behind a prefix takes 9 ms
+    bench(forward, 4096, budget_s)._pass_times()  # the piece behind a prefix takes 9 ms
     assert forward.pieces.count((1024, 4096)) == times
 
 
 def test_no_longer_than_the_model_allows(forward: Forward) -> None:
-    bench(forward, 512, 1e-6, context=512)._recompute_curve()
+    bench(forward, 512, 1e-6, context=512)._pass_times()
     assert max(length + start for length, start in forward.pieces) <= 512
