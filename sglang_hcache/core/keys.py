@@ -41,8 +41,9 @@ class Namespace:
     """What must be equal for a stored chunk to be reused.
 
     Args:
-        model: fingerprint of weights, configuration, dtype, RoPE and parallel layout.
-        layout: textual form of the stored state's layout.
+        model: fingerprint of the weights.
+        layout: the stored state's layout as text, with what else makes K and V: architecture, configuration, dtypes,
+            ranks, quantisation.
         tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
         adapter: fingerprint of the LoRA adapter that its tokens are computed with; None for none.
     """

@@ -221,7 +221,7 @@ class LayerPipeline:
                 self._give_back(read)
 
     def _replace_buffers(self) -> None:
-        """Before a job: pinned memory is never freed, so what can be used again is."""
+        """Before a job: pinning memory takes long, so what can be used again is."""
         self._take_back()
         # Here, where it fails a job: without buffers nothing would be read, and no read would fail.
         while len(self._spare) < self._num_buffers:

@@ -174,7 +174,7 @@ def _pages_taken(
 
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    bridge = getattr(runner, "hcache_bridge", None)  # set by the backend's factory, after warm-up passes
+    bridge = getattr(runner, "hcache_bridge", None)  # set when the tier is built
     if bridge is not None and bridge.saves_decoded_later and forward_batch.forward_mode.is_decode():
         bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The rules of design.md section 4, read from the source: who may import whom, and how long things may be."""
+"""CONTRIBUTING's rules, read from the source: who may import whom, and how long things may be."""
 
 from __future__ import annotations
 
