@@ -105,15 +105,21 @@ class Keeper:
 
     def _take_again(self, volume: Volume) -> None:
         try:
-            self._ledger.outgrow(volume.probe(lambda: take_again(volume, self._ledger.identity)))
-            self._space.reconcile(volume)
-            self._ledger.welcome(volume)
+            identity, full = volume.probe(lambda: take_again(volume, self._ledger.identity))
+            if full is None or not volume.health.readable:
+                self._ledger.outgrow(identity)
+                self._space.reconcile(volume)
+                self._ledger.welcome(volume)
         except Exception as error:
             if not isinstance(error, HCacheError | OSError):
                 logger.exception("hcache: %s cannot be taken in again", volume.path)
             volume.health.still_sick(getattr(error, "strerror", None) or str(error))
             return
-        volume.health.recover()
+        if full is None:
+            volume.health.recover()
+        else:
+            volume.health.is_only_full(full.strerror or str(full))
+            self._space.relieve({volume.stripe})
 
     def _try(self, step: Callable[[], None]) -> None:
         try:

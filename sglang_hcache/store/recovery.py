@@ -18,7 +18,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
+from sglang_hcache.store.format.rows import MAX_COUNT, IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
@@ -215,7 +215,8 @@ class Recovery:
         contents = found.contents
         known = {place.run_id for place in contents.runs.values()}
         fresh = [run for run in scanned if run.run_id not in known and well.issuperset(run.shape.members)]
-        runs = dict(enumerate(fresh, max([*contents.bad_rows, *contents.runs], default=0) + 1))
+        taken = [number for number in (*contents.bad_rows, *contents.runs) if number < MAX_COUNT]
+        runs = dict(enumerate(fresh, max(taken, default=0) + 1))
         is_partial = len(well) < len(self._volumes)
         if is_partial:
             logger.warning("hcache: what lies in directories that are out is found again when all are back")

@@ -42,7 +42,10 @@ class Retention:
 
     def is_filled(self, segment: Segment) -> bool:
         """Whether nothing more may be written to ``segment``, which this process began."""
-        return self._max_age_s is not None and time.monotonic() - segment.begun_s > self._max_age_s * _FILLING
+        if self._max_age_s is None:
+            return False
+        age_s = max(time.monotonic() - segment.begun_s, time.time() - segment.begun_at)
+        return age_s > self._max_age_s * _FILLING
 
     def enforce(self) -> None:
         """Delete what is too old, all but what is being filled. What is being read goes when that ends."""

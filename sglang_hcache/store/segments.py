@@ -55,7 +55,9 @@ class Segment:
         self.sealed = True
         """Takes no more runs: all but the one that is being filled."""
         self.begun_s = 0.0
-        """When this process began it, by a clock that nobody sets (``time.monotonic``)."""
+        """When this process began it, by a clock that nobody sets (``time.monotonic``), ..."""
+        self.begun_at = 0.0
+        """... and by the one that goes on while the machine sleeps, seconds since 1970."""
         self.written_s = 0.0
         """When all its files were written to last, seconds since 1970; 0: to be asked for."""
         self.accounted = dict.fromkeys(members, 0)
@@ -98,7 +100,7 @@ class Segment:
                 call that hangs may still create.
         """
         self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
-        self.begun_s = time.monotonic()
+        self.begun_s, self.begun_at = time.monotonic(), time.time()
         self.sealed = False
         try:
             for stripe in self.members:

@@ -150,6 +150,10 @@ class Space:
             StoreError, OSError: it fails again.
         """
         with self._lock:
+            first = self._ledger.identity.first_segment
+            if self._active is not None and self._active.number < first:
+                self._seal_active()  # even if the rest fails: what is stored from now on must not count as cleared
+            self._next_number = max(self._next_number, first)
             self._next_number = max(self._next_number, self._returns.compare(volume))
             if self._active is not None and self._active.retired:
                 self._active = None

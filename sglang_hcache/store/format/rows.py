@@ -20,7 +20,7 @@ from sglang_hcache.store.format.record import RUN_ID_BYTES, ExtentHeader
 
 RUN_COLUMNS = "run, run_id, segment, namespace_id, first_chunk, members, rotation, keys, layer_bytes, offsets"
 
-_MAX_COUNT = 2**62
+MAX_COUNT = 2**62
 """Run numbers and logical times are smaller: there is room to count on from any of them."""
 
 
@@ -131,7 +131,7 @@ def decode(fields: Sequence[object], shapes: ShapeTable) -> RunPlace | None:
         or not 0 < mask < 1 << shapes.num_stripes
         or not 0 <= rotation < mask.bit_count()
         or not 0 <= segment <= MAX_SEGMENT
-        or not 0 <= number < _MAX_COUNT
+        or not 0 <= number < MAX_COUNT
         or not 0 <= first_chunk < 2**32
     ):
         return None
@@ -155,7 +155,7 @@ def decode_recency(rows: Iterable[Sequence[object]]) -> dict[int, Recency]:
     for segment, last_used, score in rows:
         if (
             isinstance(segment, int) and 0 <= segment <= MAX_SEGMENT
-            and isinstance(last_used, int) and 0 <= last_used < _MAX_COUNT
+            and isinstance(last_used, int) and 0 <= last_used < MAX_COUNT
             and isinstance(score, float) and 0 <= score < math.inf
         ):  # fmt: skip
             found[segment] = Recency(last_used, score)

@@ -101,7 +101,8 @@ def _busy_neighbour() -> Iterator[None]:
 
 
 def _compute(stop: threading.Event) -> None:
-    while not stop.wait(FREE_S):
+    given_up = time.monotonic() + PROBE_TIMEOUT_S  # by who waits for the comparison, which may hang for good
+    while not stop.wait(FREE_S) and time.monotonic() < given_up:
         begun = time.monotonic()
         while time.monotonic() - begun < BUSY_S:
             pass

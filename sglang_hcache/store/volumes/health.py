@@ -50,6 +50,7 @@ class Health:
         HEALTHY --ENOSPC, EROFS, 3 failed writes in a row--> READ_ONLY
         HEALTHY, READ_ONLY --3 failed reads in a row, a hang, gone--> OUT
         READ_ONLY, OUT --recover(), by whoever probed it when is_due()--> HEALTHY
+        READ_ONLY, OUT --is_only_full(), likewise--> READ_ONLY
 
     Args:
         retry_s: seconds until the first attempt to take it in again; doubles each time, up to a minute.
@@ -138,6 +139,17 @@ class Health:
                 logger.warning("hcache: %s is still %s: %s", self._path, self.condition, reason)
             self.reason = reason
             self._back_off()
+
+    def is_only_full(self, reason: str) -> None:
+        """A probe found that all but writing works: its chunks are served, and deleting them makes room."""
+        with self._lock:
+            is_news = not self.is_full
+            self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, True
+            self._failed_reads = 0
+            self._back_off()
+        if is_news:
+            logger.warning("hcache: %s is %s (%s): its chunks are served", self._path, self.condition, reason)
+            self.on_change()
 
     def recover(self) -> None:
         """A probe went well: use it again."""

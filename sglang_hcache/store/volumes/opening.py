@@ -100,12 +100,14 @@ def write_superblock(volume: Volume, identity: StoreIdentity) -> None:
     volume.call(lambda: volume.directory.write_superblock(block), "cannot write the superblock", writing=True)
 
 
-def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
+def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, OSError | None]:
     """Check a directory that was out: the same store and place, or emptied on the file system where it was.
 
     Segments without a superblock are what a deletion left that is not finished: whoever takes it in compares them.
 
-    Returns what it said of the store: more than ``identity`` if others were not there when it was written.
+    Returns:
+        What it said of the store: more than ``identity`` if others were not there when it was written. And why it is
+        full, where all but writing works.
 
     Raises:
         StoreFormatError, StoreLockedError, OSError: it cannot be used (yet).
@@ -116,14 +118,23 @@ def take_again(volume: Volume, identity: StoreIdentity) -> StoreIdentity:
     found = directory.read_superblock()
     if found is None:
         directory.write_superblock(Superblock(identity, volume.stripe))
-    elif (found.identity.store_id, found.stripe) != (identity.store_id, volume.stripe):
+        directory.probe()
+        return identity, None
+    if (found.identity.store_id, found.stripe) != (identity.store_id, volume.stripe):
         raise StoreFormatError(f"{directory.path} belongs to another store now")
-    elif found.identity.epoch < identity.epoch:
-        # A clearing that only this directory knows of stays there until all know it.
-        first_segment = max(identity.first_segment, found.identity.first_segment)
-        directory.write_superblock(Superblock(replace(identity, first_segment=first_segment), volume.stripe))
-    directory.probe()
-    return identity if found is None else found.identity
+    try:
+        if found.identity.epoch < identity.epoch:
+            # A clearing that only this directory knows of stays there until all know it.
+            first_segment = max(identity.first_segment, found.identity.first_segment)
+            directory.write_superblock(
+                Superblock(replace(identity, first_segment=first_segment), volume.stripe)
+            )
+        directory.probe()
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        return found.identity, error  # without the new superblock it is as it is after a crash now
+    return found.identity, None
 
 
 def check_may_begin(path: Path) -> None:

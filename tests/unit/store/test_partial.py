@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -235,3 +237,23 @@ def test_files_that_wait_are_not_called_useless(
     open_store(config).close()
     with StoreView.open(config.dirs) as view:
         assert not [item for item in check(view) if "index" in item.what or "of no run" in item.what]
+
+
+def test_a_row_with_a_number_of_no_sense_does_not_keep_the_store_closed(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path)
+    old = stored(config, open_store)
+    absent.add("disk0")
+    store = open_store(config)
+    new = fill(store, 1000, 3)
+    store.close()
+    with closing(sqlite3.connect(config.dirs[1] / "index.sqlite")) as connection:
+        connection.execute(
+            "UPDATE runs SET run = 9223372036854775807 WHERE run = (SELECT max(run) FROM runs)"
+        )
+        connection.commit()
+    absent.clear()
+    store = open_store(config)
+    assert served(store, [*old, *new]) >= 8
+    assert served(store, fill(store, 2000, 3)) == 3

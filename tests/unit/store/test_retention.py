@@ -220,6 +220,12 @@ def test_a_segment_is_filled_no_longer_though_the_clock_is_set_back(store: DiskS
     wait_until(lambda: Inside(store).active is None)
 
 
+def test_a_segment_is_filled_no_longer_after_a_sleep(store: DiskStore, clock: Clock) -> None:
+    clock.set_back_s = -4 * DAY  # only the clock on the wall went on
+    Inside(store).keeper.wake()
+    wait_until(lambda: Inside(store).active is None)
+
+
 def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:
     store.close()
     config = config_of(tmp_path, None)

@@ -157,3 +157,18 @@ def test_a_probe_that_hangs_means_posix(
     (record,) = messages.records
     assert record.levelno == logging.WARNING
     assert "no answer within 0.05 s" in record.getMessage()
+
+
+@pytest.mark.usefixtures("with_nixl")
+def test_after_a_probe_that_hangs_nothing_computes_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(choice, "read_rates", lambda *_: hang.wait())
+    monkeypatch.setattr(choice, "PROBE_TIMEOUT_S", 0.3)
+    assert choose("auto", tmp_path) == "posix"
+    busy = [thread for thread in threading.enumerate() if thread.name == "hcache-probe-busy"]
+    for thread in busy:
+        thread.join(10.0)
+    assert not any(thread.is_alive() for thread in busy)
+    hang.set()

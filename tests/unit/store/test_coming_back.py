@@ -1,0 +1,92 @@
+"""A directory that was out is taken in again while something else is wrong."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.store import DiskStore
+from sglang_hcache.store.returning import Returns
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
+from tests.unit.store.conftest import sick, wait_until
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (8192, 5000)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("was_out", [True, False])
+def test_a_disk_that_became_full_meanwhile_is_read_and_shrinks(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, was_out: bool, number: int
+) -> None:
+    store = open_store(small_config(tmp_path))
+    runs = [make_keys(20 * index, 20) for index in range(6)]
+    for keys in runs:
+        write_keys(store, keys, (4096, 4096))
+    gone: list[int] = []
+    probe, unlink = StoreDirectory.probe, StoreDirectory.unlink_segment
+
+    def full_until_some_went(self: StoreDirectory) -> None:
+        if len(gone) < 2:
+            raise OSError(number, "full")
+        probe(self)
+
+    def note(self: StoreDirectory, segment: int) -> None:
+        unlink(self, segment)
+        gone.append(segment)
+
+    monkeypatch.setattr(StoreDirectory, "probe", full_until_some_went)
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", note)
+    health = Inside(store).volumes[0].health
+    if was_out:
+        health.take_out("a read took long")
+        wait_until(lambda: health.readable)
+    else:
+        for _ in range(3):
+            health.failed(OSError(errno.EIO, "bad"), writing=True)
+        assert not health.can_delete
+    wait_until(lambda: health.writable)
+    assert len(gone) == 2, "no more than it takes"
+    kept = [keys for keys in runs if match_keys(store, keys)]
+    assert len(kept) == 4
+    for keys in kept:
+        read_keys(store, keys)
+    write_keys(store, make_keys(1000, 2), LAYERS)
+
+
+def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    names = {"disk0"}
+    sick(names, monkeypatch)
+    store = open_store(config)
+    for index in range(5):
+        write_keys(store, make_keys(10 * index, 2), LAYERS)
+        store.clear()  # only disk1 knows
+    store.close()
+    names.symmetric_difference_update(("disk0", "disk1"))
+    store = open_store(config)
+    write_keys(store, make_keys(100, 2), LAYERS)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "again")
+
+    healthy = Returns.compare
+    monkeypatch.setattr(Returns, "compare", fail)
+    names.clear()
+    volume = Inside(store).volumes[1]
+    wait_until(lambda: volume.health.reason == "again")
+    later = make_keys(200, 2)
+    write_keys(store, later, LAYERS)
+    store.close()
+    monkeypatch.setattr(Returns, "compare", healthy)
+    store = open_store(config)
+    assert match_keys(store, later) == 2
+    read_keys(store, later)
