@@ -1,6 +1,7 @@
 """K and V rows into the KV pool on a GPU: norm, rotation and scatter in one pass over memory.
 
-What ``kv_rows.c`` is on a CPU. Tested on a CPU with Triton's interpreter, and by hand on a GPU (``docs/gpu.md``).
+What ``kv_rows.c`` is on a CPU. Tested on a CPU with Triton's interpreter, and by hand on a GPU
+(``docs/gpu-development.md``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The GPU's kernel without a GPU: what it computes, in Triton's interpreter; and that it compiles for one.
 
-That it runs on one is shown by ``benchmarks/gpu/run.py`` (``docs/gpu.md``).
+That it runs on one is shown by ``benchmarks/gpu/run.py`` (``docs/gpu-development.md``).
 """
 
 from __future__ import annotations
