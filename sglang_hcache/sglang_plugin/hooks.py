@@ -14,11 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import get_num_new_pages
 
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import (
-    SchedulerOf,
-    create_cache,
-    errors_in_a_line,
-)
+from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import create_cache, errors_in_a_line
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import (
@@ -27,6 +23,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import (
     ranks_of,
     schedule_first,
 )
+from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 from sglang_hcache.sglang_plugin.launch import stopping
 from sglang_hcache.sglang_plugin.launch.flags import BACKEND, config_of
 from sglang_hcache.sglang_plugin.seam import hooking

@@ -76,6 +76,10 @@ REFUSALS = {
         ],
         ("--tp-size 2", "--lora-drain-wait-threshold"),
     ),
+    "ranks that delay prefills": Refusal(
+        ["--tp-size", "2", "--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0.5"],
+        ("--tp-size 2", "--prefill-delayer-queue-min-ratio"),
+    ),
     "pp": Refusal(["--pp-size", "2"], ("--pp-size", "got 2")),
     "dp": Refusal(["--dp-size", "2"], ("--dp-size", "got 2")),
     "cp": Refusal(

@@ -141,6 +141,11 @@ def _without_ranks(server_args: Any) -> list[str]:
             "--lora-drain-wait-threshold",
             "each rank would drain adapters by its own clock",
         ),
+        (
+            server_args.enable_prefill_delayer and server_args.prefill_delayer_queue_min_ratio is not None,
+            "--prefill-delayer-queue-min-ratio",
+            "each rank would delay a prefill by its own clock",
+        ),
         (server_args.enable_eplb, "--enable-eplb", "it moves the weights that a rank has"),
         (server_args.elastic_ep_backend, "--elastic-ep-backend", "ranks that come and go cannot agree"),
     ]

@@ -12,6 +12,7 @@ from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_drainer import LoRADrainer
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import Req
 
@@ -59,12 +60,15 @@ class AdaptersOf:
 class AdaptersInBatch:
     """Those of the next batch, as SGLang fills it: with who runs, then with one after the other in the queue."""
 
-    def __init__(self, manager: LoRAManager, running: Iterable[Req]) -> None:
+    def __init__(self, manager: LoRAManager, drainer: LoRADrainer | None, running: Iterable[Req]) -> None:
         self._manager = manager
+        self._drainer = drainer
         self._ids = {req.lora_id for req in running if not req.finished()}
 
     def takes(self, req: Req) -> bool:
         """Whether there is a place for that of ``req``, which is taken then. SGLang passes it over otherwise."""
+        if self._drainer is not None and not self._drainer.can_schedule(req):
+            return False  # its adapter makes room for another one
         ids = self._ids | {req.lora_id}
         fits = ids == self._ids or self._manager.validate_lora_batch(ids)
         if fits:

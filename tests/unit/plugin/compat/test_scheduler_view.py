@@ -28,7 +28,7 @@ class Req:
 def reserved(
     running: list[Req], last: list[Req] | None, chunked: Req | None = None, ratio: float = 0.5
 ) -> int:
-    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 
     scheduler: Any = SimpleNamespace(
         running_batch=SimpleNamespace(reqs=running),
@@ -54,7 +54,7 @@ def test_what_is_reserved_does_not_depend_on_the_order_of_requests() -> None:
 
 
 def test_the_batch_is_full_until_somebody_looks_again() -> None:
-    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 
     scheduler: Any = SimpleNamespace(running_batch=SimpleNamespace(reqs=[Req(100)], batch_is_full=True))
     SchedulerOf(scheduler).look_again()
@@ -78,19 +78,32 @@ class Manager:
         return len(lora_ids) <= 2
 
 
+class Drainer:
+    """Of SGLang's ``LoRADrainer``."""
+
+    def can_schedule(self, req: Any) -> bool:
+        return req.lora_id != "drains"
+
+
 @pytest.mark.parametrize(
-    ("running", "last", "queue", "passed_over"),
+    ("running", "last", "chunked", "queue", "passed_over"),
     [
-        ([], [], ["a", "b", "c", "a", None], [False, False, True, False, True]),
-        (["a"], [], ["b", "c", "a"], [False, True, False]),
-        (["a"], ["b"], ["c", "b", "a", None], [True, False, False, True]),
-        ([None], [], ["c", "b", None], [False, True, False]),
+        ([], [], [], ["a", "b", "c", "a", None], [False, False, True, False, True]),
+        (["a"], [], [], ["b", "c", "a"], [False, True, False]),
+        (["a"], ["b"], [], ["c", "b", "a", None], [True, False, False, True]),
+        (["a"], [], ["b"], ["c", "b", "a"], [True, False, False]),
+        ([None], [], [], ["c", "b", None], [False, True, False]),
+        ([], [], [], ["drains", "b", "c", "a"], [True, False, False, True]),
     ],
 )
 def test_who_is_passed_over_for_its_adapter(
-    running: list[str | None], last: list[str | None], queue: list[str | None], passed_over: list[bool]
+    running: list[str | None],
+    last: list[str | None],
+    chunked: list[str | None],
+    queue: list[str | None],
+    passed_over: list[bool],
 ) -> None:
-    from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import SchedulerOf
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 
     def requests(lora_ids: list[str | None]) -> list[Req]:
         made = [Req(10, prompt=5) for _ in lora_ids]
@@ -103,12 +116,16 @@ def test_who_is_passed_over_for_its_adapter(
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=Manager())),
         running_batch=SimpleNamespace(reqs=requests(running)),
         last_batch=SimpleNamespace(reqs=requests(last)),
+        chunked_req=next(iter(requests(chunked)), None),
+        lora_drainer=Drainer(),
         waiting_queue=requests(queue),
         page_size=1,
     )
     assert [request.is_passed_over for request in SchedulerOf(scheduler).waiting()] == passed_over
+    scheduler.lora_drainer = None
     for req in [*scheduler.running_batch.reqs, *scheduler.last_batch.reqs]:
         req.is_over = True  # and not taken out yet
+    scheduler.chunked_req = None
     first, second, *_ = SchedulerOf(scheduler).waiting()
     assert not first.is_passed_over
     assert not second.is_passed_over
