@@ -94,6 +94,8 @@ class Lane:
         self._pool = WorkerPool(name, 1)
         self._lock = threading.Lock()
         self._running_since: float | None = None
+        self._running_limit_s = 0.0
+        """Of the running call: whoever waits behind it with less patience does not give it up before."""
         self._stuck = False
         """A call that overran its deadline still runs."""
 
@@ -101,14 +103,14 @@ class Lane:
         """What ``function()`` returns or raises.
 
         Raises:
-            TimeoutError: it runs for longer than ``timeout_s`` seconds, or an earlier call hangs. It may still
-                take effect.
+            TimeoutError: it runs for longer than ``timeout_s`` seconds, or an earlier call does and for longer than
+                that one may. It may still take effect.
             OSError: the lane is closed; nothing is done.
         """
         if self._stuck:
             raise TimeoutError(errno.ETIMEDOUT, "an earlier call still hangs")
         future: Future[T] = Future()
-        self._pool.submit(lambda: self._run(function, future))
+        self._pool.submit(lambda: self._run(function, future, timeout_s))
         while True:
             try:
                 return future.result(timeout_s)
@@ -131,7 +133,7 @@ class Lane:
     def post(self, function: Callable[[], object]) -> None:
         """Have ``function()`` called some time. Never waits; on a closed lane it is called at once."""
         try:
-            self._pool.submit(lambda: self._run(function, Future()))
+            self._pool.submit(lambda: self._run(function, Future(), 0.0))
         except OSError:
             function()
 
@@ -141,17 +143,17 @@ class Lane:
 
     def _overruns(self, timeout_s: float) -> bool:
         with self._lock:
-            since = self._running_since
-            if since is not None and time.monotonic() - since >= timeout_s and not self._stuck:
+            since, limit_s = self._running_since, max(timeout_s, self._running_limit_s)
+            if since is not None and time.monotonic() - since >= limit_s and not self._stuck:
                 self._stuck = True
                 self._on_hang()
             return self._stuck
 
-    def _run(self, function: Callable[[], T], future: Future[T]) -> None:
+    def _run(self, function: Callable[[], T], future: Future[T], limit_s: float) -> None:
         if not future.set_running_or_notify_cancel():
             return
         with self._lock:
-            self._running_since = time.monotonic()
+            self._running_since, self._running_limit_s = time.monotonic(), limit_s
         try:
             future.set_result(function())
         except BaseException as error:

@@ -101,6 +101,36 @@ def test_a_call_behind_one_that_hangs_is_never_run(hang: threading.Event) -> Non
     assert not ran.is_set()
 
 
+def test_a_call_is_not_given_up_by_one_behind_it_that_has_less_time(hang: threading.Event) -> None:
+    given_up: list[str] = []
+    lane = Lane("test", lambda: given_up.append("long"))
+    begun, looked = threading.Event(), threading.Event()
+    outcomes: list[object] = []
+    overruns = lane._overruns
+
+    def seen(timeout_s: float) -> bool:
+        found = overruns(timeout_s)
+        looked.set()
+        return found
+
+    lane._overruns = seen  # type: ignore[method-assign]
+    calls = [
+        threading.Thread(
+            target=lambda: outcomes.append(lane.call(lambda: begun.set() or hang.wait(), LONG_S))
+        ),
+        threading.Thread(target=lambda: outcomes.append(lane.call(lambda: "short", SHORT_S))),
+    ]
+    calls[0].start()
+    assert begun.wait(LONG_S)
+    calls[1].start()
+    assert looked.wait(LONG_S), "whoever waits behind it looks when its own time is over"
+    hang.set()
+    for call in calls:
+        call.join(LONG_S)
+    assert (outcomes, given_up) == ([True, "short"], [])
+    assert lane.close(LONG_S)
+
+
 def test_a_lane_recovers_when_the_call_ends(hang: threading.Event) -> None:
     lane = Lane("test")
     ended = threading.Event()
