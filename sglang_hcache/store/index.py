@@ -20,7 +20,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_hcache.core.errors import StoreFormatError, StoreFullError, StoreIOError, StoreLockedError
+from sglang_hcache.core.errors import (
+    StoreFormatError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+    TemporaryFolderError,
+)
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
@@ -141,6 +147,7 @@ class Index:
 
         Raises:
             StoreFormatError: missing, damaged, incomplete or of another store.
+            TemporaryFolderError: there is no room for a copy of it.
         """
         if not path.is_file():
             raise StoreFormatError(f"the index {path} is missing")
@@ -150,6 +157,8 @@ class Index:
                 connection.execute(_EXCLUSIVE)
                 index._verify(store_id)
                 return index.load(shapes), index.meta()
+        except TemporaryFolderError:
+            raise
         except (*_SQLITE_ERRORS, OSError, StoreFormatError, StoreIOError) as error:
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_hcache.core.errors import StoreFormatError
+from sglang_hcache.core.errors import StoreFormatError, TemporaryFolderError
+from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
 _PATIENCE_S = 5.0
 _FIRST_PAUSE_S = 0.005
@@ -27,10 +28,11 @@ def private_copy(path: Path) -> Iterator[Path]:
     checkpoint wrote into the database during the copy is in the log that was copied, and is read from there.
 
     Raises:
-        OSError: it cannot be read or copied.
+        OSError: it cannot be read.
+        TemporaryFolderError: there is no room for the copy.
         StoreFormatError: it changes too fast.
     """
-    with tempfile.TemporaryDirectory(prefix="hcache-index-", ignore_cleanup_errors=True) as folder:
+    with _private_folder() as folder:
         copy, give_up_at, pause_s = Path(folder) / path.name, time.monotonic() + _PATIENCE_S, _FIRST_PAUSE_S
         while not _copied(path, copy):
             if time.monotonic() >= give_up_at:
@@ -45,12 +47,30 @@ def log_of(path: Path) -> Path:
     return path.with_name(path.name + "-wal")
 
 
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="hcache-index-", ignore_cleanup_errors=True)
+    except OSError as error:  # FileNotFoundError where no folder at all takes a file
+        raise TemporaryFolderError(
+            f"no folder for temporary files takes a copy of the index: {error.strerror or error}; "
+            "set TMPDIR to one that has room"
+        ) from None
+
+
 def _copied(path: Path, copy: Path) -> bool:
     before = _state(path)
-    shutil.copyfile(path, copy)
-    log_of(copy).unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copyfile(log_of(path), log_of(copy))
+    try:
+        shutil.copyfile(path, copy)
+        log_of(copy).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(log_of(path), log_of(copy))
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:  # of which only writing can be one
+            raise
+        raise TemporaryFolderError(
+            f"there is no room for a copy of the index in {copy.parent.parent}, the folder for temporary files: "
+            f"{error.strerror}; set TMPDIR to one that has room"
+        ) from None
     return _state(path) == before
 
 

@@ -7,7 +7,13 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_hcache.core.errors import CorruptExtentError, StoreError, StoreFormatError, StoreIOError
+from sglang_hcache.core.errors import (
+    CorruptExtentError,
+    StoreError,
+    StoreFormatError,
+    StoreIOError,
+    TemporaryFolderError,
+)
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
@@ -151,11 +157,13 @@ def _first_headers(item: Seen) -> list[ExtentHeader]:
 
 
 def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
-    """Ids of the runs that the index knows; none if it cannot be read."""
+    """Ids of the runs that the index knows; none if it cannot be read. Raises TemporaryFolderError."""
     shapes = ShapeTable(identity.num_stripes)
     for item in seen:
         try:
             contents, _ = Index.read(item.volume.path / INDEX_NAME, shapes, identity.store_id)
+        except TemporaryFolderError:
+            raise
         except StoreError:
             continue
         return {place.run_id for place in contents.runs.values()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglang_hcache.core.errors import StoreError, StoreFormatError
+from sglang_hcache.core.errors import StoreError, StoreFormatError, TemporaryFolderError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
@@ -112,11 +112,15 @@ class StoreView:
 
         Raises:
             StoreFormatError: no store, not one store, not all of its directories, or one of another format.
+            TemporaryFolderError: there is no room for a copy of the index.
         """
         sight = look_at(dirs)
         holder = _lock_holder(sight)
         try:
             contents, meta = _read_index(sight)
+        except TemporaryFolderError:  # the index may be well, and headers say less
+            sight.close()
+            raise
         except StoreError as error:
             sight.close()
             again = look_at(dirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.core.errors import StoreFormatError, StoreLockedError
+from sglang_hcache.core.errors import StoreFormatError, StoreLockedError, TemporaryFolderError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, index_copy
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.index import Index
+from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
@@ -97,7 +100,9 @@ def test_another_program_cannot_open_it_and_one_that_has_it_open_is_named(
 VIEWER = """
 import sys
 from pathlib import Path
+from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes.directory import StoreDirectory
 for _ in range(30):
     with StoreView.open([Path(name) for name in sys.argv[1:]]) as view:
         assert not view.index_problem, view.index_problem
@@ -159,3 +164,50 @@ def test_an_index_that_never_stands_still_is_not_believed(
     with StoreView.open(config.dirs) as view:
         assert "changed all the time" in view.index_problem
         assert len(view.contents.runs) == 1
+
+
+def full_disk(_: Path, __: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def nowhere(**_: object) -> None:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fails"),
+    [("shutil", "copyfile", full_disk), ("tempfile", "TemporaryDirectory", nowhere)],
+)
+def test_no_room_for_a_copy_says_nothing_of_the_index(
+    tmp_path: Path,
+    open_store: OpenStore,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    name: str,
+    fails: Callable[..., None],
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    store.close()
+    monkeypatch.setattr(getattr(index_copy, module), name, fails)
+    for look in (StoreView.open, rebuild):
+        with pytest.raises(TemporaryFolderError, match=r"folder for temporary files.*; set TMPDIR"):
+            look(config.dirs)
+
+
+def test_a_read_only_home_opens_without_room_for_a_copy(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the segments."""
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    store.close()
+
+    def read_only(_: StoreDirectory) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(StoreDirectory, "probe", read_only)
+    monkeypatch.setattr(index_copy.shutil, "copyfile", full_disk)
+    read_keys(open_store(config), make_keys(0, 2))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -310,6 +312,20 @@ def test_a_missing_directory_and_a_missing_index(hcache: Hcache, dirs: tuple[Pat
     code, out, _ = hcache("verify", *dirs)
     assert code == 1  # no run is complete in what is left, so it is not known what was there
     assert f"{dirs[1]}: it does not exist" in out
+
+
+def test_no_room_for_a_copy_of_the_index(
+    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path, __: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("sglang_hcache.store.index_copy.shutil.copyfile", full)
+    for arguments in (["stat"], ["fsck"], ["gc"], ["clear", "--yes"]):
+        code, out, err = hcache(*arguments, *dirs)
+        assert (code, out) == (2, "")
+        assert err.startswith("hcache: error: there is no room for a copy of the index in ")
+        assert err.endswith("; set TMPDIR to one that has room\n")
 
 
 def test_runs_without_torch_and_sglang(dirs: tuple[Path, ...]) -> None:
