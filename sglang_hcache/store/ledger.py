@@ -112,7 +112,8 @@ class Ledger:
                 if not self._is_published:  # nobody has meanwhile
                     self._publish()
         home = self._volumes[self._identity.index_stripe]
-        self._lost |= not home.health.readable
+        if not home.health.readable:  # "|=" would undo what another thread sets meanwhile
+            self._lost = True
         if home.health.writable and not self._lost:
             return
         well = [volume for volume in (home, *self._volumes) if volume.health.writable]

@@ -20,6 +20,7 @@ from sglang_hcache.store.io import engine
 from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine, run_op
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import HangingEngine
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -262,6 +263,24 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     (segment,) = [item for item in Inside(store).catalog.segments() if item.runs]
     question = f"SELECT last_used FROM segments WHERE segment = {segment.number}"
     assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_an_index_that_is_found_lost_while_its_home_is_looked_at_is_written_anew(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path))
+    ledger, before = Inside(store).ledger, Inside(store).index
+
+    def readable(health: Health) -> bool:
+        ledger._lost = True  # by another thread, at this moment
+        return health.condition is not Condition.OUT
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Health, "readable", property(readable))
+        ledger.move_if_needed()
+    assert Inside(store).index is not before
+    assert not Inside(store).is_index_lost
 
 
 def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
