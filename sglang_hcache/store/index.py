@@ -219,8 +219,15 @@ class Index:
     def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
         """Remove a segment's rows and recency. Raises StoreIOError."""
         self.delete_runs(rows)
-        with self._transaction():
-            self._connection.execute("DELETE FROM segments WHERE segment = ?", (segment,))
+        self.delete_recency([segment])
+
+    def delete_recency(self, segments: Iterable[int]) -> None:
+        """Remove that of segments that are gone, in several transactions. Raises StoreIOError."""
+        for batch in batches(segments):
+            with self._transaction():
+                self._connection.executemany(
+                    "DELETE FROM segments WHERE segment = ?", [(segment,) for segment in batch]
+                )
 
     def save_recency(self, recency: Mapping[int, Recency]) -> None:
         """Store how dear segments are. Raises StoreIOError or StoreFullError."""

@@ -97,6 +97,9 @@ class Ledger:
     def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
         self._call(lambda index: index.delete_segment(segment, rows))
 
+    def delete_recency(self, segments: Iterable[int]) -> None:
+        self._call(lambda index: index.delete_recency(segments))
+
     def save_recency(self, recency: Mapping[int, Recency]) -> None:
         self._call(lambda index: index.save_recency(recency))
 

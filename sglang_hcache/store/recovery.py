@@ -111,7 +111,10 @@ class Recovery:
             self._observer.count("store.runs_lost", len(unusable))
         # What is said of no run would be said of the next one with its number.
         orphans = contents.quarantined.keys() - contents.runs.keys()
-        _try_delete(ledger, [*unusable, *orphans])
+        _try_delete(ledger.delete_runs, [*unusable, *orphans])
+        if found.index is not None and not found.is_partial:
+            # Of an eviction that was killed, or overtaken by what saves recency: nobody else would ever delete it.
+            _try_delete(ledger.delete_recency, sorted(contents.recency.keys() - census.segments.keys()))
         num_recovered = len(contents.runs) + len(contents.bad_rows) - len(unusable)
         self._observer.count("store.runs_recovered", num_recovered)
         kept, leftovers = census.strays(is_partial=found.is_partial)
@@ -268,9 +271,9 @@ def _remove_old_index(volume: Volume) -> None:
         logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
 
 
-def _try_delete(ledger: Ledger, rows: Sequence[int]) -> None:
+def _try_delete(delete: Callable[[Sequence[int]], None], rows: Sequence[int]) -> None:
     try:
         for batch in batches(rows):  # each with a deadline of its own
-            ledger.delete_runs(batch)
+            delete(batch)
     except StoreError as error:
         logger.warning("hcache: could not tidy the index: %s", error)

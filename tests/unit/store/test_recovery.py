@@ -24,6 +24,7 @@ from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import without_sync
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_key,
@@ -147,6 +148,26 @@ def test_a_row_that_makes_no_sense_is_dropped(
     store.close()
     open_store(closed)
     assert counters["store.runs_lost"] == 1
+
+
+def test_recency_of_segments_that_are_gone_does_not_stay_for_ever(
+    closed: StoreConfig, open_store: OpenStore
+) -> None:
+    with sqlite3.connect(index_path(closed)) as connection:
+        known = connection.execute("SELECT * FROM segments ORDER BY segment").fetchall()
+        connection.executemany(
+            "INSERT INTO segments VALUES (?, 1, 1.0)", [(1000 + number,) for number in range(200)]
+        )
+    connection.close()
+    store = open_store(closed)
+    assert readable(store) == list(range(RUNS))
+    write_keys(store, make_keys(900, 2), LAYERS)
+    assert Inside(store).active.number == 1200, "a number that was in use is not used again at once"
+    store.close()
+    with sqlite3.connect(index_path(closed)) as connection:
+        now = connection.execute("SELECT segment FROM segments ORDER BY segment").fetchall()
+    connection.close()
+    assert now == [*((row[0],) for row in known), (1200,)]
 
 
 @pytest.mark.parametrize(
