@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,5 +200,10 @@ def _prompt_lengths(scripts: Sequence[Script], model: Path) -> list[int]:
 
 
 def _disk_usage(folder: Path) -> int:
-    """Bytes that the files in ``folder`` take on disk, like ``du``."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    """Bytes that the files in ``folder`` take on disk, like ``du``, while a server adds and deletes some."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    return total
