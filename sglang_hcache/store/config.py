@@ -58,6 +58,8 @@ class StoreConfig:
     (linear layers 24 h^2, attention 4 h a token of context; [HCache §3.2])."""
     user_pid: int | None = None
     """The process that others are told to stop before they use these directories; None: this one."""
+    makes_dirs: bool = True
+    """Whether a directory that is missing is made; else it is out."""
 
     def __post_init__(self) -> None:
         if not self.dirs:

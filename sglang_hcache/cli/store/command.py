@@ -167,6 +167,9 @@ def _clear(
 
     It asks first. Exit status 2 if the answer is not yes.
 
+    Directories that are missing or sick lose what they hold when a server has them again. Until then nothing of it is
+    served, except by a server that starts without all the others.
+
     A running server does the same when it is asked with POST /hicache/storage-backend/clear.
     """
     from sglang_hcache.cli.store import report

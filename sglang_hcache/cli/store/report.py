@@ -135,18 +135,35 @@ def collected(change: Change) -> Report:
 
 
 def cleared(change: Change) -> Report:
-    """What ``clear`` removed."""
-    before = change.before
-    data = {**_sizes(change), "chunks_removed": before.chunks, "runs_removed": before.runs}
+    """What ``clear`` removed, and where files are left."""
+    before, directories = change.before, change.after.directories
+    data = {
+        **_sizes(change),
+        "chunks_removed": before.chunks,
+        "runs_removed": before.runs,
+        "directories": [_directory_data(item) for item in directories],
+    }
     what = f"removed {counted(before.chunks, 'chunk')} in {counted(before.runs, 'run')}"
-    return Report(data, [Text(f"{what}; {_freed(change)}")])
+    return Report(data, [Text(f"{what}; {_freed(change)}"), *map(Text, _sick(directories))])
 
 
 def clear_question(view: StoreView) -> str:
     """What is about to be lost."""
-    size = format_bytes(sum(item.physical_bytes for item in view.directories()))
+    directories = view.directories()
+    size = format_bytes(sum(item.physical_bytes for item in directories))
     places = ", ".join(str(path) for path in view.paths)
-    return f"Remove all {counted(view.chunks(), 'chunk')} ({size}) from {places}?"
+    question = f"Remove all {counted(view.chunks(), 'chunk')} ({size}) from {places}?"
+    return "\n".join([*_sick(directories), question])
+
+
+def _sick(directories: Iterable[DirectoryInfo]) -> list[str]:
+    """What clearing leaves where it cannot delete."""
+    return [
+        f"{item.path} is {item.condition}: {item.reason}; what is there does not count any more once all is "
+        "cleared, and is deleted when a server has the directory again"
+        for item in directories
+        if item.condition != Condition.HEALTHY
+    ]
 
 
 def checked(view: StoreView, findings: Sequence[Finding], done: Sequence[str]) -> Report:

@@ -65,9 +65,23 @@ def collect(dirs: Sequence[Path], to_bytes: int | None = None, max_age_s: float 
 
 
 def clear(dirs: Sequence[Path]) -> Change:
-    """Remove all chunks. Raises as :func:`collect`."""
-    with _opened(dirs) as (store, before, _, counters):
-        store.clear()
+    """Remove all chunks, also where directories are missing or sick.
+
+    Those lose their files when a server has them again: a note in the others says that what is there does not count.
+
+    Raises:
+        StoreLockedError: a server runs.
+        StoreError: the store cannot be opened, or no directory takes the note.
+    """
+    with _opened(dirs, needs_all=False) as (store, before, _, counters):
+        if not store.clear():
+            sick = "; ".join(
+                f"{item.path} is {item.condition}: {item.reason}" for item in store.stats().directories
+            )
+            raise StoreIOError(
+                "no directory takes the note that all was cleared, so chunks may be back at the next start; see to "
+                f"one of them, and clear again ({sick})"
+            )
     return _change(dirs, before, counters)
 
 
@@ -98,20 +112,20 @@ def refuse_if_locked(view: StoreView) -> None:
 
 @contextlib.contextmanager
 def _opened(
-    dirs: Sequence[Path], max_age_s: float | None = None
+    dirs: Sequence[Path], max_age_s: float | None = None, *, needs_all: bool = True
 ) -> Iterator[tuple[DiskStore, Snapshot, int, Counters]]:
     """The store, opened as its last server did; what it held before; bytes of a segment; what it counts."""
     with StoreView.open(dirs) as view:
         refuse_if_locked(view)
         before, identity, paths = Snapshot.of(view), view.identity, view.paths
     for item in before.directories:
-        if item.condition != Condition.HEALTHY:
-            # Opening would forget the runs that lie there, and make the directory if it is missing.
+        if needs_all and item.condition != Condition.HEALTHY:
+            # Opening would forget the runs that lie there.
             raise StoreIOError(
                 f"{item.path}: {item.reason}; this needs all directories, see `hcache store fsck`"
             )
     counters = Counters()
-    config = replace(config_of(identity, paths), max_age_s=max_age_s)
+    config = replace(config_of(identity, paths), max_age_s=max_age_s, makes_dirs=False)
     store = DiskStore.open(config, counters)
     try:
         for path in paths:

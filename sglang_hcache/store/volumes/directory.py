@@ -47,15 +47,16 @@ class StoreDirectory:
         user_pid: the process that others are told to stop, if it is not this one.
     """
 
-    def __init__(self, path: Path, user_pid: int | None = None) -> None:
+    def __init__(self, path: Path, user_pid: int | None = None, *, may_make: bool = True) -> None:
         self.path = path
+        self._may_make = may_make
         self.direct = False
         """Whether segment files are opened with O_DIRECT; set by :meth:`probe`."""
         self._has_warned = False
         self.lock = DirectoryLock(path, user_pid)
 
     def acquire(self) -> None:
-        """Create the directory if it is missing, check that it is ours, make it private, and lock it.
+        """Create the directory if it is missing and may be made, check that it is ours, make it private, and lock it.
 
         Also after it was away: keeps the lock where it is still the same directory.
 
@@ -64,8 +65,8 @@ class StoreDirectory:
             StoreLockedError: another process has it.
             OSError: the file system refuses.
         """
-        with contextlib.suppress(FileExistsError):
-            self.path.mkdir(mode=0o700, parents=True)
+        if self._may_make:
+            _make(self.path)
         self.check_ours()
         os.chmod(self.path, 0o700)
         self.lock.take()
@@ -264,9 +265,8 @@ class StoreDirectory:
 
     def strangers(self) -> list[str]:
         """Names of what no store made. Raises OSError."""
-        known = _OWN_NAMES | _HARMLESS_NAMES
-        names = (entry.name for entry in self._entries())
-        return sorted(name for name in names if name not in known and not _SEGMENT_NAME.fullmatch(name))
+        names = {entry.name for entry in self._entries()} - _OWN_NAMES - _HARMLESS_NAMES
+        return sorted(name for name in names if not _SEGMENT_NAME.fullmatch(name))
 
     def check_ours(self) -> None:
         """Whether a store may be here: changes nothing.
@@ -338,6 +338,11 @@ class StoreDirectory:
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             yield from entries
+
+
+def _make(path: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
 
 
 def _maker(name: str) -> str:

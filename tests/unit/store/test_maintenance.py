@@ -18,6 +18,7 @@ from sglang_hcache.store.inspect.check import Finding, check
 from sglang_hcache.store.inspect.maintenance import clear, collect
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
@@ -292,7 +293,45 @@ def test_changes_are_refused_while_a_server_runs(
     assert store.stats().runs == RUNS
 
 
-@pytest.mark.parametrize("operation", [collect, clear, rebuild])
+@pytest.mark.parametrize("number", [0, 1])
+def test_clear_does_without_a_directory_that_is_away(
+    closed: StoreConfig, open_store: OpenStore, number: int
+) -> None:
+    """The index is in the first one."""
+    missing = closed.dirs[number]
+    away = missing.rename(missing.with_name("away"))
+    files = list(away.glob("*.seg"))
+    assert files
+    change = clear(closed.dirs)
+    assert not missing.exists()
+    assert [item.condition for item in change.after.directories if item.path == missing] == ["out"]
+    assert not list(closed.dirs[1 - number].glob("*.seg"))
+    assert served(closed, open_store) == [], "a server without it"
+    shutil.rmtree(missing, ignore_errors=True)  # which that server has made
+    away.rename(missing)
+    with StoreView.open(closed.dirs) as view:
+        assert view.runs() == []
+    store = open_store(closed)
+    assert not list(missing.glob("*.seg"))
+    write_keys(store, keys_of(3), LAYERS)
+    store.close()
+    assert served(closed, open_store) == [3]
+
+
+def test_what_is_cleared_without_any_directory_is_not_cleared_for_good(
+    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(StoreDirectory, "write_superblock", read_only)
+    with pytest.raises(
+        StoreIOError, match=r"no directory takes the note .*disk1 is read-only: Read-only file"
+    ):
+        clear(closed.dirs)
+
+
+@pytest.mark.parametrize("operation", [collect, rebuild])
 def test_a_directory_that_is_away_is_neither_made_nor_forgotten(
     closed: StoreConfig, open_store: OpenStore, operation: Callable[[tuple[Path, ...]], object]
 ) -> None:

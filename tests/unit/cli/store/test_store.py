@@ -283,6 +283,20 @@ def test_clear_asks(hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.
     assert hcache("clear", *dirs)[0] == 0
 
 
+def test_clear_says_what_a_directory_that_is_away_keeps(
+    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dirs[1].rename(dirs[1].with_name("away"))
+    expected = f"{dirs[1]} is out: it does not exist; what is there does not count any more"
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    code, _, err = hcache("clear", *dirs)
+    assert (code, expected in err) == (2, True)
+    code, out, _ = hcache("clear", "--yes", *dirs)
+    assert (code, expected in out) == (0, True)
+    data = as_json(hcache("clear", "--yes", "--json", *dirs))
+    assert [item["condition"] for item in data["directories"]] == ["healthy", "out"]
+
+
 def test_beside_another_process_reading_works_and_changing_names_it(
     hcache: Hcache, dirs: tuple[Path, ...], holder: int
 ) -> None:
