@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path, named_path
+from sglang_hcache.cli.store.each import Dirs, Show, for_each
 from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
 
@@ -19,15 +21,20 @@ app = typer.Typer(
 Name all directories of the store, in any order, or the server's YAML file with --config. For example
 `hcache store stat /mnt/nvme0/hcache /mnt/nvme1/hcache`.
 
+The ranks of a server with --tp-size have a store each, in `rank-0-of-2` and so on below these directories. Named like
+this, each rank gets the command in turn, and the answer of --json is `{"ranks": [...]}`: for each its number as `rank`
+with what a single store answers, and `error` where it failed. One rank alone: name its own directories.
+
 stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
 --rebuild change the store: they refuse while a server uses it, and say which process that is.
 
-Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C ended it.
+Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C ended it; of
+several ranks the worst.
 """,
     no_args_is_help=True,
 )
 
-Dirs = Annotated[
+Named = Annotated[
     list[str] | None,
     typer.Argument(metavar="DIR", help="All directories of the store, in any order; commas may join them."),
 ]
@@ -43,7 +50,7 @@ ConfigFile = Annotated[
 
 
 @app.command("stat")
-def _stat(dirs: Dirs = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Sizes, counts and the health of each directory.
 
     Counts add up since the store was created. Beside a running server they are a moment old, and the health
@@ -52,13 +59,17 @@ def _stat(dirs: Dirs = None, config: ConfigFile = None, as_json: AsJson = False)
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView
 
-    with StoreView.open(_directories(dirs, config)) as view:
-        report.stat(view).show(as_json=as_json)
+    def look(places: Dirs, show: Show) -> bool:
+        with StoreView.open(places) as view:
+            show(report.stat(view))
+        return True
+
+    for_each(_stores(dirs, config), look, as_json=as_json)
 
 
 @app.command("ls")
 def _ls(
-    dirs: Dirs = None,
+    dirs: Named = None,
     config: ConfigFile = None,
     namespaces: Annotated[
         bool, typer.Option("--namespaces", help="List namespaces in place of runs, the largest first.")
@@ -79,19 +90,19 @@ def _ls(
 
     if namespaces and quarantined:
         raise ConfigError("--namespaces and --quarantined: give one of them")
-    with StoreView.open(_directories(dirs, config)) as view:
-        if namespaces:
-            found = lists.list_namespaces(view, limit)
-        elif quarantined:
-            found = lists.list_quarantined(view, limit)
-        else:
-            found = lists.list_runs(view, limit)
-        found.show(as_json=as_json)
+    made = lists.list_namespaces if namespaces else lists.list_quarantined if quarantined else lists.list_runs
+
+    def look(places: Dirs, show: Show) -> bool:
+        with StoreView.open(places) as view:
+            show(made(view, limit))
+        return True
+
+    for_each(_stores(dirs, config), look, as_json=as_json)
 
 
 @app.command("verify")
 def _verify(
-    dirs: Dirs = None,
+    dirs: Named = None,
     config: ConfigFile = None,
     quarantined: Annotated[
         bool,
@@ -111,24 +122,27 @@ def _verify(
     from sglang_hcache.cli.store.verify import run_verification
     from sglang_hcache.store.inspect.view import StoreView
 
-    with StoreView.open(_directories(dirs, config)) as view:
-        outcome = run_verification(view, quiet=as_json)
-        report.verification(view, outcome).show(as_json=as_json)
-    is_known = quarantined and any(run.quarantined for run in view.runs())
-    is_all_there = all(volume.health.readable for volume in view.volumes)
-    if outcome.damages or is_known or not is_all_there:
-        raise typer.Exit(1)
+    def read(places: Dirs, show: Show) -> bool:
+        with StoreView.open(places) as view:
+            outcome = run_verification(view, quiet=as_json)
+            show(report.verification(view, outcome))
+        is_known = quarantined and any(run.quarantined for run in view.runs())
+        is_all_there = all(volume.health.readable for volume in view.volumes)
+        return is_all_there and not is_known and not outcome.damages
+
+    for_each(_stores(dirs, config), read, as_json=as_json)
 
 
 @app.command("gc")
 def _gc(
-    dirs: Dirs = None,
+    dirs: Named = None,
     config: ConfigFile = None,
     to: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB.",
+            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB: "
+            "those of all ranks together.",
         ),
     ] = None,
     older_than: Annotated[
@@ -149,16 +163,22 @@ def _gc(
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import collect
 
-    places, to_bytes = _directories(dirs, config), _size(to)
-    change = collect(places, to_bytes, _age(older_than))
-    report.collected(change).show(as_json=as_json)
-    if to_bytes is not None and change.after.physical_bytes > to_bytes:
-        raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
+    stores, size, max_age_s = _stores(dirs, config), _size(to), _age(older_than)
+    to_bytes = None if size is None else size // len(stores)
+
+    def free(places: Dirs, show: Show) -> bool:
+        change = collect(places, to_bytes, max_age_s)
+        show(report.collected(change))
+        if to_bytes is not None and change.after.physical_bytes > to_bytes:
+            raise StoreFullError(f"--to {to}: nothing is left to evict; index and directories take the rest")
+        return True
+
+    for_each(stores, free, as_json=as_json)
 
 
 @app.command("clear")
 def _clear(
-    dirs: Dirs = None,
+    dirs: Named = None,
     config: ConfigFile = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
@@ -176,19 +196,25 @@ def _clear(
     from sglang_hcache.store.inspect.maintenance import clear, refuse_if_locked
     from sglang_hcache.store.inspect.view import StoreView
 
-    places = _directories(dirs, config)
+    def remove(places: Dirs, show: Show) -> bool:
+        show(report.cleared(clear(places)))
+        return True
+
+    stores = _stores(dirs, config)
     if not yes:
-        with StoreView.open(places) as view:
-            refuse_if_locked(view)
-            question = report.clear_question(view)
+        with contextlib.ExitStack() as stack:
+            views = [stack.enter_context(StoreView.open(places)) for places in stores]
+            for view in views:
+                refuse_if_locked(view)
+            question = report.clear_question(views)
         if not _is_agreed(question):
             raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
-    report.cleared(clear(places)).show(as_json=as_json)
+    for_each(stores, remove, as_json=as_json)
 
 
 @app.command("fsck")
 def _fsck(
-    dirs: Dirs = None,
+    dirs: Named = None,
     config: ConfigFile = None,
     rebuild: Annotated[
         bool,
@@ -212,19 +238,27 @@ def _fsck(
     from sglang_hcache.store.inspect.rebuild import rebuild as rebuild_store
     from sglang_hcache.store.inspect.view import StoreView
 
-    places = _directories(dirs, config)
-    done = rebuild_store(places) if rebuild else []
-    with StoreView.open(places) as view:
-        findings = check(view)
-        report.checked(view, findings, done).show(as_json=as_json)
-    if any(finding.is_error for finding in findings):
-        raise typer.Exit(1)
+    def look(places: Dirs, show: Show) -> bool:
+        done = rebuild_store(places) if rebuild else []
+        with StoreView.open(places) as view:
+            findings = check(view)
+            show(report.checked(view, findings, done))
+        return not any(finding.is_error for finding in findings)
+
+    for_each(_stores(dirs, config), look, as_json=as_json)
 
 
 def _is_agreed(question: str) -> bool:
     """Whether the user types yes; no input is a no, as is its end. typer's own takes Ctrl-C for a no as well."""
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
     return sys.stdin is not None and sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _stores(dirs: list[str] | None, config: Path | None) -> list[tuple[Path, ...]]:
+    """The directories of each store that is meant: of one, or of each rank. Raises ConfigError, StoreFormatError."""
+    from sglang_hcache.store.volumes.ranks import stores_in
+
+    return stores_in(_directories(dirs, config))
 
 
 def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...]:

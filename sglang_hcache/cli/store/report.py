@@ -147,13 +147,16 @@ def cleared(change: Change) -> Report:
     return Report(data, [Text(f"{what}; {_freed(change)}"), *map(Text, _sick(directories))])
 
 
-def clear_question(view: StoreView) -> str:
-    """What is about to be lost."""
-    directories = view.directories()
+def clear_question(views: Sequence[StoreView]) -> str:
+    """What is about to be lost: all in one store, or in those of all ranks."""
+    directories = [item for view in views for item in view.directories()]
+    chunks = sum(view.chunks() for view in views)
     size = format_bytes(sum(item.physical_bytes for item in directories))
-    places = ", ".join(str(path) for path in view.paths)
-    question = f"Remove all {counted(view.chunks(), 'chunk')} ({size}) from {places}?"
-    return "\n".join([*_sick(directories), question])
+    paths = [path for view in views for path in view.paths]
+    if len(views) > 1:
+        paths = list(dict.fromkeys(path.parent for path in paths))
+    places = ", ".join(map(str, paths)) + (f" (of {len(views)} ranks)" if len(views) > 1 else "")
+    return "\n".join([*_sick(directories), f"Remove all {counted(chunks, 'chunk')} ({size}) from {places}?"])
 
 
 def _sick(directories: Iterable[DirectoryInfo]) -> list[str]:

@@ -276,7 +276,7 @@ def _look(path: Path) -> Seen:
         seen.exists = True
         seen.superblock = volume.probe(directory.read_superblock)
         if seen.superblock is None:
-            seen.num_ranks = volume.probe(partial(ranks_in, path))
+            seen.num_ranks = min(volume.probe(partial(ranks_in, path)), default=None)
     except StoreFormatError:
         volume.health.take_out("its superblock is damaged")
         return seen

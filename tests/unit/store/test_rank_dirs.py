@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,9 @@ from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir, ranks_named_by
 from sglang_hcache.store import DiskStore, look_ahead
+from sglang_hcache.store.volumes import ranks
 from sglang_hcache.store.volumes.looking import look_at
+from sglang_hcache.store.volumes.ranks import stores_in
 from sglang_hcache.testing.stored_chunks import small_config
 
 
@@ -58,6 +62,52 @@ def test_who_looks_is_told_where_they_are(tmp_path: Path) -> None:
     ):
         look_at([tmp_path / "shared"])
     look_at([tmp_path / "shared" / "rank-1-of-2"]).close()
+
+
+def test_the_stores_in_directories_that_ranks_share(tmp_path: Path) -> None:
+    """Also where one is missing: it is out for each of them."""
+    open_ranks(tmp_path / "shared", 2)
+    dirs = (tmp_path / "unmounted", tmp_path / "shared")
+    assert stores_in(dirs) == [tuple(path / f"rank-{rank}-of-2" for path in dirs) for rank in (0, 1)]
+    own = (tmp_path / "shared" / "rank-0-of-2",)
+    assert stores_in(own) == [own]
+    assert stores_in(dirs[:1]) == [dirs[:1]]
+
+
+def test_directories_of_several_kinds_are_told_apart(tmp_path: Path) -> None:
+    one, two, four = (tmp_path / name for name in ("one", "two", "four"))
+    for path, num_ranks in ((one, 1), (two, 2), (four, 4)):
+        open_ranks(path, num_ranks)
+    of_two, of_four = "those of 2 ranks (rank-0-of-2 and so on)", "those of 4 ranks (rank-0-of-4 and so on)"
+    (two / "rank-0-of-2").rename(one / "rank-0-of-2")
+    for dirs, expected in (
+        ((two, four), f"{two} holds {of_two}; {four} holds {of_four}. Name those of one"),
+        ((one,), f"{one} holds a store of its own and {of_two}. Name those of one"),
+        (
+            (four, two / "rank-1-of-2"),
+            f"{four} holds {of_four}; {two}/rank-1-of-2 holds a store of its own. ",
+        ),
+    ):
+        with pytest.raises(StoreFormatError, match=re.escape(expected)):
+            stores_in(dirs)
+
+
+def test_a_directory_that_does_not_answer_is_taken_for_what_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sick", "well"):
+        open_ranks(tmp_path / name, 2)
+    has_superblock = ranks.has_superblock
+
+    def fails(path: Path) -> bool:
+        if tmp_path / "sick" in (path, *path.parents):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return has_superblock(path)
+
+    monkeypatch.setattr(ranks, "has_superblock", fails)
+    found = stores_in([tmp_path / "sick", tmp_path / "well"])
+    assert [dirs[0].name for dirs in found] == ["rank-0-of-2", "rank-1-of-2"]
+    assert stores_in([tmp_path / "sick"]) == [(tmp_path / "sick",)]
 
 
 @pytest.mark.parametrize("name", ["rank-0-of-", "rank-of-2", "rank-0-of-2x", "Rank-0-of-2"])

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang_hcache.cli import main as command
 from sglang_hcache.cli.store import verify as store_verify
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.stored_chunks import (
@@ -63,6 +65,20 @@ def dirs(tmp_path: Path) -> tuple[Path, ...]:
     with pytest.raises(CorruptExtentError):
         read_keys(store, make_keys(50, 4))
     store.close()
+    return config.dirs
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> tuple[Path, ...]:
+    """Two directories that two ranks share, each with a store of six runs of four chunks in three segments."""
+    config = small_config(tmp_path, 2)
+    for rank in range(2):
+        store = DiskStore.open(
+            replace(config, dirs=tuple(rank_dir(path, rank, 2) for path in config.dirs)), Counters()
+        )
+        for number in range(6):
+            write_keys(store, make_keys(10 * number, 4), LAYERS)
+        store.close()
     return config.dirs
 
 
@@ -175,6 +191,78 @@ def test_ways_to_name_the_directories(hcache: Hcache, dirs: tuple[Path, ...], tm
         assert (code, out) == (2, "")
         assert err.startswith("hcache: error: ")
         assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stat"],
+        ["ls"],
+        ["ls", "--namespaces"],
+        ["verify"],
+        ["fsck"],
+        ["gc"],
+        ["fsck", "--rebuild"],
+        ["clear", "-y"],
+    ],
+)
+def test_each_rank_gets_the_command_in_turn(
+    hcache: Hcache, shared: tuple[Path, ...], tmp_path: Path, arguments: list[str]
+) -> None:
+    alone = as_json(hcache(*arguments, "--json", *(path / "rank-1-of-2" for path in shared)))
+    config = tmp_path / "tier.yaml"
+    config.write_text(f"dirs: [{shared[0]}, {shared[1]}]\ndisk_size: 1GB\n")
+    for named in (shared, ["--config", config]):
+        ranks = as_json(hcache(*arguments, "--json", *named))["ranks"]
+        assert [answer.pop("rank") for answer in ranks] == [0, 1]
+        assert [answer.keys() for answer in ranks] == [alone.keys()] * 2
+        code, out, _ = hcache(*arguments, *named)
+        assert code == 0
+        assert [line for line in out.splitlines() if line.startswith("rank ")] == [
+            "rank 0 of 2",
+            "rank 1 of 2",
+        ]
+
+
+def test_the_worst_of_all_ranks_is_the_exit_status(hcache: Hcache, shared: tuple[Path, ...]) -> None:
+    path, offset, _ = find_extents(shared[0] / "rank-0-of-2")[0]
+    flip(path, offset + 4096)
+    data = as_json(hcache("verify", "--json", *shared), status=1)
+    assert [answer["damaged_chunks"] for answer in data["ranks"]] == [1, 0]
+    for path in shared:
+        (path / "rank-0-of-2").rename(path / "away")
+    code, out, err = hcache("stat", "--json", *shared)
+    assert code == 2
+    failed, well = json.loads(out)["ranks"]
+    assert failed.keys() == {"rank", "error"}
+    assert (well["rank"], well["runs"]) == (1, 6)
+    assert err.startswith(
+        f"hcache: error: rank 0 of 2: {shared[0]}/rank-0-of-2 is not a directory of a store"
+    )
+    assert "6 runs" in hcache("stat", *shared)[1], "one rank's error keeps nobody from looking at the others"
+
+
+def test_sizes_are_for_all_ranks_and_one_question_is_too(
+    hcache: Hcache, shared: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = as_json(hcache("gc", "--to", "900KB", "--json", *shared))
+    assert [answer["segments_evicted"] for answer in data["ranks"]] == [1, 1]
+    assert sum(answer["physical_bytes"] for answer in data["ranks"]) <= 900_000
+    code, out, err = hcache("gc", "--to", "1KB", *shared)
+    assert (code, err.count("nothing is left to evict"), out.count("rank ")) == (2, 2, 2)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    code, out, err = hcache("clear", *shared)
+    assert (code, out.count("removed 0 chunks"), err.count("Remove all")) == (0, 2, 1)
+    assert f"from {shared[0]}, {shared[1]} (of 2 ranks)? " in err
+
+
+def test_directories_that_are_not_of_one_server(hcache: Hcache, shared: tuple[Path, ...]) -> None:
+    code, out, err = hcache("clear", "--yes", shared[0], shared[1] / "rank-0-of-2")
+    assert (code, out) == (2, "")
+    assert (
+        f"{shared[0]} holds those of 2 ranks (rank-0-of-2 and so on); {shared[1]}/rank-0-of-2 holds a store"
+        in err
+    )
 
 
 def test_verify_finds_a_flipped_byte_and_says_where(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
