@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_hcache.cli.chat.client import AsyncChatClient, RefusalError
@@ -11,6 +12,7 @@ from sglang_hcache.cli.chat.watch import Watch
 from sglang_hcache.cli.server.client import ChatError, StreamReader
 
 _STATUS_RUNNING = 400  # of SGLang's /flush_cache, for nothing else
+_MOST_EMPTY = 256
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."
 
 
@@ -39,6 +41,11 @@ class Session:
         """None: as the system has it."""
         self.notice = Notice(0, "")
         """The latest one."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever said."""
+        return not any(conversation.exchanges for conversation in self.conversations)
 
     def send(self, conversation: Conversation, text: str) -> bool:
         """Ask ``text``; False if it is blank or an answer is still on its way: then nothing changes."""
@@ -115,3 +122,27 @@ class Session:
             del self._answering[conversation.number]
         conversation.is_unread = conversation is not self.conversations.selected
         self._watch.hurry()
+
+
+class Sessions:
+    """Those of all browsers. Of the empty ones, which every page that is asked for without a cookie makes, the latest.
+
+    Args:
+        make: a new one.
+    """
+
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._make = make
+        self._by_browser: dict[str, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_browser.values())
+
+    def of(self, browser: str) -> Session:
+        """That of a browser, which asks for the page now."""
+        session = self._by_browser.pop(browser, None) or self._make()
+        self._by_browser[browser] = session  # behind all that were asked for before
+        empty = [name for name, item in self._by_browser.items() if item.is_empty]
+        for name in empty[:-_MOST_EMPTY]:
+            del self._by_browser[name]
+        return session

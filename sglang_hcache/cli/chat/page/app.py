@@ -17,7 +17,7 @@ from starlette.responses import Response
 from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
 from sglang_hcache.cli.chat.page.answer_html import code_css
 from sglang_hcache.cli.chat.page.tab import ChatPage, PageTexts
-from sglang_hcache.cli.chat.session import Session
+from sglang_hcache.cli.chat.session import Session, Sessions
 from sglang_hcache.cli.chat.watch import Watch
 
 _TITLE = "hcache chat"
@@ -65,7 +65,7 @@ class ChatApp:
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
-        self._sessions: dict[str, Session] = {}
+        self._sessions = Sessions(lambda: Session(self._server, self._watch))
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class ChatApp:
 
     async def stop(self) -> None:
         """Stop all answers, here and at the server."""
-        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+        await asyncio.gather(*(session.close() for session in self._sessions))
         if self._watching is not None:
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -94,17 +94,12 @@ class ChatApp:
         ui.add_css(code_css())
         ui.add_css(_FOLDER / "page.css")
         ChatPage(
-            self._session(str(app.storage.browser["id"])), self._watch, self._settings.texts, self._clear
+            self._sessions.of(str(app.storage.browser["id"])), self._watch, self._settings.texts, self._clear
         )
-
-    def _session(self, browser: str) -> Session:
-        if browser not in self._sessions:
-            self._sessions[browser] = Session(self._server, self._watch)
-        return self._sessions[browser]
 
     async def _clear(self, session: Session) -> None:
         # The GPU cache is one for everybody.
-        lengths = [(each, each.conversations.lengths()) for each in self._sessions.values()]
+        lengths = [(each, each.conversations.lengths()) for each in self._sessions]
         if await session.clear_gpu_cache():
             for each, before in lengths:
                 each.conversations.cache_cleared(before)
