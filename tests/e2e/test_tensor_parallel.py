@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from sglang_hcache.cli.main import app
 from sglang_hcache.core.paths import rank_dir
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
 from tests.patched_sglang import installed_sglang
@@ -73,6 +76,13 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
         assert (answer.disk, answer.device, is_right) == (448, 0, True)
         for rank in range(2):
             assert list(rank_dir(store, rank, 2).glob("*.seg"))
+        verified = CliRunner().invoke(app, ["store", "verify", "--json", str(store)])
+        assert verified.exit_code == 0, verified.output
+        ranks = json.loads(verified.stdout)["ranks"]
+        assert [(rank["rank"], rank["damaged_chunks"], rank["runs"] > 0) for rank in ranks] == [
+            (0, 0, True),
+            (1, 0, True),
+        ]
         assert server.post("/clear_hicache_storage_backend").status_code == 200
         server.flush_device()
         answer, is_right = ask(1)
