@@ -59,7 +59,7 @@ class StoreConfig:
     user_pid: int | None = None
     """The process that others are told to stop before they use these directories; None: this one."""
     makes_dirs: bool = True
-    """Whether a directory that is missing is made; else it is out."""
+    """Whether a directory that is missing is made, and an empty one taken in; else it is out."""
 
     def __post_init__(self) -> None:
         if not self.dirs:

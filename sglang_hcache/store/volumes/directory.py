@@ -65,8 +65,7 @@ class StoreDirectory:
             StoreLockedError: another process has it.
             OSError: the file system refuses.
         """
-        if self._may_make:
-            _make(self.path)
+        _make(self.path, self._may_make)
         self.check_ours()
         os.chmod(self.path, 0o700)
         self.lock.take()
@@ -340,7 +339,10 @@ class StoreDirectory:
             yield from entries
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, may_make: bool) -> None:
+    """Raises OSError: there is no store's directory, and it may not be made."""
+    if not may_make and not has_superblock(path):
+        raise FileNotFoundError(errno.ENOENT, "it has no superblock", str(path))
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
 

@@ -318,6 +318,18 @@ def test_clear_does_without_a_directory_that_is_away(
     assert served(closed, open_store) == [3]
 
 
+def test_clear_takes_no_other_directory_in(
+    closed: StoreConfig, open_store: OpenStore, tmp_path: Path
+) -> None:
+    """Where one is named that is not the store's: else the right one could not come back."""
+    wrong = tmp_path / "wrong"
+    wrong.mkdir(mode=0o700)
+    clear((closed.dirs[0], wrong))
+    assert not list(wrong.iterdir())
+    assert served(closed, open_store) == []
+    assert not list(closed.dirs[1].glob("*.seg"))
+
+
 def test_what_is_cleared_without_any_directory_is_not_cleared_for_good(
     closed: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
