@@ -41,6 +41,7 @@ from sglang_hcache.store.format.rows import (
 )
 from sglang_hcache.store.index_copy import log_of, private_copy
 from sglang_hcache.store.volumes.directory import INDEX_SUFFIXES
+from sglang_hcache.store.volumes.health import OWN_ERRNOS
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""
@@ -125,9 +126,9 @@ class Index:
         Raises:
             StoreFormatError, StoreIOError: missing, damaged, incomplete or of another store; rebuild it.
             StoreLockedError: another program, such as a SQLite shell, has it open.
+            OSError: this process lacks files or memory, which says nothing of the index.
         """
-        if not path.is_file():
-            raise StoreFormatError(f"the index {path} is missing")
+        _check_openable(path)
         index = cls(_connect(path), path)
         try:
             index._configure(max_bytes)
@@ -148,9 +149,9 @@ class Index:
         Raises:
             StoreFormatError: missing, damaged, incomplete or of another store.
             TemporaryFolderError: there is no room for a copy of it.
+            OSError: this process lacks files or memory, which says nothing of the index.
         """
-        if not path.is_file():
-            raise StoreFormatError(f"the index {path} is missing")
+        _check_openable(path)
         try:
             with private_copy(path) as copy, contextlib.closing(_connect(copy)) as connection:
                 index = cls(connection, copy)
@@ -356,6 +357,26 @@ def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH_ROWS)):
         yield batch
+
+
+def _check_openable(path: Path) -> None:
+    """As many files as SQLite opens, for it says of all errors alike that it is unable to open the database.
+
+    Raises:
+        StoreFormatError: the database is missing, or damaged so that it cannot be opened.
+        OSError: this process lacks files or memory.
+    """
+    log = log_of(path)
+    with contextlib.ExitStack() as opened:
+        try:
+            for file in (path, log if os.path.lexists(log) else path, path.parent):
+                opened.callback(os.close, os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except FileNotFoundError:
+            raise StoreFormatError(f"the index {path} is missing") from None
+        except OSError as error:
+            if error.errno in OWN_ERRNOS:
+                raise
+            raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.io_faults import without_sync
 from sglang_hcache.testing.open_store import Inside
-from sglang_hcache.testing.stored_chunks import make_keys, read_keys, small_config, write_keys
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import wait_until
 
 OpenStore = Callable[..., DiskStore]
@@ -211,3 +212,65 @@ def test_a_read_only_home_opens_without_room_for_a_copy(
     monkeypatch.setattr(StoreDirectory, "probe", read_only)
     monkeypatch.setattr(index_copy.shutil, "copyfile", full_disk)
     read_keys(open_store(config), make_keys(0, 2))
+
+
+WITH_FEW_FILES = """
+import os, resource, sys
+from pathlib import Path
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import small_config
+
+config, counters, opened = small_config(Path(sys.argv[1])), Counters(), 0
+store = DiskStore.open(config, counters)
+store.notes.put("note", "is kept")
+store.close()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for spare in range(24):
+    held = []
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        pass
+    for fd in held[len(held) - spare:]:
+        os.close(fd)
+    try:
+        DiskStore.open(config, counters).close()
+        opened += 1
+    except StoreError:
+        pass
+    for fd in held[:len(held) - spare]:
+        os.close(fd)
+store = DiskStore.open(config, counters)
+print(store.notes.get("note"), counters["store.index_rebuilds"], 0 < opened < 24)
+store.close()
+"""
+
+
+def test_a_process_with_too_few_files_does_not_cost_the_index(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_FEW_FILES, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[0] == "is kept 0 True", done.stderr
+
+
+def test_an_index_whose_entry_cannot_be_read_is_made_anew(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    store.close()
+    inode, real = (config.dirs[0] / "index.sqlite").stat().st_ino, os.open
+
+    def open_(path: Any, *args: Any, **how: Any) -> int:
+        with os.scandir(config.dirs[0]) as entries:
+            is_bad = str(path).endswith("index.sqlite") and inode in {entry.inode() for entry in entries}
+        if is_bad:
+            raise OSError(errno.EUCLEAN, "Structure needs cleaning")
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "open", open_)
+    assert match_keys(open_store(config), make_keys(0, 2)) == 2
