@@ -33,8 +33,11 @@ def _from_arguments(original: Callable[..., Any], cls: type, args: argparse.Name
 
     with flags.errors_end_the_start():
         if not flags.wants_tier(args):
+            if getattr(args, "hcache_cpu_fixes", False):
+                _check_release(flags.CPU_FIXES_FLAG)
             flags.prepare_without_tier(args)
             return original(cls, args, *rest)
+        _check_release(flags.TIER_FLAG)
         from sglang_hcache.sglang_plugin.launch import tier_arguments
 
         return tier_arguments.construct(original, cls, args, *rest)
@@ -47,11 +50,25 @@ def _configure_scheduler(*args: object, **kwargs: object) -> None:
         return
     from sglang_hcache.sglang_plugin.launch import flags
 
-    if server_args.radix_cache_backend == flags.BACKEND:
-        from sglang_hcache.sglang_plugin import hooks
+    with flags.errors_end_the_start():
+        if server_args.radix_cache_backend == flags.BACKEND:
+            _check_release(flags.TIER_FLAG)
+            from sglang_hcache.sglang_plugin import hooks
 
-        hooks.install(server_args.device)
-    elif flags.wants_cpu_fixes(server_args):
-        from sglang_hcache.sglang_plugin import hooks
+            hooks.install(server_args.device)
+        elif flags.wants_cpu_fixes(server_args):
+            _check_release(flags.CPU_FIXES_FLAG)
+            from sglang_hcache.sglang_plugin import hooks
 
-        hooks.install_cpu_fixes(server_args.device)
+            hooks.install_cpu_fixes(server_args.device)
+
+
+def _check_release(flag: str) -> None:
+    """Before anything is imported that another release of SGLang may lack.
+
+    Raises:
+        ConfigError: as :func:`release.check`.
+    """
+    from sglang_hcache.sglang_plugin.seam import release
+
+    release.check(flag)

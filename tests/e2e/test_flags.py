@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -258,7 +259,14 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         path = model if refusal.model is None else config_only(folder / name, refusal.model)
         given = [argument.replace("{folder}", str(folder / "taken")) for argument in refusal.arguments]
         cases[name] = ["--model-path", str(path), *CPU, *ON, *given]
+    return parsed(cases)
+
+
+def parsed(cases: dict[str, list[str]], packages: Path | None = None) -> dict[str, Any]:
+    """What becomes of command lines in one process, which looks for ``packages`` first."""
     _, environment = prepare_launch([])
+    if packages is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(packages), environment["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("parse_arguments.py"))],
         input=json.dumps(list(cases.values())),
@@ -287,6 +295,23 @@ def test_refused_with_a_reason(results: dict[str, Any], name: str) -> None:
     assert "Traceback" not in message
     for part in REFUSALS[name].says:
         assert part in message
+
+
+def test_another_release_of_sglang_is_refused_before_it_is_used(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As pip would find it installed. Without the tier any will do."""
+    other = tmp_path / "sglang-0.5.18+cpu.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.18+cpu\n")
+    base = ["--model-path", str(tiny_model()), *CPU]
+    results = parsed({"off": base, "on": [*base, *ON], "fixes": [*base, "--hcache-cpu-fixes"]}, tmp_path)
+    assert results["off"]["exit"] is None, results["off"]
+    for name, flag in (("on", "--hierarchical-cache"), ("fixes", "--hcache-cpu-fixes")):
+        message = results[name]["stderr"]
+        assert results[name]["exit"] == 2, results[name]
+        assert f"hcache: error: {flag}: SGLang 0.5.18+cpu is installed" in message
+        assert 'pip install "sglang==0.5.17"' in message
 
 
 def test_a_typo_in_the_file_is_refused(results: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.sglang_plugin.seam.release import SGLANG
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements.lock"
@@ -70,6 +71,12 @@ def test_lock_pins(name, version):
     assert lines[0].startswith(f"{name}=={version} ")
     assert any("--hash" in line for line in lines)
     assert f"{name}=={version}" in PROJECT["project"]["dependencies"]
+
+
+def test_the_pinned_sglang_is_the_one_that_the_plugin_is_written_for():
+    assert f"sglang=={SGLANG}" in PROJECT["project"]["dependencies"]
+    compat = ROOT / "sglang_hcache" / "sglang_plugin" / "compat"
+    assert [path.parent.name for path in compat.glob("*/__init__.py")] == [f"v{SGLANG.replace('.', '_')}"]
 
 
 def test_lock_covers_everything_asked_for():

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.sglang_plugin.seam.release import SGLANG
 
 logger = logging.getLogger(__name__)
 
@@ -36,5 +37,5 @@ def apply(targets: Mapping[str, Hook]) -> None:
     absent = sorted(target for target in targets if target not in HookRegistry._patched)
     if absent:
         raise ConfigError(
-            f"hcache: SGLang did not apply the hooks on {', '.join(absent)}; is this SGLang 0.5.17?"
+            f"hcache: SGLang did not apply the hooks on {', '.join(absent)}; is this SGLang {SGLANG}?"
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib import metadata
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,64 @@ def test_the_fixes_alone_if_they_are_asked_for(installed: dict[str, object]) -> 
         "alloc_extend",
         "init_model_parallel_group",
     ]
+
+
+@pytest.mark.parametrize("asked", [{"tier": True}, {"cpu_fixes": True}])
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.17.post1", "0.5.1", None])
+def test_another_release_of_sglang_is_refused(
+    installed: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: dict[str, bool],
+    version: str | None,
+) -> None:
+    """In a scheduler's process as well: an offline ``Engine`` may have its arguments from elsewhere."""
+
+    def version_of(_name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    with pytest.raises(SystemExit) as stop:
+        configure("cpu", **asked)
+    assert stop.value.code == 2
+    assert not installed
+    said = capsys.readouterr().err
+    assert f"SGLang {version or 'of unknown version'} is installed" in said
+    assert "works with SGLang 0.5.17 only" in said
+
+
+def test_without_the_tier_any_release_will_do(
+    installed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _name: "0.6.0")
+    configure("cpu")
+    assert not installed
+
+
+def test_a_build_of_the_release_is_the_release(
+    installed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _name: "0.5.17+cu130")
+    configure("cpu", tier=True)
+    assert installed
+
+
+def test_the_command_line_of_another_release_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before SGLang makes anything of it."""
+    from sglang_hcache.sglang_plugin import entry
+
+    def construct(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(metadata, "version", lambda _name: "0.5.18")
+    with pytest.raises(SystemExit) as stop:
+        entry._from_arguments(construct, SimpleNamespace, Namespace(hierarchical_cache="hcache"))
+    assert stop.value.code == 2
+    assert "--hierarchical-cache: SGLang 0.5.18 is installed" in capsys.readouterr().err
 
 
 def test_the_tier_brings_the_fixes(installed: dict[str, object]) -> None:
