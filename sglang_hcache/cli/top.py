@@ -37,6 +37,7 @@ _RATES = (
     ("  predicted slower, recomputed", "restore.declined_slower", ""),
     ("  no room in the KV pool, recomputed", "restore.no_slots", ""),
     ("  restores failed", "restore.failed", "bad"),
+    ("  restores failed on another rank", "restore.failed_on_another_rank", "bad"),
     ("  restores late", "restore.late", "bad"),
     ("  rests: the disk was too slow", "restore.rests", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),

@@ -6,14 +6,12 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, RestoreTimeoutError, StoreError
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.errors import RestoreCancelledError, RestoreError, StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.job import RestoreJob, RestoreState
@@ -29,6 +27,7 @@ class RestoreEngine:
 
     Args:
         pipeline: closed with the engine.
+        observer: told of errors that nobody foresaw. How a restore ended is known where all of its parts are.
         on_over: called on the compute thread after each job, whatever its outcome.
     """
 
@@ -100,23 +99,7 @@ class RestoreEngine:
         job.state = outcome  # last: whoever sees it may use the slots again
 
     def _report(self, job: RestoreJob, outcome: RestoreState) -> None:
-        is_late = isinstance(job.error, RestoreTimeoutError)
-        self._observer.count("restore.late" if is_late else f"restore.{outcome.value}")
-        queued_s = job.started - job.submitted
         logger.debug(
             "hcache: restore of %d tokens: %s in %.3f s (waited for reads %.3f s, wrote K and V %.3f s) after %.3f s "
-            "in the queue", job.num_tokens, outcome.value, job.seconds, job.waited_s, job.written_s, queued_s,
+            "in the queue", job.num_tokens, outcome.value, job.seconds, job.waited_s, job.written_s, job.queued_s,
         )  # fmt: skip
-        if outcome is not RestoreState.DONE:
-            return
-        self._observer.count("restore.tokens", job.num_tokens)
-        chunk_layer_bytes = self._pipeline.layout.chunk_layer_bytes
-        chunk_bytes = sum(chunk_layer_bytes[layer] for layer in job.layers)
-        for tier, chunks in Counter(job.sources).items():
-            self._observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
-            self._observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)
-        self._observer.observe("restore.queue_seconds", queued_s)
-        self._observer.observe("restore.read_seconds", job.waited_s)
-        self._observer.observe("restore.project_seconds", job.written_s)
-        if job.seconds > 0:
-            self._observer.observe("restore.gb_per_s", len(job.sources) * chunk_bytes / job.seconds / 1e9)

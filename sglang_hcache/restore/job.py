@@ -76,6 +76,11 @@ class RestoreJob:
         return len(self.slots)
 
     @property
+    def queued_s(self) -> float:
+        """Seconds that it waited until the engine began with it."""
+        return self.started - self.submitted
+
+    @property
     def keys(self) -> tuple[ChunkKey, ...]:
         """The chunks, in order."""
         return tuple(key for block in self.blocks for key in block.keys)

@@ -23,6 +23,13 @@ def server_of(ranks: int, model: Path, folder: Path, *more: str) -> TierServer:
     return TierServer(folder, [*arguments, "--tp-size", str(ranks), *more])
 
 
+def gained(server: TierServer, before: dict[str, int]) -> dict[str, int]:
+    """What was counted of restores since."""
+    counters = server.state()["counters"]
+    more = {name: count - before.get(name, 0) for name, count in counters.items()}
+    return {name: count for name, count in more.items() if name.startswith("restore.") and count}
+
+
 @pytest.fixture
 def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model(kv_heads=2)
@@ -56,17 +63,26 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
             answer, is_right = ask(number)
             assert (answer.cached, is_right) == (0, True)
         server.to_tiers()
+        before = server.state()["counters"]
         answer, is_right = ask(0)
         assert (answer.device, answer.restored, is_right) == (0, 448, True)
+        found = gained(server, before)
+        assert (found["restore.done"], found["restore.tokens"]) == (1, 448)
+        assert server.post("/configure_logging", {"log_level": "debug"}).status_code == 200
         for rank in ("0", "1"):
             server.to_tiers()
             with server.switched_on("corrupt_restored_key", rank):
                 answer, is_right = ask(0)
             assert (answer.restored, is_right) == (448, False)
             server.flush_device()
+            before = server.state()["counters"]
             with server.switched_on("fail_read", rank):
                 answer, is_right = ask(0)
             assert (answer.cached, is_right) == (0, True), "the other one does not use its part either"
+            # The first one's numbers, the only ones that anybody sees, say so whoever it was.
+            failed = "restore.failed" if rank == "0" else "restore.failed_on_another_rank"
+            assert gained(server, before) == {failed: 1}
+        assert "restore ends without a result: it failed on another rank" in server.process.log_text()
         server.assert_nothing_left()
         server.settle()
         server.process.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
@@ -137,12 +138,9 @@ class Launcher:
 
     def learn(self, restore: Restore) -> None:
         """A restore is over: report it, and compare what it took with what was predicted."""
+        self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
-            self._observer.observe("restore.seconds", restore.seconds)
-            if restore.recomputation is not None:
-                self._observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
-            if restore.decision is not None:
-                self._observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
+            self._report(restore)
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
         says_something = (restore.is_complete or restore.is_late) and self._had_its_pace(restore)
         if self._gate is not None and restore.decision is not None and says_something:
@@ -150,6 +148,25 @@ class Launcher:
             timed = recomputation is not None and recomputation.is_complete
             recomputing_s = recomputation.seconds if recomputation and timed else None
             self._gate.restored(restore.decision, restore.seconds, recomputing_s)
+
+    def _report(self, restore: Restore) -> None:
+        """One that ended well."""
+        job, observer = restore.job, self._observer
+        chunk_bytes = sum(self._tiers.layout.chunk_layer_bytes[layer] for layer in job.layers)
+        observer.count("restore.tokens", job.num_tokens)
+        for tier, chunks in Counter(job.sources).items():
+            observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
+            observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)
+        observer.observe("restore.seconds", restore.seconds)
+        observer.observe("restore.queue_seconds", job.queued_s)
+        observer.observe("restore.read_seconds", job.waited_s)
+        observer.observe("restore.project_seconds", job.written_s)
+        if job.seconds > 0:
+            observer.observe("restore.gb_per_s", len(job.sources) * chunk_bytes / job.seconds / 1e9)
+        if restore.recomputation is not None:
+            observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
+        if restore.decision is not None:
+            observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
 
     def prepare(
         self,

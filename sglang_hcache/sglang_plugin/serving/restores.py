@@ -310,7 +310,7 @@ class RestoreCoordinator:
             self._tree.free(restore.job.slots)
             self._tree.unlock(restore.node)
             if ticket is not None:
-                ticket.note("restore ends without a result: %s", repr(restore.job.error))
+                ticket.note("restore ends without a result: %s", restore.why_incomplete)
                 ticket.restore = None
                 ticket.give_up()
 

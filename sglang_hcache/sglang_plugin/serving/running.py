@@ -77,7 +77,9 @@ class Running:
             restores, well, agreed[: len(over)], agreed[len(over) :], strict=True
         ):
             if not all_well:
-                restore.failed_elsewhere = is_well
+                # For good: it is stopped here now, and looks like one that has failed in the next round.
+                restore.missing_elsewhere |= is_well
+                restore.failed_elsewhere |= is_well and restore.ticket is not None
                 restore.abandon()
             if all_over:
                 ended.append(restore)

@@ -46,8 +46,10 @@ class Restore:
     """Of the layers that the job does not bring; None if it brings all."""
     turns: int | None = None
     """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
-    failed_elsewhere: bool = False
+    missing_elsewhere: bool = False
     """Whether another rank has not brought its part."""
+    failed_elsewhere: bool = False
+    """Whether it should have: nobody had given the restore up."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`Launcher.settle`)."""
 
@@ -73,7 +75,26 @@ class Restore:
     def is_complete(self) -> bool:
         """Whether every layer is in the slots, once it is over."""
         is_computed = self.recomputation is None or self.recomputation.is_complete
-        return self.job.state is RestoreState.DONE and is_computed and not self.failed_elsewhere
+        return self.job.state is RestoreState.DONE and is_computed and not self.missing_elsewhere
+
+    @property
+    def outcome(self) -> str:
+        """How it ended for all ranks together, once it is over: ``restore.`` and this counts it."""
+        if self.is_complete:
+            return "done"
+        if self.job.state is RestoreState.FAILED:
+            return "late" if isinstance(self.job.error, RestoreTimeoutError) else "failed"
+        if self.failed_elsewhere:
+            return "failed_on_another_rank"
+        # Somebody wants it, and no job has failed: its layers could not be recomputed.
+        return "cancelled" if self.ticket is None else "failed"
+
+    @property
+    def why_incomplete(self) -> str:
+        """For the debug log."""
+        if self.job.error is None and self.failed_elsewhere:
+            return "it failed on another rank"
+        return repr(self.job.error)
 
     @property
     def seconds(self) -> float:

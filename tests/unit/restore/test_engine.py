@@ -307,6 +307,8 @@ def test_a_job_that_is_cancelled_before_it_begins_waits_for_no_other(bench: Benc
         reads.set()
         release.wait(2 * PATIENCE_S)
 
+    over: list[None] = []
+    bench.engine._on_over = lambda: over.append(None)
     bench.tiers.before_read = hold  # type: ignore[method-assign]
     jobs = [
         RestoreJob((bench.tiers.lease(bench.keys[1:]),), 0, slots, PATIENCE_S, tuple(range(LAYERS)))
@@ -319,7 +321,7 @@ def test_a_job_that_is_cancelled_before_it_begins_waits_for_no_other(bench: Benc
     assert [job.state for job in jobs] == [RestoreState.RUNNING, RestoreState.CANCELLED]
     release.set()
     deadline = time.monotonic() + PATIENCE_S
-    while not bench.counters["restore.cancelled"]:
+    while len(over) < len(jobs):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert [job.state for job in jobs] == [RestoreState.DONE, RestoreState.CANCELLED]
@@ -342,7 +344,6 @@ def test_a_hung_read_ends_with_the_deadline(bench: Bench, limit: str) -> None:
     job = bench.run(**{limit: 0.2})  # type: ignore[arg-type]
     assert job.state is RestoreState.FAILED
     assert isinstance(job.error, RestoreTimeoutError)
-    assert (bench.counters["restore.late"], bench.counters["restore.failed"]) == (1, 0)
     release.set()
 
 

@@ -54,7 +54,7 @@ def emitted(method: str) -> set[str]:
 
 def test_every_event_is_a_metric_or_known_not_to_be() -> None:
     dynamic = {
-        *(f"restore.{end}" for end in ("done", "failed", "late", "cancelled")),
+        *(f"restore.{end}" for end in ("done", "failed", "failed_on_another_rank", "late", "cancelled")),
         *(f"restore.{what}_{tier}" for what in ("tokens", "bytes") for tier in ("host", "disk")),
     }
     events = {event for counter in COUNTERS for event in counter.events}

@@ -123,10 +123,69 @@ def test_where_one_fails_the_request_is_recomputed(failing: int) -> None:
         world.coordinator.tick()
         assert world.coordinator.may_be_admitted("a")
         assert not world.tree.cached
-        assert world.coordinator.admitted("a", 0).host == 0
+        admission = world.coordinator.admitted("a", 0)
+        assert admission.host == 0
+        told = "without a result: it failed on another rank" if rank != failing else "a result: None"
+        assert told in str(admission.life)
         world.assert_clean()
+        outcome = "failed" if rank == failing else "failed_on_another_rank"
+        assert restores_of(world) == {f"restore.{outcome}": 1}
 
     on_two(work)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_is_stopped_because_another_failed_is_not_an_abort(failing: int) -> None:
+    """Neither is one that is late there, whatever the other one was at."""
+
+    def work(world: World, rank: int) -> None:
+        begin(world)
+        if rank == failing:
+            end(world, RestoreState.FAILED, late_after_s=20.0)
+        world.coordinator.tick()
+        if rank != failing:
+            end(world, RestoreState.CANCELLED)
+        world.coordinator.tick()
+        outcome = "late" if rank == failing else "failed_on_another_rank"
+        assert restores_of(world) == {f"restore.{outcome}": 1}
+
+    on_two(work)
+
+
+def test_an_abort_is_no_failure_of_another_rank() -> None:
+    """Though one rank has stopped sooner, and another was done by then."""
+
+    def work(world: World, rank: int) -> None:
+        begin(world)
+        world.coordinator.drop("a")
+        if rank == 1:
+            end(world, RestoreState.CANCELLED)
+        world.coordinator.tick()
+        if rank == 0:
+            end(world)
+        world.coordinator.tick()
+        assert restores_of(world) == {"restore.cancelled": 1}
+
+    on_two(work)
+
+
+def test_what_all_restored_is_counted() -> None:
+    def work(world: World, _rank: int) -> None:
+        begin(world)
+        end(world)
+        world.coordinator.tick()
+        sums = ("restore.tokens", "restore.tokens_host", "restore.bytes_host")
+        num_bytes = len(PROMPT) // CHUNK_TOKENS * world.tiers.layout.chunk_bytes
+        expected = dict(zip(sums, (len(PROMPT), len(PROMPT), num_bytes), strict=True))
+        assert restores_of(world) == {"restore.done": 1, **expected}
+
+    on_two(work)
+
+
+def restores_of(world: World) -> dict[str, int]:
+    """What is counted of restores."""
+    counted = world.counters.snapshot()
+    return {name: count for name, count in counted.items() if name.startswith("restore.")}
 
 
 def test_one_that_fails_while_the_ranks_agree() -> None:

@@ -416,6 +416,7 @@ def test_an_abort_frees_slots_only_when_the_job_is_over(world: World, state: Res
     world.coordinator.tick()
     world.assert_clean()
     assert len(world.tree.free_slots) == CAPACITY
+    assert world.counters[f"restore.{state.value}"] == 1
 
 
 def test_aborts_in_other_phases(world: World) -> None:
@@ -1157,6 +1158,8 @@ def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: 
     assert mixing.coordinator.admitted("a", 0).host == 0
     assert len(mixing.tree.match_tokens(array("q", tokens(1, 6)), None)) == 0
     assert mixing.counters["restore.errors"] == 1
+    outcomes = "restore.failed", "restore.done", "restore.tokens"
+    assert [mixing.counters[name] for name in outcomes] == [1, 0, 0], "though its job has brought its layers"
     mixing.assert_clean()
 
 
