@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -65,6 +66,23 @@ def test_every_event_is_a_metric_or_known_not_to_be() -> None:
 
 def test_the_docs_list_every_metric() -> None:
     assert markdown() in (ROOT / "docs" / "metrics.md").read_text()
+
+
+def test_the_dashboard_counts_a_request_once() -> None:
+    """All ranks count the same requests and restores, and with ``--enable-metrics-for-all-schedulers`` all are seen.
+    SGLang's own counts, by which some are divided, are of one process.
+    """
+    found = json.loads((ROOT / "configs" / "grafana" / "hcache.json").read_text())["panels"]
+    queries = [target["expr"] for panel in found for target in panel.get("targets", ())]
+    by_request = re.compile(
+        r"sglang:hcache_(lookups|restored_tokens|restores|restore_seconds|restore_phase_seconds|prediction_ratio)"
+        r"_\w+\{[^}]*\}"
+    )
+    selectors = [match.group() for query in queries for match in by_request.finditer(query)]
+    assert len(selectors) >= 12
+    assert not [selector for selector in selectors if 'tp_rank="0"' not in selector]
+    of_all = "restored_bytes", "tier_bytes", "disk_bytes", "directory_healthy", "errors"
+    assert not [query for query in queries if any(name in query for name in of_all) and "tp_rank" in query]
 
 
 @pytest.fixture
