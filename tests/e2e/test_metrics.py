@@ -271,3 +271,18 @@ def test_the_debug_log_tells_the_life_of_a_request(server: TierServer) -> None:
         "over after 1 ",
     )
     assert [word for _, word in sorted((second.index(word), word) for word in order)] == list(order)
+
+
+def test_the_debug_log_is_switched_while_the_server_runs(server: TierServer) -> None:
+    """By SGLang's own call, which sets the level in all of its processes."""
+
+    def lives(level: str, seed: int) -> int:
+        """Lines of a request's life that come of a request at this level."""
+        assert server.post("/configure_logging", {"log_level": level}).status_code == 200
+        before = server.process.log_text().count("hcache: request ")
+        server.ask(random_prompt(seed, 230), tokens=1)
+        server.settle()
+        return server.process.log_text().count("hcache: request ") - before
+
+    assert lives("info", 91) == 0
+    assert lives("debug", 92) == 1
