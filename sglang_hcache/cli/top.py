@@ -198,6 +198,8 @@ def _title(url: str, state: Mapping[str, Any]) -> Text:
         text.append(
             "\nnothing is saved: KV of earlier weights is on the device (POST /flush_cache)", "bold red"
         )
+    if state["nothing_saved"] == "switched_off":
+        text.append("\nswitched off: nothing is saved or restored (PUT /hicache/storage-backend)", "bold red")
     if state["disk"] and state["disk"]["clearing_pending"]:
         text.append(
             "\nwhat was cleared would be back after a restart: no directory took the note", "bold red"

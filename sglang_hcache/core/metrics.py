@@ -8,7 +8,7 @@ from dataclasses import dataclass
 PREFIX = "sglang:hcache_"
 RESTORE_PHASES = ("queue", "read", "project", "recompute")
 """Parts of a restore."""
-NOTHING_SAVED = ("old_weights", "method")
+NOTHING_SAVED = ("old_weights", "method", "switched_off")
 """Why nothing that is computed is saved."""
 WAITING = ("resolved", "pending", "running", "pinned")
 """What the restore of a waiting request is at."""
@@ -214,7 +214,8 @@ GAUGES = (
     GaugeMetric(
         "nothing_saved",
         "1 while nothing that is computed is saved. old_weights: after an update that flushed nothing, until "
-        "/flush_cache; method: recompute was asked for.",
+        "/flush_cache; method: recompute was asked for; switched_off: by DELETE on /hicache/storage-backend, and "
+        "nothing is restored either.",
         "bool", ("reason",), NOTHING_SAVED,
     ),
     GaugeMetric("info", "Always 1: what runs, and what layers store.", "info", ("version", "method")),

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.registry import register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import get_num_new_pages
 
-from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import batches, cpu, switching
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import create_cache, errors_in_a_line
 from sglang_hcache.sglang_plugin.compat.v0_5_17.clearing import ClearCalls
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
@@ -60,6 +60,8 @@ def install(device: str) -> None:
         f"{_POLICY}._compute_prefix_matches": (_queue_matched, HookType.AROUND),
         f"{_MANAGERS}.scheduler.Scheduler.process_input_requests": (_requests_come, HookType.BEFORE),
         f"{_MANAGERS}.scheduler.Scheduler.clear_hicache_storage_wrapped": (_clear, HookType.REPLACE),
+        f"{_MANAGERS}.scheduler.Scheduler.detach_hicache_storage_wrapped": (_switch_off, HookType.REPLACE),
+        f"{_MANAGERS}.scheduler.Scheduler.attach_hicache_storage_wrapped": (_switch_on, HookType.REPLACE),
         f"{_MANAGERS}.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend": (_batch_prepared, HookType.AFTER),
         f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_decode": (_will_decode, HookType.BEFORE),
@@ -119,6 +121,14 @@ def _requests_come(scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...]
 def _clear(scheduler: Any, request: Any) -> Any:
     view, bridge = SchedulerOf(scheduler), scheduler.tree_cache.bridge
     return scheduler.hcache_clear_calls.handle(request, bridge, may_pause=not view.is_running())
+
+
+def _switch_off(scheduler: Any, request: Any) -> Any:
+    return switching.detach(request, scheduler.tree_cache.bridge)
+
+
+def _switch_on(scheduler: Any, request: Any) -> Any:
+    return switching.attach(request, scheduler.tree_cache.bridge)
 
 
 def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) -> None:

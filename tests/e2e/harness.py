@@ -48,6 +48,7 @@ class TierServer:
         cache: its user's cache folder, where profiles are looked for; None: an empty one.
         packages: folders in which it looks for Python packages first.
         port: of every start; 0 for a free one each time.
+        admin_key: which SGLang wants for some of its calls; all calls of this client have it.
         sleep_on_idle: a server that is not asked leaves the cores to others; SGLang's default takes one at all times.
     """
 
@@ -59,6 +60,7 @@ class TierServer:
         *,
         packages: Sequence[Path] = (),
         port: int = 0,
+        admin_key: str | None = None,
         sleep_on_idle: bool = True,
     ) -> None:
         self.switches = folder / "switches"
@@ -73,13 +75,18 @@ class TierServer:
         }
         if "--hcache-method" not in args:
             args = [*args, "--hcache-method", "hidden"]  # what auto restores depends on the machine
+        if admin_key is not None:
+            args = [*args, "--admin-api-key", admin_key]
         if sleep_on_idle:
             args = [*args, "--sleep-on-idle"]
         self.process = ServerProcess(
             args, log=folder / "server.log", extra_env=environment, startup_timeout_s=400, port=port
         )
         self._client = httpx.Client(
-            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S), timeout=120, trust_env=False
+            headers={} if admin_key is None else {"Authorization": f"Bearer {admin_key}"},
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+            timeout=120,
+            trust_env=False,
         )
 
     def __enter__(self) -> TierServer:
@@ -101,6 +108,15 @@ class TierServer:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         return self._client.post(self.process.url + path, json=body)
+
+    def switch_off(self) -> httpx.Response:
+        """The tier; needs the admin's key."""
+        return self._client.delete(self.process.url + "/hicache/storage-backend")
+
+    def switch_on(self, backend: str = "hcache") -> httpx.Response:
+        """The tier, again."""
+        url = self.process.url + "/hicache/storage-backend"
+        return self._client.put(url, json={"hicache_storage_backend": backend})
 
     def ask(self, prompt: Sequence[int], *, tokens: int = 8, **fields: Any) -> Answer:
         """Greedy continuation of a prompt of token ids, with logprobs."""

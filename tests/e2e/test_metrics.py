@@ -170,7 +170,7 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
     assert directory[0].endswith("disk")
     assert found["info"] == {(__version__, "hidden"): 1}
     assert found["clearing_pending"] == {(): 0}
-    assert found["nothing_saved"] == {("old_weights",): 0, ("method",): 0}
+    assert found["nothing_saved"] == {("old_weights",): 0, ("method",): 0, ("switched_off",): 0}
     assert set(found["waiting_requests"]) == {(phase,) for phase in WAITING}
 
 

@@ -20,7 +20,7 @@ PROMPTS = [random_prompt(seed, 450) for seed in range(2)]
 def server_of(ranks: int, model: Path, folder: Path, *more: str) -> TierServer:
     """The ranks share the cores as ``hcache serve`` has it."""
     arguments = ("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "3072")
-    return TierServer(folder, [*arguments, "--tp-size", str(ranks), *more])
+    return TierServer(folder, [*arguments, "--tp-size", str(ranks), *more], admin_key="secret")
 
 
 def gained(server: TierServer, before: dict[str, int]) -> dict[str, int]:
@@ -83,6 +83,12 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
             failed = "restore.failed" if rank == "0" else "restore.failed_on_another_rank"
             assert gained(server, before) == {failed: 1}
         assert "restore ends without a result: it failed on another rank" in server.process.log_text()
+        server.to_tiers()
+        for switch, restored in ((server.switch_off, 0), (server.switch_on, 448)):
+            assert switch().status_code == 200
+            answer, is_right = ask(0)
+            assert (answer.cached, is_right) == (restored, True)
+            server.flush_device()
         server.assert_nothing_left()
         server.settle()
         server.process.stop()

@@ -46,7 +46,7 @@ from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
 from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
-from sglang_hcache.sglang_plugin.serving.state import tier_state
+from sglang_hcache.sglang_plugin.serving.state import tier_state, why_nothing_is_saved
 from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from sglang_hcache.tier.tiered import TieredStore
 
@@ -82,7 +82,7 @@ class Bridge:
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
-        self._captures = config.method is not PlanKind.RECOMPUTE
+        self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
         self._largest_pass = device.largest_pass
         self.captured: dict[str, int] = {}
         """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
@@ -125,7 +125,7 @@ class Bridge:
 
     def queue(self, prompt: Prompt) -> None:
         """A request enters the waiting queue."""
-        if not self._captures:
+        if not (self._captures and self._is_on):
             return
         keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
         self.tiers.touch(keys)
@@ -137,7 +137,7 @@ class Bridge:
         Args:
             tail: its tokens between the last multiple of 64 and ``position``.
         """
-        if not tail or not self._captures:
+        if not (tail and self._captures and self._is_on):
             return True
         if self.ranks.size > 1:
             return False  # which earlier rows are there still is of each rank's own making
@@ -145,7 +145,7 @@ class Bridge:
         if self.weights.device_is_stale:
             return True
         chunks = position // CHUNK_TOKENS
-        keys = self.restores.keys_of(rid)
+        keys = self.restores.waiting.keys_of(rid)
         if chunks > len(keys):
             return False
         parent = keys[chunks - 1] if chunks else namespace.root_key()
@@ -153,7 +153,7 @@ class Bridge:
 
     def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
-        if not self._captures:
+        if not (self._captures and self._is_on):
             return
         namespace = self._namespace_of(tenant)
         if self.weights.device_is_stale:
@@ -285,6 +285,15 @@ class Bridge:
         """Whether captured rows or demotions are being worked on."""
         return self._assembler.is_busy or self.tiers.is_saving
 
+    def switch(self, *, on: bool) -> None:
+        """Off: nothing is saved, looked up or restored. What is stored stays, and is written as if the tier was on."""
+        logger.info("hcache: switched %s", "on" if on else "off: nothing is saved or restored")
+        self._is_on = on
+        if not on:
+            self.restores.stop()
+            self.captured.clear()
+            self._assembler.publish(RequestEnds(None))
+
     def clear(self) -> Future[bool]:
         """Empty both tiers. What they hold is a miss at once.
 
@@ -319,19 +328,12 @@ class Bridge:
             "measures": self.counters.measures(),
             "namespace": None if namespace is None else namespace.namespace_id().hex(),
             "saving": self.is_saving,
-            "nothing_saved": self._why_nothing_is_saved,
+            "nothing_saved": why_nothing_is_saved(self._is_on, self._captures, self.weights.device_is_stale),
             "layers": [str(method) for method in self._stored],
             "requests": self.restores.waiting.phases(),
             "captured_requests": self._assembler.open_requests,
             "in_flight_tokens": self.restores.running.tokens,
         }
-
-    @property
-    def _why_nothing_is_saved(self) -> str | None:
-        """One of ``core.metrics.NOTHING_SAVED``, or None: what is computed is saved."""
-        if not self._captures:
-            return "method"
-        return "old_weights" if self.weights.device_is_stale else None
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         adapter = None

@@ -9,6 +9,7 @@ A request's ticket::
     RUNNING --- done, put into the tree ---------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
     RUNNING --- failed, late --------------------------> RESOLVED for good
+    any, but PINNED: the tier is switched off ---------> RESOLVED for good
     PINNED ---- too old, or the queue stands still ----> RESOLVED
     RESOLVED or PINNED: admitted, and the ticket ends
 
@@ -126,13 +127,8 @@ class RestoreCoordinator:
             return Admission()
         host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
         ticket.note("admitted with %d cached tokens", prefix_tokens)
-        self._let_go(ticket)
+        self.waiting.let_go(ticket)
         return Admission(host, disk, ticket.life)
-
-    def keys_of(self, rid: str) -> Sequence[ChunkKey]:
-        """Of the whole chunks of a waiting request's prompt; empty if it has no ticket."""
-        ticket = self.waiting.get(rid)
-        return () if ticket is None else ticket.keys
 
     def drop(self, rid: str) -> None:
         """The request was aborted or left the queue otherwise."""
@@ -140,7 +136,7 @@ class RestoreCoordinator:
         if ticket is not None:
             ticket.note("left the queue")
             logger.debug("hcache: request %s: %s", rid, ticket.life)
-            self._let_go(ticket)
+            self.waiting.let_go(ticket)
 
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.
@@ -148,11 +144,23 @@ class RestoreCoordinator:
         Returns when no job reads weights any more.
         """
         for ticket in self.waiting:
-            self._let_go(ticket)
+            self.waiting.let_go(ticket)
             ticket.keys = []
             ticket.restore = None
             ticket.enter(Phase.RESOLVED)
         self._await_end(list(self.running), _INVALIDATE_S)
+
+    def stop(self) -> None:
+        """The tier is switched off: recompute who waits for a restore; pins stay. A tick settles the stopped jobs."""
+        for ticket in self.waiting:
+            ticket.is_given_up = True
+            if ticket.phase in (Phase.PENDING, Phase.RUNNING):
+                self.waiting.let_go(ticket)
+                ticket.note("not restored: the tier is switched off")
+                ticket.restore = None
+                ticket.enter(Phase.RESOLVED)
+        self._line.clear()
+        self.scheduler.look_again()
 
     def give_back(self) -> bool:
         """A running request needs room: let the device evict what is pinned, else stop the newest restore.
@@ -167,7 +175,7 @@ class RestoreCoordinator:
             return False
         ticket = restore.ticket
         if ticket is not None:  # else it is being stopped already
-            self._let_go(ticket)
+            self.waiting.let_go(ticket)
             self._observer.count("restore.stopped_for_room")
             ticket.note("the restore is stopped: a running request needs its room")
             ticket.restore = None
@@ -336,14 +344,6 @@ class RestoreCoordinator:
         self.waiting.pin(ticket, node)
         self._tree.unlock(restore.node)
         ticket.note("restored in %.3f s", restore.seconds)
-
-    def _let_go(self, ticket: Ticket) -> None:
-        """What it holds is stopped, or may be evicted."""
-        if ticket.phase is Phase.RUNNING and ticket.restore is not None:
-            ticket.restore.abandon()
-            ticket.restore.ticket = None
-        elif ticket.phase is Phase.PINNED:
-            self.waiting.unpin(ticket)
 
     # -- keeping the queue alive -----------------------------------------------------------------
 

@@ -35,3 +35,18 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
             ],
         },
     }
+
+
+def why_nothing_is_saved(is_on: bool, captures: bool, is_stale: bool) -> str | None:
+    """One of ``core.metrics.NOTHING_SAVED``, or None: what is computed is saved.
+
+    Args:
+        is_on: the tier is not switched off.
+        captures: it has a method that stores anything.
+        is_stale: KV of earlier weights is on the device.
+    """
+    if not is_on:
+        return "switched_off"
+    if not captures:
+        return "method"
+    return "old_weights" if is_stale else None

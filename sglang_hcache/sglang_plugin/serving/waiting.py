@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedRequest, SchedulerView
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
@@ -45,6 +46,19 @@ class Waiting:
     def take(self, rid: str) -> Ticket | None:
         """The ticket of a request, which waits no longer; None if it has none."""
         return self._tickets.pop(rid, None)
+
+    def keys_of(self, rid: str) -> Sequence[ChunkKey]:
+        """Of the whole chunks of a request's prompt; empty if it has no ticket."""
+        ticket = self.get(rid)
+        return () if ticket is None else ticket.keys
+
+    def let_go(self, ticket: Ticket) -> None:
+        """What it holds is stopped, or may be evicted."""
+        if ticket.phase is Phase.RUNNING and ticket.restore is not None:
+            ticket.restore.abandon()
+            ticket.restore.ticket = None
+        elif ticket.phase is Phase.PINNED:
+            self.unpin(ticket)
 
     def until_last_pending(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
         """SGLang's queue, in order, down to the last request that waits for its restore to start.

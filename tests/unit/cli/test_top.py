@@ -86,6 +86,11 @@ def test_what_somebody_has_to_do_something_about_comes_first() -> None:
     assert not any("nothing is saved" in line for line in picture(console, Sample(0.0, state()), None))
 
 
+def test_that_the_tier_is_switched_off() -> None:
+    lines = picture(Console(width=160), Sample(0.0, state() | {"nothing_saved": "switched_off"}), None)
+    assert lines[2].startswith("switched off: nothing is saved or restored")
+
+
 def test_totals_and_rates() -> None:
     before = Sample(10.0, state(restore__tokens_disk=1000, store__bytes_read=0))
     after = Sample(12.0, state(restore__tokens_disk=1640, store__bytes_read=4_000_000, restore__failed=1))

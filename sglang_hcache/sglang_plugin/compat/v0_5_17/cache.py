@@ -264,12 +264,6 @@ class HCacheRadixCache(RadixCache):
     def release_aborted_request(self, rid: str) -> None:
         self.bridge.restores.drop(rid)
 
-    def attach_storage_backend(self, **_settings: Any) -> tuple[bool, str]:
-        return False, "hcache: the tier is set up at start (--hcache-dirs) and cannot be attached at run time"
-
-    def detach_storage_backend(self) -> tuple[bool, str]:
-        return False, "hcache: the tier cannot be detached at run time; restart with --hierarchical-cache off"
-
     def release_host_resources(self) -> None:
         self.bridge.close()
 

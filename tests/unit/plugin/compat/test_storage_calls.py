@@ -1,32 +1,49 @@
-"""SGLang's calls that attach or detach a storage backend at run time: the tier refuses both."""
+"""SGLang's calls that detach or attach a storage backend at run time: the tier's switch."""
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers import scheduler as managers
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, DetachHiCacheStorageReqInput
 
-from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
+from sglang_hcache.sglang_plugin import hooks
 
 
-def test_no_storage_backend_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang passes neither on without ``--admin-api-key``; so the server here is its idle scheduler alone."""
-    monkeypatch.setattr(managers, "get_serving", lambda: SimpleNamespace(served_model_name="m"))
-    scheduler: Any = SimpleNamespace(
-        enable_hierarchical_cache=True,
-        enable_hicache_storage=True,
-        is_fully_idle=lambda: True,
-        tree_cache=object.__new__(HCacheRadixCache),
-    )
-    attach = inspect.unwrap(managers.Scheduler.attach_hicache_storage_wrapped)
-    answer = attach(scheduler, AttachHiCacheStorageReqInput(hicache_storage_backend="file"))
-    assert (answer.success, "--hcache-dirs" in answer.message) == (False, True), answer
-    answer = inspect.unwrap(managers.Scheduler.detach_hicache_storage_wrapped)(
-        scheduler, DetachHiCacheStorageReqInput()
-    )
-    assert (answer.success, "--hierarchical-cache off" in answer.message) == (False, True), answer
-    assert scheduler.enable_hicache_storage
+@pytest.fixture
+def switched() -> list[bool]:
+    return []
+
+
+@pytest.fixture
+def scheduler(switched: list[bool]) -> Any:
+    """One that is busy: it has nothing else that a handler could ask."""
+    bridge = SimpleNamespace(switch=lambda *, on: switched.append(on))
+    return SimpleNamespace(tree_cache=SimpleNamespace(bridge=bridge))
+
+
+def test_off_and_on(scheduler: Any, switched: list[bool]) -> None:
+    """As often as somebody asks."""
+    for _ in range(2):
+        assert hooks._switch_off(scheduler, DetachHiCacheStorageReqInput()).success
+        answer = hooks._switch_on(scheduler, AttachHiCacheStorageReqInput(hicache_storage_backend="hcache"))
+        assert answer.success
+    assert switched == [False, True] * 2
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"hicache_storage_backend": "file"},
+        {"hicache_storage_backend_extra_config_json": "{}"},
+        {"hicache_storage_prefetch_policy": "timeout"},
+        {"hicache_write_policy": "write_through"},
+    ],
+)
+def test_another_backend_or_other_settings_need_a_restart(
+    scheduler: Any, switched: list[bool], asked: dict[str, str]
+) -> None:
+    request = AttachHiCacheStorageReqInput(**{"hicache_storage_backend": "hcache", **asked})
+    answer = hooks._switch_on(scheduler, request)
+    assert (answer.success, "need a restart" in answer.message, switched) == (False, True, [])

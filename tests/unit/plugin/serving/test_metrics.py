@@ -113,7 +113,7 @@ def test_gauges_say_what_the_state_says(tiers: TieredStore) -> None:
     assert value("info", version="1.2", method="hidden+kv") == 1
     assert value("unwritten_chunks") == 2
     assert value("clearing_pending") == 1
-    assert [value("nothing_saved", reason=reason) for reason in NOTHING_SAVED] == [1, 0]
+    assert [value("nothing_saved", reason=reason) for reason in NOTHING_SAVED] == [1, 0, 0]
     assert [value("waiting_requests", phase=phase) for phase in WAITING] == [0, 3, 0, 0]
 
 

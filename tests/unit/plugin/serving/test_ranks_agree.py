@@ -333,7 +333,7 @@ def act(world: World, shared: random.Random, own: random.Random, names: Any) -> 
     """One thing that happens."""
     prompt = [*tokens(shared.randint(1, 4), shared.randint(1, 4)), *tokens(9, shared.randint(0, 3))]
     what = shared.choice(
-        ("store", "queue", "queue", "end", "end", "drop", "evict", "compute", "give back", "busy")
+        ("store", "queue", "queue", "end", "end", "drop", "evict", "compute", "give back", "busy", "switch")
     )
     if what == "store":
         kept = prompt[: own.randint(0, len(prompt) // CHUNK_TOKENS) * CHUNK_TOKENS]
@@ -351,6 +351,8 @@ def act(world: World, shared: random.Random, own: random.Random, names: Any) -> 
         world.tree.evict_one()
     elif what == "compute" and world.tree.room() >= len(prompt):
         world.tree.compute(prompt)
+    elif what == "switch" and shared.random() < 0.3:
+        world.coordinator.stop()
     elif what == "give back":
         world.coordinator.give_back()
     elif what == "busy":

@@ -419,6 +419,38 @@ def test_an_abort_frees_slots_only_when_the_job_is_over(world: World, state: Res
     assert world.counters[f"restore.{state.value}"] == 1
 
 
+def test_who_waits_when_the_tier_is_switched_off_is_recomputed(world: World) -> None:
+    """At once, and also if it is on again: nobody looks for them any more. What is there for one serves it."""
+    for name, rid in enumerate(("pinned", "running", "pending")):
+        world.store(tokens(name, 4))
+        world.queue(rid, tokens(name, 4))
+        if rid == "pinned":
+            world.restore()
+        if rid == "running":
+            world.coordinator.tick()
+            world.scheduler.running, world.scheduler.reserved = True, CAPACITY
+    world.queue("a miss", tokens(9, 4))
+    world.coordinator.tick()
+    phases = world.coordinator.waiting.phases()
+    assert phases == {"pinned": 1, "running": 1, "pending": 1, "resolved": 1}
+    world.coordinator.stop()
+    world.scheduler.reserved = 0
+    world.store(tokens(9, 4))
+    assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
+    world.coordinator._look_again = 0.0
+    world.tree.evictions += 1
+    world.coordinator.tick()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
+    assert len(world.engine.jobs) == 1, "that of the one that was running, which is being stopped"
+    world.engine.end(RestoreState.CANCELLED)
+    world.coordinator.tick()
+    assert world.coordinator.admitted("pinned", 4 * CHUNK_TOKENS).host == 4 * CHUNK_TOKENS
+    for rid in ("running", "pending", "a miss"):
+        assert world.coordinator.admitted(rid, 0).host == 0
+    world.assert_clean()
+    assert world.counters["restore.cancelled"] == 1
+
+
 def test_aborts_in_other_phases(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("pending", tokens(1, 4))

@@ -18,6 +18,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
+from sglang_hcache.sglang_plugin.seam.protocols import Prompt
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.store import DiskStore
@@ -168,3 +169,30 @@ def test_what_is_restored_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "insert", lambda *_: told.append("inserted") or result)
     cache.insert_tokens(array("q", [1]), None, torch.zeros(1, dtype=torch.int64))
     assert told == ["arrives", "inserted"]
+
+
+def test_a_tier_that_is_switched_off_saves_nothing(served: Served) -> None:
+    """Of requests that run neither, and nobody is cut to whole chunks for what would be saved."""
+    bridge, stopped = served.bridge, []
+    bridge.restores.stop = lambda: stopped.append(True)  # type: ignore[method-assign]
+    bridge.begin_capture("runs", None, PREFIX)
+    assert not bridge.may_begin_at("runs", None, 65, PREFIX[:1])
+    bridge.switch(on=False)
+    assert (stopped, bridge.captured, bridge.state()["nothing_saved"]) == ([True], {}, "switched_off")
+    assert not served.saves_behind_the_device()
+    assert bridge.may_begin_at("runs", None, 65, PREFIX[:1])
+    bridge.queue(Prompt("waits", PREFIX, None))
+    assert not bridge.restores.waiting
+    bridge.switch(on=True)
+    assert served.saves_behind_the_device()
+    assert bridge.state()["nothing_saved"] is None
+    assert len(stopped) == 1
+
+
+def test_weights_that_come_while_it_is_off_are_not_missed(served: Served) -> None:
+    served.bridge.restores.stop = lambda: None  # type: ignore[method-assign]
+    served.bridge.switch(on=False)
+    served.serve()
+    served.update("b")
+    served.bridge.switch(on=True)
+    assert not served.saves_behind_the_device(), "KV of the earlier ones is on the device"
