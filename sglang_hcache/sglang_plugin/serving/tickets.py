@@ -91,10 +91,12 @@ class Restore:
 
     @property
     def why_incomplete(self) -> str:
-        """For the debug log."""
-        if self.job.error is None and self.failed_elsewhere:
-            return "it failed on another rank"
-        return repr(self.job.error)
+        """For the debug log, while somebody wants it."""
+        if self.job.error is not None:
+            return repr(self.job.error)
+        return (
+            "it failed on another rank" if self.failed_elsewhere else "its first layers were not recomputed"
+        )
 
     @property
     def seconds(self) -> float:

@@ -1187,7 +1187,9 @@ def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: 
     mixing.engine.end(RestoreState.DONE)  # it did not look at its cancellation any more
     mixing.coordinator.tick()
     assert mixing.coordinator.may_be_admitted("a")
-    assert mixing.coordinator.admitted("a", 0).host == 0
+    admission = mixing.coordinator.admitted("a", 0)
+    assert admission.host == 0
+    assert "ends without a result: its first layers were not recomputed" in str(admission.life)
     assert len(mixing.tree.match_tokens(array("q", tokens(1, 6)), None)) == 0
     assert mixing.counters["restore.errors"] == 1
     outcomes = "restore.failed", "restore.done", "restore.tokens"
