@@ -12,7 +12,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.space import Space
-from sglang_hcache.store.volumes.health import FULL_ERRNOS
+from sglang_hcache.store.volumes.health import FULL_ERRNOS, Condition
 from sglang_hcache.store.volumes.opening import take_again
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -104,9 +104,10 @@ class Keeper:
         return {volume.stripe for volume in self._volumes if volume.health.is_full}
 
     def _take_again(self, volume: Volume) -> None:
+        seen = volume.health.condition
         try:
             identity, full = volume.probe(lambda: take_again(volume, self._ledger.identity))
-            if full is None or not volume.health.readable:
+            if full is None or seen is Condition.OUT:
                 self._ledger.outgrow(identity)
                 self._space.reconcile(volume)
                 self._ledger.welcome(volume)
@@ -118,7 +119,7 @@ class Keeper:
         if full is None:
             volume.health.recover()
         else:
-            volume.health.is_only_full(full.strerror or str(full))
+            volume.health.is_only_full(full.strerror or str(full), seen)
             self._space.relieve({volume.stripe})
 
     def _try(self, step: Callable[[], None]) -> None:

@@ -43,12 +43,14 @@ def chat(server: TierServer) -> int:
 
 def signal_all(server: TierServer, *numbers: int) -> int:
     """What a terminal does on Ctrl-C, and systemd: signals reach every process. Chunks saved by them."""
+    state = server.state()
     for number in numbers:
         os.killpg(server.process.pid, number)
     server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
     log = server.process.log_text()
     saved = re.search(r"(\d+) chunks that existed only in host memory are on disk now", log)
     assert saved is not None, log[-4000:]
+    print("before:", state, "log:", log[-4000:], sep="\n")  # shown if it is another number
     return int(saved[1])
 
 

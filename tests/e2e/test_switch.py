@@ -96,7 +96,7 @@ def test_who_waits_or_is_saved_meanwhile(server: TierServer) -> None:
     server.to_tiers()
     with ThreadPoolExecutor(2) as threads:
         with server.switched_on("hold_restore"), server.switched_on("slow_passes"):
-            running = threads.submit(server.ask, decoded, tokens=200)
+            running = threads.submit(server.ask, decoded, tokens=400)
             wait_for(lambda: server.state()["captured_requests"] > 0, "a decoding request")
             restoring = threads.submit(server.ask, waiting)
             wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore")
@@ -111,7 +111,7 @@ def test_who_waits_or_is_saved_meanwhile(server: TierServer) -> None:
     server.assert_nothing_left()
     reference = server.recompute(history)
     found = server.ask(history)
-    assert 256 <= found.restored < 448
+    assert 256 <= found.restored < 640, "not what was decoded last"
     assert is_as(found, reference)
     server.settle()
     assert is_as(server.ask(waiting), first)

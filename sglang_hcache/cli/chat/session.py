@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
 from sglang_hcache.cli.chat.client import AsyncChatClient, RefusalError
 from sglang_hcache.cli.chat.conversation import Conversation, Conversations, Exchange, Phase
@@ -41,6 +43,8 @@ class Session:
         """None: as the system has it."""
         self.notice = Notice(0, "")
         """The latest one."""
+        self.on_said: Callable[[Session], None] = lambda _: None
+        """Called when something is asked: it is worth keeping from now on."""
 
     @property
     def is_empty(self) -> bool:
@@ -51,6 +55,7 @@ class Session:
         """Ask ``text``; False if it is blank or an answer is still on its way: then nothing changes."""
         if not text.strip() or conversation.open_exchange is not None:
             return False
+        self.on_said(self)
         self._start(conversation, conversation.ask(text.strip()))
         return True
 
@@ -125,7 +130,8 @@ class Session:
 
 
 class Sessions:
-    """Those of all browsers. Of the empty ones, which every page that is asked for without a cookie makes, the latest.
+    """Those of all browsers. Of the empty ones, which every page that is asked for without a cookie makes, the latest,
+    and those that somebody looks at.
 
     Args:
         make: a new one.
@@ -133,16 +139,24 @@ class Sessions:
 
     def __init__(self, make: Callable[[], Session]) -> None:
         self._make = make
-        self._by_browser: dict[str, Session] = {}
+        self._by_browser: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        self._kept: dict[str, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(self._by_browser.values())
+        return iter([*self._by_browser.values()])
 
     def of(self, browser: str) -> Session:
         """That of a browser, which asks for the page now."""
-        session = self._by_browser.pop(browser, None) or self._make()
-        self._by_browser[browser] = session  # behind all that were asked for before
-        empty = [name for name, item in self._by_browser.items() if item.is_empty]
+        session = self._by_browser.get(browser)
+        if session is None:
+            session = self._by_browser[browser] = self._make()
+            session.on_said = partial(self._keep, browser)
+        self._keep(browser, session)
+        empty = [name for name, item in self._kept.items() if item.is_empty]
         for name in empty[:-_MOST_EMPTY]:
-            del self._by_browser[name]
+            del self._kept[name]
         return session
+
+    def _keep(self, browser: str, session: Session) -> None:
+        self._kept.pop(browser, None)
+        self._kept[browser] = session  # behind all that were asked for before

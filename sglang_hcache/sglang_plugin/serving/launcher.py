@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 
 from sglang_hcache.core.config import HCacheConfig
-from sglang_hcache.core.errors import RestoreError, StoreError, TierMissError
+from sglang_hcache.core.errors import RestoreError, RestoreTimeoutError, StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
@@ -108,6 +108,7 @@ class Launcher:
             restore.recomputation.advance(self._device.largest_pass)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)
+            restore.ran_out_of_time = isinstance(error, RestoreTimeoutError)
             restore.abandon()
         except Exception:
             if self._may_trace():

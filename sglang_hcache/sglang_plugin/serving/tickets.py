@@ -50,6 +50,8 @@ class Restore:
     """Whether another rank has not brought its part."""
     failed_elsewhere: bool = False
     """Whether it should have: nobody had given the restore up."""
+    ran_out_of_time: bool = False
+    """While its first layers were computed."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`Launcher.settle`)."""
 
@@ -86,8 +88,10 @@ class Restore:
             return "late" if isinstance(self.job.error, RestoreTimeoutError) else "failed"
         if self.failed_elsewhere:
             return "failed_on_another_rank"
-        # Somebody wants it, and no job has failed: its layers could not be recomputed.
-        return "cancelled" if self.ticket is None else "failed"
+        if self.ticket is None:
+            return "cancelled"
+        # No job has failed: its layers could not be recomputed.
+        return "late" if self.ran_out_of_time else "failed"
 
     @property
     def why_incomplete(self) -> str:

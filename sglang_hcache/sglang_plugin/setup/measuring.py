@@ -156,7 +156,8 @@ class Bench:
         if shortest_s > _SLOW_BUDGETS * self.budget_s:
             return _SHORT_LENGTHS
         most = _MOST_BUDGETS * self.budget_s / shortest_s * self._lengths[0]
-        return [length for length in self._lengths if length <= most]
+        num_quick = sum(length <= most for length in self._lengths)
+        return self._lengths[: max(_FEWEST_LENGTHS, num_quick)]
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))

@@ -128,9 +128,10 @@ def _opened(
     config = replace(config_of(identity, paths), max_age_s=max_age_s, makes_dirs=False)
     store = DiskStore.open(config, counters)
     try:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                (path / SUPERBLOCK_TMP_NAME).unlink(missing_ok=True)
+        for item in before.directories:
+            if item.condition == Condition.HEALTHY:  # one that hangs would hold us up for good
+                with contextlib.suppress(OSError):
+                    (Path(item.path) / SUPERBLOCK_TMP_NAME).unlink(missing_ok=True)
         yield store, before, identity.segment_bytes, counters
     finally:
         store.close()

@@ -157,7 +157,7 @@ def _first_headers(item: Seen) -> list[ExtentHeader]:
 
 
 def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
-    """Ids of the runs that the index knows; none if it cannot be read. Raises TemporaryFolderError."""
+    """Ids of the runs that the index knows; none if it cannot be read. Raises TemporaryFolderError, OSError."""
     shapes = ShapeTable(identity.num_stripes)
     for item in seen:
         try:

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import ranks_named_by
-from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.rate import PROBE_NAME
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
 from sglang_hcache.store.volumes.preallocation import preallocate
+from sglang_hcache.store.volumes.probing import gives_direct_reads, takes_direct_writes
 
 SUPERBLOCK_NAME = "superblock.json"
 INDEX_NAME = "index.sqlite"
@@ -288,36 +287,22 @@ class StoreDirectory:
         Raises:
             OSError: not even an ordinary write works.
         """
-        try:
-            is_well, self.direct = self._write_probe(os.O_DIRECT), True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            is_well, self.direct = self._write_probe(0), False
-        if not is_well:
-            raise OSError(errno.EIO, "what was written did not come back")
+        self.direct = takes_direct_writes(self.path)
         if not self.direct and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "hcache: %s does not support O_DIRECT; its reads and writes use the page cache", self.path
             )
 
-    def _write_probe(self, flags: int) -> bool:
-        """Whether a block written to a temporary file comes back."""
-        path = self.path / PROBE_NAME
-        path.unlink(missing_ok=True)
-        block = aligned_empty(BLOCK)
-        block[:] = 0xA5
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
-        try:
-            written = os.pwritev(fd, [block.data], 0)
-            os.fsync(fd)
-            block[:] = 0
-            read = os.preadv(fd, [block.data], 0)
-            return written == BLOCK and read == BLOCK and bool((block == 0xA5).all())
-        finally:
-            os.close(fd)
-            path.unlink(missing_ok=True)
+    def probe_reading(self) -> None:
+        """Read a block of the newest segment, if there is one: what can be tried on a full disk.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        sizes = self.segment_sizes()
+        if sizes:
+            self.direct = gives_direct_reads(self.segment_path(max(sizes)))
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

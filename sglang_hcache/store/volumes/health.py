@@ -140,12 +140,19 @@ class Health:
             self.reason = reason
             self._back_off()
 
-    def is_only_full(self, reason: str) -> None:
-        """A probe found that all but writing works: its chunks are served, and deleting them makes room."""
+    def is_only_full(self, reason: str, seen: Condition) -> None:
+        """A probe found that all but writing works: its chunks are served, and deleting them makes room.
+
+        Args:
+            seen: its condition when it was probed; what another thread found meanwhile counts.
+        """
         with self._lock:
+            if self.condition is not seen:
+                return
             is_news = not self.is_full
             self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, True
             self._failed_reads = 0
+            self._recovered_at = time.monotonic()  # failing again soon is going on, not beginning
             self._back_off()
         if is_news:
             logger.warning("hcache: %s is %s (%s): its chunks are served", self._path, self.condition, reason)

@@ -133,6 +133,7 @@ def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, 
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
             raise
+        directory.probe_reading()
         return found.identity, error  # without the new superblock it is as it is after a crash now
     return found.identity, None
 

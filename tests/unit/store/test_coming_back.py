@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.returning import Returns
+from sglang_hcache.store.volumes import probing
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import sick, wait_until
@@ -57,6 +60,38 @@ def test_a_disk_that_became_full_meanwhile_is_read_and_shrinks(
     for keys in kept:
         read_keys(store, keys)
     write_keys(store, make_keys(1000, 2), LAYERS)
+
+
+def test_a_full_disk_that_cannot_be_read_either_stays_out(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path))
+    write_keys(store, make_keys(0, 20), (4096, 4096))
+    tried: list[Path] = []
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    def unreadable(path: Path, _flags: int) -> None:
+        tried.append(path)
+        raise OSError(errno.EIO, "bad")
+
+    monkeypatch.setattr(StoreDirectory, "probe", full)
+    monkeypatch.setattr(probing, "_read_block", unreadable)
+    health = Inside(store).volumes[0].health
+    health.take_out("for a test")
+    wait_until(lambda: len(tried) > 1)
+    assert (health.condition, health.reason) == (Condition.OUT, "bad")
+    assert Inside(store).catalog.segments(), "nothing is given up for it"
+
+
+def test_on_a_full_disk_what_another_thread_finds_meanwhile_counts(tmp_path: Path) -> None:
+    health = Health(tmp_path, Counters(), 0.01)
+    health.failed(OSError(errno.ENOSPC, "full"), writing=True)
+    seen = health.condition
+    health.take_out("it hangs")
+    health.is_only_full("full", seen)
+    assert (health.condition, health.reason) == (Condition.OUT, "it hangs")
 
 
 def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(

@@ -24,7 +24,7 @@ from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.ledger import Ledger
-from sglang_hcache.store.volumes import transfers
+from sglang_hcache.store.volumes import probing, transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.store.volumes.volume import Volume
@@ -467,7 +467,7 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
     if came_back_without:
         with store.lease(OLD) as lease:
             store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
-            monkeypatch.setattr(StoreDirectory, "_write_probe", _without_direct)
+            monkeypatch.setattr(probing, "_comes_back", _without_direct)
             Inside(store).volumes[1].health.take_out("the test says so")
             wait_until(lambda: all_well(store))
             read_keys(store, OLD)
@@ -486,7 +486,7 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
         assert [run.segment.file(stripe).direct for stripe in (0, 1)] == [True, not came_back_without]
 
 
-def _without_direct(directory: StoreDirectory, flags: int) -> bool:
+def _without_direct(_folder: Path, flags: int) -> bool:
     if flags & os.O_DIRECT:
         raise OSError(errno.EINVAL, "Invalid argument")
     return True
@@ -563,8 +563,8 @@ def test_what_was_cleared_while_a_directory_was_out_stays_cleared(
     store.close()
     store = open_store(config)
     assert store.stats().chunks == 0
-    for directory in config.dirs:
-        assert not list(directory.glob("segment-*"))
+    for folder in config.dirs:
+        assert not list(folder.glob("segment-*"))
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

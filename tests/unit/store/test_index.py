@@ -101,9 +101,7 @@ def test_another_program_cannot_open_it_and_one_that_has_it_open_is_named(
 VIEWER = """
 import sys
 from pathlib import Path
-from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
-from sglang_hcache.store.volumes.directory import StoreDirectory
 for _ in range(30):
     with StoreView.open([Path(name) for name in sys.argv[1:]]) as view:
         assert not view.index_problem, view.index_problem

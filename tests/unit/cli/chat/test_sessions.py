@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from sglang_hcache.cli.chat import session
 from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
 from sglang_hcache.cli.chat.session import Session, Sessions
@@ -15,12 +17,32 @@ def test_of_empty_sessions_the_latest_stay_and_of_others_all() -> None:
     talking = sessions.of("talking")
     talking.conversations.selected.ask("Good morning.")
     reading = sessions.of("reading")
-    for number in range(session._MOST_EMPTY - 1):
+    tab = sessions.of("open tab")
+    for number in range(session._MOST_EMPTY - 2):
         sessions.of(f"monitor {number}")
     assert sessions.of("reading") is reading
     assert len([*sessions]) == session._MOST_EMPTY + 1
+    reading = None
     for number in range(10 * session._MOST_EMPTY):
         sessions.of(f"other monitor {number}")
-    assert len([*sessions]) == session._MOST_EMPTY + 1
     assert sessions.of("talking") is talking
-    assert sessions.of("reading") is not reading
+    assert sessions.of("open tab") is tab
+    assert tab in [*sessions]
+    assert len([*sessions]) <= session._MOST_EMPTY + 2
+
+
+def test_who_says_something_in_a_page_that_was_open_for_long_is_known_when_it_comes_back() -> None:
+    async def talk() -> None:
+        server = AsyncChatClient("http://127.0.0.1:9", AnswerOptions())
+        sessions = Sessions(lambda: Session(server, Watch(server)))
+        tab = sessions.of("tab")
+        for number in range(2 * session._MOST_EMPTY):
+            sessions.of(f"monitor {number}")
+        assert tab.send(tab.conversations.selected, "Good morning.")
+        number_of_conversations = tab.conversations.selected.number
+        await tab.close()
+        del tab
+        assert not sessions.of("tab").is_empty
+        assert sessions.of("tab").conversations.selected.number == number_of_conversations
+
+    asyncio.run(talk())

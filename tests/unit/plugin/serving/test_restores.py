@@ -1197,6 +1197,23 @@ def test_a_failed_recomputation_ends_the_restore_when_its_job_has_ended(mixing: 
     mixing.assert_clean()
 
 
+def test_a_recomputation_that_runs_out_of_time_is_late(
+    mixing: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(_job: RestoreJob) -> None:
+        raise RestoreTimeoutError("not restored within 10 s")
+
+    monkeypatch.setattr(RestoreJob, "check", too_late)
+    mixing.store(tokens(1, 6))
+    mixing.queue("a", tokens(1, 6))
+    mixing.coordinator.tick()
+    mixing.engine.end(RestoreState.DONE)
+    mixing.coordinator.tick()
+    assert [mixing.counters[f"restore.{how}"] for how in ("late", "failed", "done")] == [1, 0, 0]
+    mixing.coordinator.admitted("a", 0)
+    mixing.assert_clean()
+
+
 def test_an_abort_ends_the_recomputation(mixing: World) -> None:
     mixing.store(tokens(1, 6))
     mixing.queue("a", tokens(1, 6))

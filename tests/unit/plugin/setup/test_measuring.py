@@ -98,6 +98,17 @@ def test_who_computes_slowly_measures_less(forward: Forward) -> None:
     assert len(forward.pieces) == 2 + 3, "the shortest is not measured again, and what takes long once"
 
 
+@pytest.mark.parametrize("budgets", [0.1, 0.9, 1.0, 1.5, 1.74, 1.76, 1.9, 1.99, 2.01, 3.0, 10.0, 100.0])
+@pytest.mark.parametrize("longest", [256, 8192])
+def test_however_long_the_shortest_pass_takes_a_curve_can_be_fitted(
+    budgets: float, longest: int, forward: Forward
+) -> None:
+    shortest_s = 1e-9 * 64**2
+    passes = bench(forward, longest, shortest_s / budgets, context=20_000)._pass_times()
+    assert len([length for length, start in passes if not start]) >= 3
+    assert measuring._pass_curve(passes).seconds(longest, longest) > 0
+
+
 def test_passes_that_take_too_long_are_left_out(forward: Forward) -> None:
     """64 tokens take 4 us, 1,024 at least 16 times that."""
     bench(forward, 8192, 5e-6, context=20_000)._pass_times()

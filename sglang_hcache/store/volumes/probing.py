@@ -1,0 +1,74 @@
+"""Whether blocks can be written and read in a directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.io.memory import aligned_empty
+from sglang_hcache.store.io.rate import PROBE_NAME
+
+_NO_DIRECT_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Of a file system without O_DIRECT."""
+
+
+def takes_direct_writes(folder: Path) -> bool:
+    """Whether a block that is written durably and read back may be so with O_DIRECT; with the page cache it may.
+
+    Raises:
+        OSError: neither works.
+    """
+    try:
+        is_well, is_direct = _comes_back(folder, os.O_DIRECT), True
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_ERRNOS:
+            raise
+        is_well, is_direct = _comes_back(folder, 0), False
+    if not is_well:
+        raise OSError(errno.EIO, "what was written did not come back")
+    return is_direct
+
+
+def gives_direct_reads(path: Path) -> bool:
+    """Whether a block of a file may be read with O_DIRECT; with the page cache it may.
+
+    Raises:
+        OSError: neither works.
+    """
+    try:
+        _read_block(path, os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_ERRNOS:
+            raise
+        _read_block(path, 0)
+        return False
+    return True
+
+
+def _comes_back(folder: Path, flags: int) -> bool:
+    """Whether a block comes back that is written durably to a temporary file, opened with ``flags``. Raises OSError."""
+    path = folder / PROBE_NAME
+    path.unlink(missing_ok=True)
+    block = aligned_empty(BLOCK)
+    block[:] = 0xA5
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
+    try:
+        written = os.pwritev(fd, [block.data], 0)
+        os.fsync(fd)
+        block[:] = 0
+        read = os.preadv(fd, [block.data], 0)
+        return written == BLOCK and read == BLOCK and bool((block == 0xA5).all())
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+def _read_block(path: Path, flags: int) -> None:
+    """Read the first block of a file, opened with ``flags``. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags)
+    try:
+        os.preadv(fd, [aligned_empty(BLOCK).data], 0)
+    finally:
+        os.close(fd)
