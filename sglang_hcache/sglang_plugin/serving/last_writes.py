@@ -26,9 +26,13 @@ class LastWrites:
         self._before: int | None = None
 
     def begin(self) -> None:
-        """The server will end, but requests run still. Idempotent; for a signal's handler, so it takes no lock."""
+        """The server will end, but requests run still. Idempotent; for a signal's handler, so it takes no lock.
+
+        Another signal may come in the middle of it, and all be written before this call goes on.
+        """
+        before = self._counters[_WRITTEN]
         if self._before is None:
-            self._before = self._counters[_WRITTEN]
+            self._before = before
         self._tiers.write_from_now_on()
 
     def finish(self) -> None:

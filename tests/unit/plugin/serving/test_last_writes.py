@@ -1,31 +1,34 @@
-"""How long a server that ends goes on writing, and what its log says of it."""
+"""What a server says it has written at its end."""
 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from sglang_hcache.core.config import HCacheConfig
-from tests.unit.plugin.serving.test_weights_in_use import Served
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 
 
-def test_what_the_limit_left_unwritten_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_second_signal_in_the_middle_of_the_first_one_changes_no_number(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bridge, limits = Served(config=HCacheConfig(shutdown_flush_s=2.5)).bridge, []
+    """Python runs a handler between any two steps of another one; ``killpg`` and our own signal come together."""
 
-    def flush(limit_s: float) -> bool:
-        limits.append(limit_s)
-        bridge.counters.count("demote.chunks_written", 3)
-        return False
+    class Interrupted(Counters):
+        signals = 1
 
-    bridge.counters.count("demote.chunks_written", 40)
-    monkeypatch.setattr(bridge.tiers, "flush", flush)
-    with caplog.at_level(logging.INFO):
-        bridge.close()
-    assert limits == [2.5]
-    assert caplog.messages[-2:] == [
-        "hcache: not all chunks were written to disk within 2.5 s",
-        "hcache: stopping; 3 chunks that existed only in host memory are on disk now",
-    ]
+        def __getitem__(self, event: str) -> int:
+            if self.signals:
+                self.signals -= 1
+                last.begin()
+                self.count(event, 14)  # the demoter, told by that call, is quick
+            return super().__getitem__(event)
+
+    tiers = SimpleNamespace(write_from_now_on=lambda: None, flush=lambda _limit_s: True)
+    last = LastWrites(tiers, Interrupted(), 10.0)  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO)
+    last.begin()
+    last.finish()
+    assert "stopping; 14 chunks" in caplog.text
