@@ -140,9 +140,8 @@ class Bench:
         lengths: Sequence[int] = self._prefill_lengths
         if not self._is_beside:
             shortest = lengths[0]
-            known[shortest, 0] = min(
-                self._recompute_one(shortest, 0) for _ in range(2)
-            )  # something else may run
+            # Twice, for something else may run.
+            known[shortest, 0] = min(self._recompute_one(shortest, 0) for _ in range(2))
             lengths = self._quick_lengths(known[shortest, 0])
         pieces = [(length, 0) for length in lengths]
         behind = (max(self._lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
@@ -295,7 +294,7 @@ class Bench:
 
 def installed_versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    return {**{name: version(name) for name in _PACKAGES}, "measuring": str(_REVISION)}
+    return {name: version(name) for name in _PACKAGES} | {"measuring": str(_REVISION)}
 
 
 def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLike[str]]) -> str:

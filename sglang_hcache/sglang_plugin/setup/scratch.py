@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError, WriteBudgetError
@@ -21,9 +17,6 @@ from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
-
-Read = Callable[[Mapping[int, npt.NDArray[np.uint8]]], None]
-"""Reads some layers of the chunks that are held, by layer, into memory."""
 
 NUM_LAYERS = 6
 """Of what is read or computed to measure one: a restore works on several at once."""
@@ -80,10 +73,12 @@ class ScratchReads:
         count = length // CHUNK_TOKENS
         size = count * self._layout.chunk_layer_bytes[0]
         steps = layers_of_steps(dict.fromkeys(range(NUM_LAYERS), size), STEP_BYTES, self._together)
-        with _held(self._tier, self._keys[:count]) as read_layers:
+        with self._tier.lease(self._keys[:count]) as lease:
             began = time.monotonic()
             reads = [
-                self._readers.submit(read_layers, {layer: self._buffers[layer][:size] for layer in step})
+                self._readers.submit(
+                    self._tier.read_layers, lease, {layer: self._buffers[layer][:size] for layer in step}
+                )
                 for step in steps
             ]
             for read in reads:
@@ -115,9 +110,3 @@ class ScratchReads:
             if not disk.admits(len(keys), run.chunk_layer_bytes, reused=False):
                 raise WriteBudgetError("the write budget is nearly used up (--hcache-disk-write-budget)")
             disk.write_run(run, lambda _layer, rows=rows: list(rows))
-
-
-@contextmanager
-def _held(tier: TieredStore | DiskStore, keys: Sequence[bytes]) -> Iterator[Read]:
-    with tier.lease(keys) as lease:
-        yield partial(tier.read_layers, lease)

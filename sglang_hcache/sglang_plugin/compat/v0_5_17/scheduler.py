@@ -64,10 +64,8 @@ class SchedulerOf:
     def _running(self) -> set[Req]:
         # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.
         # Whose prompt goes on in the next pass is in neither.
-        batches, chunked = (
-            (self._scheduler.running_batch, self._scheduler.last_batch),
-            self._scheduler.chunked_req,
-        )
+        batches = self._scheduler.running_batch, self._scheduler.last_batch
+        chunked = self._scheduler.chunked_req
         found = {req for batch in batches if batch is not None for req in batch.reqs}
         return found if chunked is None else found | {chunked}
 
