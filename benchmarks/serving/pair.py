@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from common.model import load_arguments
 from common.terminal import while_doing
-from serving.servers import arguments_without_tier, device_arguments
+from serving.servers import arguments_without_tier, device_arguments, restored
 from sglang_hcache.cli.server.pair import launch_together
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
 
@@ -39,7 +39,7 @@ def make_pair(
     Args:
         tier_arguments: more of them, of the server with the tier.
     """
-    settings: dict[str, object] = {"host_size": host_bytes, "method": method}
+    settings: dict[str, object] = {"host_size": host_bytes, "method": method, "restore": restored(method)}
     if has_disk:
         settings |= {"dirs": [str(folder / "disk")], "disk_size": "16GB", "disk_free_floor": "256MiB"}
     common = [

@@ -89,6 +89,11 @@ def arguments_without_tier() -> list[str]:
     return ["--hierarchical-cache", "off", *([] if has_gpu() else ["--hcache-cpu-fixes"])]
 
 
+def restored(method: str) -> str:
+    """``--hcache-restore`` of a server that is measured: what is to be compared with recomputing comes back always."""
+    return "always" if method in ("hidden", "kv") else "faster"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSizes:
     """What all servers of a comparison have in common."""
@@ -174,6 +179,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, logs: Pa
             "host_size": sizes.host_bytes,
             "staging_size": sizes.staging_bytes,
             "method": method,
+            "restore": restored(method),
             "measure_s": sizes.measure_s,
         }
         args += settings_arguments(folder / f"{method}.yaml", settings)

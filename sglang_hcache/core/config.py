@@ -56,6 +56,11 @@ class WritePolicy(StrEnum):
     WRITE_THROUGH = "write_through"
 
 
+class RestoreWhen(StrEnum):
+    FASTER = "faster"
+    ALWAYS = "always"
+
+
 class DiskAtStart(StrEnum):
     REQUIRED = "required"
     OPTIONAL = "optional"
@@ -116,11 +121,14 @@ class HCacheConfig(BaseModel):
     method: PlanKind = PlanKind.AUTO
     """How layers come back. hidden: from hidden states, projected to K and V. kv: from K and V themselves. hybrid: from
     K and V, the first layers recomputed where that is faster. recompute: all from tokens, nothing is stored (for
-    comparisons). auto: the mix of all three that is fastest on this machine; and what is recomputed faster than it
-    would be restored is recomputed."""
+    comparisons). auto: the mix of all three that is fastest on this machine."""
+    restore: RestoreWhen = RestoreWhen.FASTER
+    """What is restored of what is stored. faster: what is predicted to come back sooner than it would be recomputed.
+    always: whatever there is (for comparisons, and where predictions are wrong); kv and hidden measure nothing at start
+    then."""
     profile: Path | None = None
-    """Costs of this model on this machine, from ``hcache profile``; they decide what auto and hybrid do. Default: one
-    that was saved for this model and machine, or what a few seconds of measuring at start give."""
+    """Costs of this model on this machine, from ``hcache profile``; predictions come from them. Default: one that was
+    saved for this model and machine, or what a few seconds of measuring at start give."""
     io_engine: IOEngineName = IOEngineName.AUTO
     """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
     two by a short probe (auto)."""
@@ -155,8 +163,8 @@ class HCacheConfig(BaseModel):
     exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
     """Seconds that a restore may run; then it is given up and its request recomputed. One that is predicted to run
-    longer does not start. Where nothing is predicted (``kv``, ``hidden``, or no costs), waiting for earlier restores
-    counts too. At most 3600. After a restore from disk that was itself too slow, nothing is
+    longer does not start. With ``restore`` always, and where there are no costs to predict with, waiting for earlier
+    restores counts too. At most 3600. After a restore from disk that was itself too slow, nothing is
     restored from there for up to 30 s."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes

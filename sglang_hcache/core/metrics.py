@@ -168,7 +168,7 @@ HISTOGRAMS = (
         "", {"restore.gb_per_s": ""}, _GB_PER_S,
     ),
     HistogramMetric(
-        "prediction_ratio", "Time that a restore took over the time that was predicted (auto and hybrid).", "ratio",
+        "prediction_ratio", "Time that a restore took over the time that was predicted.", "ratio",
         "", {"restore.prediction_ratio": ""}, _RATIOS,
     ),
 )  # fmt: skip

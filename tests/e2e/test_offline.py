@@ -17,12 +17,8 @@ from tests.e2e.harness import TOLERANCE
 def test_an_engine_restores(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     given = ["--model-path", str(tiny_model()), "--dtype", "float32", "--max-total-tokens", "2048"]
     tier = [
-        "--hcache-method",
-        "hidden",
-        "--hcache-host-size",
-        "64MB",
-        "--hcache-dirs",
-        str(tmp_path / "disk"),
+        *("--hcache-method", "hidden", "--hcache-restore", "always"),
+        *("--hcache-host-size", "64MB", "--hcache-dirs", str(tmp_path / "disk")),
     ]
     size = ["--hcache-disk-size", "1GB", "--hcache-disk-free-floor", "100MB"]
     command, environment = prepare_launch([*given, *tier, *size])

@@ -62,7 +62,7 @@ def recomputed_layers(profile: Profile, kind: PlanKind, length: int) -> int:
     return fastest_restore(stored, profile.costs({"host": length}), max_recompute=LAYERS - 1).num_recompute
 
 
-def serve(folder: Path, model: Path, method: str, profile: Path) -> TierServer:
+def serve(folder: Path, model: Path, method: str, profile: Path, *more: str) -> TierServer:
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"),
         *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB", "--hcache-method", method),
@@ -74,7 +74,7 @@ def serve(folder: Path, model: Path, method: str, profile: Path) -> TierServer:
             "--hcache-disk-free-floor",
             "0",
         ),
-        *("--hcache-profile", str(profile)),
+        *("--hcache-profile", str(profile), *more),
     ]
     server = TierServer(folder, arguments)
     (server.switches / "keep_costs").touch()
@@ -160,6 +160,25 @@ def test_what_is_computed_sooner_is_not_restored(mixed: tuple[TierServer, Profil
     assert largest_difference(again, recomputed) <= TOLERANCE
     server.flush_device()
     server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("method", ["hidden", "kv"])
+def test_one_method_for_all_layers_restores_only_what_pays(
+    method: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where recomputing first layers would be faster still."""
+    model, costs = tiny_model(layers=LAYERS), tmp_path / "costs.json"
+    write_profile(model, costs, fixed=5_000, hidden=2.5, kv=5, project=8, run=30)
+    with serve(tmp_path, model, method, costs, "--hcache-restore", "faster") as server:
+        assert "with the first 0 layers recomputed" in server.process.log_text()
+        for length, restored in ((65, 0), (700, 640)):
+            prompt = random_prompt(length, length)
+            server.ask(prompt)
+            server.to_tiers()
+            assert server.ask(prompt).restored == restored
+        assert server.counter("restore.declined_slower") == 1
+        assert server.counter("restore.layers_recomputed") == 0
+        server.assert_nothing_left()
 
 
 def test_grouped_queries_mix_kv_and_recomputation_and_store_no_hidden_states(

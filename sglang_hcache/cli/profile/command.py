@@ -76,10 +76,10 @@ def profile(
 ) -> None:
     """Measure what restoring and recomputing cost with a model on this machine, and save it.
 
-    A server with `--hcache-method auto` predicts for each prefix whether restoring it is faster than recomputing it,
-    and which layers come back from hidden states, from K and V, or recomputed. Without a profile it measures for a
-    few seconds at each start. This command measures longer, so that servers start sooner and predict better. Run it
-    while nothing else uses the machine.
+    A server predicts for each prefix whether restoring it is faster than recomputing it, and with
+    `--hcache-method auto` which layers come back from hidden states, from K and V, or recomputed. Without a profile it
+    measures for a few seconds at each start. This command measures longer, so that servers start sooner and predict
+    better. Run it while nothing else uses the machine.
 
     It starts the real server, lets it time forward passes, projections, writes of K and V and reads of each tier at
     several lengths, stops it, prints the fitted costs, and shows what a server would do with them. Give the arguments

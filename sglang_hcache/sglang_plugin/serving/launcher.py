@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
-from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.config import HCacheConfig, RestoreWhen
 from sglang_hcache.core.errors import RestoreError, RestoreTimeoutError, StoreError, TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
@@ -32,7 +32,7 @@ class Launcher:
 
     Args:
         block_chunks: most chunks that a restore reads at a time.
-        gate: says which restores are worth starting, and how; None: all, as they are stored.
+        gate: says how to restore, and what is worth it; None: all, as it is stored.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Launcher:
         self._observer = observer
         self._block_chunks = block_chunks
         self._gate = gate
+        self._restores_all = config.restore is RestoreWhen.ALWAYS
         self._pace = None if device.beside is None else device.beside.stage.pace
         self._may_trace = Throttle()
 
@@ -73,6 +74,8 @@ class Launcher:
             return None, True
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
+        if self._restores_all:
+            return decision, True
         is_in_time = decision.job_s < self._config.restore_deadline_s
         return decision, is_in_time and self._gate.pays(decision, behind_s)
 
@@ -186,7 +189,8 @@ class Launcher:
         layers, limit_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
         deadline_s = limit_s
         if decision is not None:
-            layers, deadline_s = decision.layers, decision.deadline_s(backlog_s)
+            layers = decision.layers
+            deadline_s = limit_s if self._restores_all else decision.deadline_s(backlog_s)
         beside = self._device.beside
         fence = None if beside is None else beside.stage.fence()
         is_whole = len(layers) == self._tiers.layout.num_layers

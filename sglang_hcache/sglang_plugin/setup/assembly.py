@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from sglang_hcache.core.config import DiskAtStart, HCacheConfig
+from sglang_hcache.core.config import DiskAtStart, HCacheConfig, RestoreWhen
 from sglang_hcache.core.errors import ConfigError, StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -42,7 +42,8 @@ _TRIED = {
     PlanKind.RECOMPUTE: (),
 }
 """What may be restored, and so is checked before serving."""
-_PREDICTED = (PlanKind.AUTO, PlanKind.HYBRID)
+_MIXED = (PlanKind.AUTO, PlanKind.HYBRID)
+"""What may recompute first layers, and needs costs for that whatever is restored."""
 _GROUP_SLOTS, _FEWEST_GROUPS = 4, 64
 """Beside a GPU each stretch of neighbouring chunks is a copy: of 1 MB nearly twice as fast as of 256 KB (H200). In a
 simulation of conversations chunks lie alone before long without groups; with groups of four 1 to 3 % fewer are found
@@ -84,8 +85,8 @@ def assemble(
         budget = _budget(config, layout, device, model.context_length)
         tiers = _tiers(config, layout, budget, disk, left_out, counters, device)
         gate = None
-        if profile is not None and config.method in _PREDICTED and model.ranks.rank == 0:
-            may_recompute = check is not None and check.may_recompute
+        if profile is not None and _predicts(config) and model.ranks.rank == 0:
+            may_recompute = config.method in _MIXED and check is not None and check.may_recompute
             block_tokens = CHUNK_TOKENS * budget.block_chunks
             pass_tokens = device.largest_pass if device.cuts_prompts else math.inf
             gate = RestoreGate(
@@ -148,6 +149,12 @@ def _without_hidden_states(config: HCacheConfig, model: ServedModel) -> HCacheCo
     return config.without_hidden_states()
 
 
+def _predicts(config: HCacheConfig) -> bool:
+    if config.method is PlanKind.RECOMPUTE:
+        return False
+    return config.method in _MIXED or config.restore is RestoreWhen.FASTER
+
+
 def _check(
     config: HCacheConfig, model: ServedModel, restorer: LayerRestorer, device: Device
 ) -> selfcheck.SelfCheckResult | None:
@@ -166,7 +173,7 @@ def _profile(
     disk: DiskStore | None,
     machine: str,
 ) -> Profile | None:
-    if config.method not in _PREDICTED and config.save_profile is None:
+    if not _predicts(config) and config.save_profile is None:
         return None
     longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
     bench = Bench(

@@ -1040,6 +1040,18 @@ def test_what_would_take_longer_than_allowed_is_not_begun() -> None:
         assert world.coordinator.may_be_admitted("long") is not is_begun
 
 
+def test_all_there_is_is_restored_if_so_configured() -> None:
+    """Slower than recomputing, and predicted to take longer than allowed. What is predicted ends no restore, either."""
+    config = HCacheConfig(restore="always", restore_deadline_s=0.5)
+    world = World(gate_for(recompute_s=1e-6, may_recompute=False), config)
+    world.store(tokens(1, 32))
+    world.queue("long", tokens(1, 32))
+    world.coordinator.tick()
+    (job,) = world.engine.jobs
+    assert job.deadline_s == 0.5
+    assert world.counters["restore.declined_slower"] == 0
+
+
 def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
     """A request that is not restored waits for the prefills before it, as a restore does for the restores."""
     world = World(gate_for(recompute_s=5e-4, may_recompute=False))
