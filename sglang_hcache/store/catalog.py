@@ -153,6 +153,11 @@ class Catalog:
             self._segments[segment.number] = segment
             self._clock = max(self._clock, segment.last_used)
 
+    @property
+    def floor(self) -> float:
+        """The least score of a segment that is used now."""
+        return self._floor
+
     def set_floor(self) -> None:
         """At start: no segment's score is below the floor.
 
@@ -294,7 +299,10 @@ class Catalog:
         run.segment.runs.add(run)
         self._next_run = max(self._next_run, run.number)
         for index, key in enumerate(run.place.keys):
-            if index not in run.quarantined:
+            other = self._chunks.get(key)
+            # By segments, whose numbers grow with age: a run that was out of sight got its own number only now.
+            is_newest = other is None or run.place.segment >= other.place.segment
+            if index not in run.quarantined and is_newest:
                 self._chunks[key] = run
         self._quarantined += len(run.quarantined)
 

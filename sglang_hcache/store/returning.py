@@ -91,7 +91,7 @@ class Returns:
             self._catalog.retire(segment, only_unpinned=False)
         census = Census(files, self._volumes, self._catalog, self._config.file_bytes)
         for place in places:
-            census.admit(self._catalog.take_run_number(), place, Recency(0, 0.0), {})
+            census.admit(self._catalog.take_run_number(), place, Recency(0, self._catalog.floor), {})
         self._ledger.mark_whole()
         self._observer.count("store.runs_recovered", len(places))
         logger.info("hcache: all directories are there; %d runs are whole again", len(places))

@@ -84,7 +84,7 @@ class IndexContents:
     """Everything an index holds."""
 
     runs: dict[int, RunPlace]
-    """By number, ascending. It is their age: of two runs with the same key the larger one counts."""
+    """By number, ascending. Of two runs with the same key that in the later segment counts, then the larger number."""
     bad_rows: list[int]
     """Numbers of rows that make no sense."""
     recency: dict[int, Recency]

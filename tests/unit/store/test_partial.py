@@ -100,6 +100,27 @@ def test_when_the_directory_is_back_everything_is_served_again(
     assert counters["store.runs_lost"] == 0
 
 
+def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
+    tmp_path: Path, open_store: OpenStore, absent: set[str]
+) -> None:
+    config = config_of(tmp_path, 3)
+    old = stored(config, open_store, runs=2)
+    absent.add("disk0")
+    store = open_store(config)
+    for keys in old:
+        write_keys(store, keys, LAYERS)
+    absent.clear()
+    wait_until(lambda: all_there(store))
+    catalog = Inside(store).catalog
+    assert len(catalog.runs()) == 4, "both copies of each"
+    oldest = min(catalog.segments(), key=lambda segment: segment.number)
+    assert oldest.score == catalog.floor
+    catalog.retire(oldest, only_unpinned=False)
+    assert served(store, old) == 2
+    store.close()
+    assert served(open_store(config), old) == 2
+
+
 @pytest.mark.parametrize("end", [DiskStore.close, kill])
 def test_it_may_be_back_only_at_a_later_start(
     tmp_path: Path,
