@@ -116,6 +116,11 @@ class DiskStore:
                 raise StoreIOError(f"cannot open the store: {error}") from error
             raise
 
+    @property
+    def has_max_age(self) -> bool:
+        """Whether chunks are deleted for their age."""
+        return self._config.max_age_s is not None
+
     # -- finding ---------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:

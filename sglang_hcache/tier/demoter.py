@@ -262,7 +262,9 @@ class Demoter:
         finally:
             for info, slot in reversed(pinned):  # the tail is evicted before the head
                 if is_settled:
-                    self._host.mark_clean(info.key, slot)
+                    # What is deleted for its age must not come back by a later use.
+                    for_good = self._disk.has_max_age and self._disk.contains(info.key)
+                    self._host.mark_clean(info.key, slot, for_good=for_good)
                 self._host.unpin(info.key, slot)
             with self._freed:
                 self._keeps_up = True

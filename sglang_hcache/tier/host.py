@@ -3,11 +3,12 @@
 Life of a slot::
 
     free -- reserve() --> open -- seal() --> dirty -- mark_clean() --> clean -- (evicted by reserve()) --> open
-                            |\\-- publish() --------------------------^
+                            |\\               ^------ mark_dirty() ----'^
+                            | \\-- publish() --------------------------/
                             \\--- release() --> free
 
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
-there is no disk tier.
+there is no disk tier. One that is not there after all is dirty again when it is used again.
 Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its head, without
 which it is of no use; where slots are in groups, with those neighbours that were used hardly later. Every method is
 short, takes the one lock and never does I/O, so the serving thread may call any of them.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ its tail, is used once, and must not take the tail along."""
 @dataclass(slots=True)
 class _Entry:
     slot: int
+    info: ChunkInfo | None
+    """What to write if it is not on disk; None: it stays clean."""
     pins: int = 0
     is_reused: bool = False
 
@@ -104,7 +107,7 @@ class HostTier:
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean: OrderedDict[ChunkKey, int] = OrderedDict()  # -> when it came to the end, counted in uses
         self._uses = 0
-        self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()
+        self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()  # of those in _entries
         self.generation = 0
         """How often everything was forgotten."""
 
@@ -158,7 +161,7 @@ class HostTier:
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
         with self._lock:
-            if not self._enter(slot, info.key):
+            if not self._enter(slot, info.key, info if self._keep_dirty else None):
                 return False
             if self._keep_dirty and not on_disk:
                 self._dirty[info.key] = info
@@ -176,16 +179,16 @@ class HostTier:
             if generation != self.generation:
                 self._set_free(slot)
                 return False
-            if not self._enter(slot, key):
+            if not self._enter(slot, key, None):
                 return False
             self._add_clean(key)
             return True
 
-    def _enter(self, slot: int, key: ChunkKey) -> bool:
+    def _enter(self, slot: int, key: ChunkKey, info: ChunkInfo | None) -> bool:
         """Name an open slot, or free it if the chunk is here already."""
         entry = self._entries.get(key)
         if entry is None:
-            self._entries[key] = _Entry(slot)
+            self._entries[key] = _Entry(slot, info)
             self._keys[slot] = key
             return True
         self._set_free(slot)
@@ -282,15 +285,28 @@ class HostTier:
             found = (info for key, info in self._dirty.items() if pinned or key not in self._pinned)
             return list(itertools.islice(found, count))
 
-    def mark_clean(self, key: ChunkKey, slot: int) -> None:
-        """The chunk in ``slot``, still pinned, is on disk now, or never will be: it may be evicted.
+    def mark_clean(self, key: ChunkKey, slot: int, *, for_good: bool = False) -> None:
+        """The chunk in ``slot``, still pinned, is on disk now, or could not be written: it may be evicted.
 
         Nothing happens to one of that name that came after everything was forgotten.
+
+        Args:
+            for_good: never write it again.
         """
         with self._lock:
             if key in self._dirty and self._entries[key].slot == slot:
                 del self._dirty[key]
                 self._add_clean(key)
+                if for_good:
+                    self._entries[key].info = None
+
+    def mark_dirty(self, keys: Iterable[ChunkKey]) -> None:
+        """Those of ``keys`` that are here are not on disk, whatever was thought: they have to be written."""
+        with self._lock:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None and entry.info is not None and self._clean.pop(key, None) is not None:
+                    self._dirty[key] = entry.info
 
     def give_up_dirty(self) -> None:
         """No chunk that is here need be written to disk: they stay until their slots are wanted."""
@@ -299,6 +315,8 @@ class HostTier:
             for key in self._dirty:
                 self._add_clean(key)
             self._dirty.clear()
+            for entry in self._entries.values():
+                entry.info = None
 
     def forget_all(self) -> None:
         """Drop every sealed chunk; pinned slots are freed when their last reader is done."""

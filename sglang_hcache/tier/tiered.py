@@ -187,6 +187,8 @@ class TieredStore:
         self.host.touch(keys)
         if self.disk is not None:
             self.disk.touch(keys)
+            # Written once, and lost with a disk, or refused when the write budget was short: now it is worth a write.
+            self.host.mark_dirty([key for key in reversed(keys) if not self.disk.contains(key)])
 
     def lease(self, keys: Sequence[ChunkKey], *, promote: bool = False) -> ChunkLease:
         """Hold ``keys`` where they are.

@@ -35,6 +35,8 @@ class HostModel(RuleBasedStateMachine):
         self.clean: list[int] = []
         self.dirty: list[int] = []
         """Both least recently used first."""
+        self.writable: set[int] = set()
+        """What was sealed, and not marked clean for good."""
         self.uses = 0
         self.last_use: dict[int, int] = {}
         """Of what is clean."""
@@ -94,6 +96,7 @@ class HostModel(RuleBasedStateMachine):
             for name in [name for name in go if self.last_use[name] <= last + (self.uses - last) // 4]:
                 self.clean.remove(name)
                 self.reused.discard(name)
+                self.writable.discard(name)
                 del self.slots[name]
             if self.whole_groups():
                 return
@@ -109,6 +112,8 @@ class HostModel(RuleBasedStateMachine):
         slot, _ = self.opened.pop()
         info = ChunkInfo(key(name), bytes(32), 0, bytes(16))
         assert self.tier.seal(slot, info, on_disk=on_disk) == (name not in self.slots)
+        if self.keep_dirty and name not in self.slots:
+            self.writable.add(name)
         self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.clean)
 
     @precondition(lambda self: self.opened)
@@ -169,13 +174,31 @@ class HostModel(RuleBasedStateMachine):
         self.tier.unpin(key(name), slot)
 
     @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def mark_clean(self, data: Any) -> None:
+    @rule(data=st.data(), for_good=st.booleans())
+    def mark_clean(self, data: Any, for_good: bool) -> None:
         name, slot = data.draw(st.sampled_from(self.pins))
-        self.tier.mark_clean(key(name), slot)
+        self.tier.mark_clean(key(name), slot, for_good=for_good)
         if self.slots.get(name) == slot and name in self.dirty:
             self.dirty.remove(name)
             self.append(name, self.clean)
+            if for_good:
+                self.writable.discard(name)
+
+    @rule(names=PREFIXES)
+    def mark_dirty(self, names: list[int]) -> None:
+        self.tier.mark_dirty([key(name) for name in names])
+        for name in names:
+            if name in self.clean and name in self.writable:
+                self.clean.remove(name)
+                self.append(name, self.dirty)
+
+    @rule()
+    def give_up_dirty(self) -> None:
+        self.tier.give_up_dirty()
+        for name in self.dirty:
+            self.append(name, self.clean)
+        self.dirty.clear()
+        self.writable.clear()
 
     @rule(names=PREFIXES, pinned=st.booleans())
     def put(self, names: list[int], pinned: bool) -> None:
@@ -195,7 +218,7 @@ class HostModel(RuleBasedStateMachine):
     @rule()
     def forget_all(self) -> None:
         self.tier.forget_all()
-        self.slots, self.reused, self.clean, self.dirty = {}, set(), [], []
+        self.slots, self.reused, self.writable, self.clean, self.dirty = {}, set(), set(), [], []
         self.generation += 1
 
     # -- what must be so -------------------------------------------------------------------------

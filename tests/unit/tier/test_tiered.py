@@ -36,6 +36,7 @@ def open_tiers(
     slots: int = 8,
     policy: WritePolicy = WritePolicy.WRITE_BACK,
     write_budget: int | None = None,
+    max_age_s: float | None = None,
 ) -> TieredStore:
     counters = Counters()
     config = StoreConfig(
@@ -45,6 +46,7 @@ def open_tiers(
         segment_bytes=4 * 2**20,
         io_engine="posix",
         write_budget_bytes=write_budget,
+        max_age_s=max_age_s,
     )
     store = DiskStore.open(config, counters)
     host = HostTier(np.zeros(slots * LAYOUT.chunk_bytes, np.uint8), LAYOUT, counters, keep_dirty=True)
@@ -313,6 +315,41 @@ def test_of_one_prefix_the_part_that_was_used_again_is_written(tmp_path: Path) -
     wait_until_saved(tiers)
     assert tiers.match([key(name) for name in range(1, 5)]) == 4
     assert match_keys(tiers.disk, [key(name) for name in range(1, 5)]) == 2
+    tiers.close()
+
+
+def test_what_the_write_budget_forbade_is_written_once_it_is_used_again(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", write_budget=90_000, policy=WritePolicy.WRITE_THROUGH)
+    assert tiers.disk is not None
+    for name in (1, 11, 21):
+        put(tiers, name)
+        wait_until_saved(tiers)
+    assert [name for name in (1, 11, 21) if tiers.disk.contains(key(name))] == [1, 11]
+    tiers.touch([key(21)])
+    wait_until_saved(tiers)
+    assert tiers.disk.contains(key(21))
+    tiers.close()
+
+
+@pytest.mark.parametrize("max_age_s", [None, 3600.0])
+def test_what_the_disk_lost_is_written_again_when_it_is_used(tmp_path: Path, max_age_s: float | None) -> None:
+    """Not with a maximum age: a chunk that was deleted for its age would be back with the next use."""
+    tiers = open_tiers(tmp_path / "store", max_age_s=max_age_s)
+    assert tiers.disk is not None
+    put(tiers, 1)
+    put(tiers, 2)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    tiers.disk.discard([key(1), key(2)])
+    assert not tiers.disk.contains(key(1))
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert not tiers.disk.contains(key(1)), "nobody has asked for it"
+    tiers.touch([key(1)])
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers.disk.contains(key(1)) == (max_age_s is None)
+    assert not tiers.disk.contains(key(2))
     tiers.close()
 
 
