@@ -24,6 +24,9 @@ _HANGS_ALLOWED = 3
 """And at this many if the last one is a hang. It is mostly the device's, but a drive may try a bad sector for longer
 than anybody waits, each time, and its whole directory would be out each time."""
 
+_FORGOTTEN_S = 3600.0
+"""An error this long ago does not count: a bad sector fails again, a controller that was reset hits any run."""
+
 _OF_NO_RUN = OWN_ERRNOS | (GONE_ERRNOS - {errno.ETIMEDOUT}) | {errno.ENOENT, errno.ECANCELED}
 """What says nothing of a run's bytes. Of the rest a bad sector may be any: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
 
@@ -69,7 +72,8 @@ class Judge:
         """Of ``run``, with this one: one of however many layers, and of however many reads that ran together."""
         with self._lock:
             if began > run.failed_at:
-                run.failures += 1
+                is_long_ago = began - run.failed_at > _FORGOTTEN_S
+                run.failures = 1 if is_long_ago else run.failures + 1
                 run.failed_at = time.monotonic()
             return run.failures
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _MEASURE_S = 60.0
 """To ask for the size of each file, of which there may be thousands."""
+_ALLOCATED_PER_S = 200e6
+"""Bytes that a nearly full file system finds for a file at least: it may have to look for them in many places."""
 
 
 def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
@@ -87,7 +89,8 @@ class Volume:
         This and the methods below do what ``StoreDirectory`` does, with a deadline; they raise what :meth:`call` does.
         """
         create = partial(self.directory.create_segment, segment, size)
-        self.call(create, "cannot create a segment file", writing=True)
+        patience_s = self.patience_s + size / _ALLOCATED_PER_S
+        self.call(create, "cannot create a segment file", writing=True, patience_s=patience_s)
 
     def open_segment(self, segment: int) -> OpenFile:
         return self.call(partial(self.directory.open_segment, segment), "cannot open a segment file")
@@ -111,7 +114,8 @@ class Volume:
         return self.call(self.directory.index_bytes, "cannot ask for the index's size", blame=False)
 
     def segment_sizes(self) -> dict[int, int]:
-        return self.call(self.directory.segment_sizes, "cannot list the segments")
+        self.free_bytes()
+        return self.call(self.directory.segment_sizes, "cannot list the segments", patience_s=_MEASURE_S)
 
     def segment_time(self, segment: int) -> float:
         ask = partial(self.directory.segment_time, segment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sglang_hcache.core.errors import (
     StoreIOError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty, judge
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.io.engine import IOKind, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine
@@ -70,6 +71,20 @@ def test_layers_that_are_read_together_fail_once(store: DiskStore, engine: Fault
             heal(engine)
             assert store.stats().quarantined == quarantined
     assert not any(store.contains(key) for key in OLD)
+
+
+def test_an_error_long_ago_does_not_count(
+    store: DiskStore, engine: FaultEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two resets of a controller, months apart, may hit the same run."""
+    monkeypatch.setattr(judge, "_FORGOTTEN_S", 0.05)
+    for _ in range(3):
+        engine.decide = lambda op, number: Fault(errno.EIO) if op.kind is IOKind.READ else None
+        with pytest.raises(StoreIOError):
+            read_keys(store, OLD)
+        heal(engine)
+        time.sleep(0.1)
+    read_keys(store, OLD)
 
 
 @pytest.mark.parametrize(
