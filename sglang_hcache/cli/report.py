@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.core.metrics import RESTORE_PHASES
+from sglang_hcache.core.metrics import RESTORE_PHASES, WAITING
 
 METHOD_NAMES = {Method.HIDDEN: "hidden states", Method.KV: "K and V", Method.RECOMPUTE: "recomputed"}
-_PHASE_NAMES = {
-    "queue": "waiting to begin",
-    "read": "reading",
-    "project": "writing K and V",
-    "recompute": "recomputing layers",
-}
 _PIPE_WIDTH = 160
 """Columns where nobody's window limits them."""
 
@@ -64,21 +58,27 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def restore_times(measures: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Names of what restores spent time on, and seconds of each divided by all that ended well; none before the first.
+Measures: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Of ``/server_info``: ``count`` and ``sum`` of each since the server started."""
 
-    Args:
-        measures: of ``/server_info``.
-    """
-    whole = measures.get("restore.seconds")
-    if whole is None:
-        return []
-    spent = {phase: measures.get(f"restore.{phase}_seconds") for phase in RESTORE_PHASES}
-    return [
-        (_PHASE_NAMES[phase], measure["sum"] / whole["count"])
-        for phase, measure in spent.items()
-        if measure is not None and measure["sum"] > 0
-    ]
+
+def restore_times(measures: Measures, before: Measures | None = None) -> list[tuple[str, float]]:
+    """Parts of restores, and seconds of each divided by all that ended well since ``before``; none if none did."""
+    restores, _ = _gained("restore.read_seconds", measures, before)
+    spent = {phase: _gained(f"restore.{phase}_seconds", measures, before)[1] for phase in RESTORE_PHASES}
+    return [(phase, seconds / restores) for phase, seconds in spent.items() if seconds > 0 and restores > 0]
+
+
+def waiting_times(measures: Measures, before: Measures | None = None) -> list[tuple[str, float]]:
+    """What requests waited for that went on since ``before``, and for how many seconds on average."""
+    waited = {phase: _gained(f"wait.{phase}_seconds", measures, before) for phase in WAITING}
+    return [(phase, seconds / count) for phase, (count, seconds) in waited.items() if count > 0]
+
+
+def _gained(name: str, measures: Measures, before: Measures | None) -> tuple[float, float]:
+    """How often it was measured since ``before``, or since the start, and the sum."""
+    now, then = measures.get(name, {}), (before or {}).get(name, {})
+    return now.get("count", 0) - then.get("count", 0), now.get("sum", 0.0) - then.get("sum", 0.0)
 
 
 def seconds_text(seconds: float) -> str:

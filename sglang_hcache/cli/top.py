@@ -19,19 +19,23 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.options import ApiKey, AsJson, ServerUrl
-from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text
+from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text, waiting_times
 from sglang_hcache.cli.server.client import ChatClient, ChatError
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import redraws
+from sglang_hcache.cli.unwell import ERRORS, directory_problems, other_problems
 from sglang_hcache.core.errors import ConfigError, HCacheError
+from sglang_hcache.core.metrics import events_of
 from sglang_hcache.core.units import format_bytes
 
 _BAR_WIDTH = 16
 _LONGEST_S = 3600
-_RATES = (
+_RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("requests that looked", "lookup.requests", ""),
     ("  found something", "lookup.hits", ""),
     ("restores done", "restore.done", ""),
+    ("  seconds that they saved", "restore.saved_seconds", ""),
+    ("  seconds lost by restores", events_of("lost_seconds"), ""),
     ("  tokens from host memory", "restore.tokens_host", ""),
     ("  tokens from disk", "restore.tokens_disk", ""),
     ("  predicted slower, recomputed", "restore.declined_slower", ""),
@@ -52,8 +56,11 @@ _RATES = (
     ("bytes written to disk", "store.bytes_written", "bytes"),
     ("I/O errors", "store.io_errors", "bad"),
     ("damaged extents", "store.corrupt_extents", "bad"),
+    ("writes refused: no room, or the budget", "store.writes_refused", "bad"),
+    ("deletions of files that failed", "store.unlink_failures", "bad"),
+    ("errors that nobody foresaw", ERRORS, "bad"),
 )
-"""What it is, the counter, and how it is shown."""
+"""What it is, the counters or measures that add up to it, and how it is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +76,42 @@ def top(
     url: ServerUrl = "http://127.0.0.1:30000",
     api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print and end.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Print once and end. Looks twice, `--interval` apart; with `--json` once."
+        ),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Print what is wrong, one problem a line, and end with exit status 1 if there is any.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.
 
     It asks `/server_info`, which every server has; `--enable-metrics` is not needed. Where the window is low,
-    what went wrong comes first. With `--json` each look is the whole state on one line.
+    what went wrong comes first. Times of restores are those since the last look; where none ended, since the start.
+    With `--json` each look is the whole state on one line.
+
+    `--check` is for probes: a directory that is not healthy, nothing that is computed is saved though the method saves,
+    a clearing that a restart would undo, errors that nobody foresaw since the start. Exit status 2: no server answers,
+    or it has no tier.
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")
     with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
         first = _first_look(client)
-        if as_json:
+        if check:
+            _check(first.state, as_json=as_json)
+        elif as_json:
             _print_json(client, first, None if once else interval)
         elif once:
-            print_report([render(url, first, None)])
+            time.sleep(interval)
+            print_report([render(url, _look(client), first)])
         elif not redraws(Console()):
             _print_looks(client, url, interval, first)
         else:
@@ -105,6 +132,14 @@ def _first_look(client: ChatClient) -> Sample:
         if isinstance(error.__cause__, httpx.ConnectError):
             raise ChatError(f"{error}; is a server running there? --url names another") from error
         raise
+
+
+def _check(state: Mapping[str, Any], *, as_json: bool) -> None:
+    problems = [*directory_problems(state), *other_problems(state)]
+    for line in [json.dumps({"problems": problems})] if as_json else problems:
+        print(line)
+    if problems:
+        raise typer.Exit(1)
 
 
 def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> None:
@@ -163,7 +198,7 @@ def render(
         window: what the picture must fit into, with what went wrong above all else; None: it is whole.
         trouble: why there is no newer look.
     """
-    title = _title(url, sample.state)
+    title = _title(url, sample.state, None if before is None else before.state)
     if trouble:
         title = Text.assemble((trouble, "bold red"), "\n", title)
     whole = Group(title, Text(), _sizes(sample.state), Text(), _counts(sample, before, _RATES))
@@ -171,39 +206,36 @@ def render(
         return whole
     head = Group(title, Text(), _sizes(sample.state, only_unwell=True), Text())
     room = max(0, window.height - _height(head, window) - 1)  # below the names of the columns
-    return Group(head, _counts(sample, before, _telling(sample.state["counters"])[:room]))
+    return Group(head, _counts(sample, before, _telling(sample.state)[:room]))
 
 
 def _height(picture: RenderableType, window: Console) -> int:
     return len(window.render_lines(picture, pad=False))
 
 
-def _telling(counters: Mapping[str, int]) -> list[tuple[str, str, str]]:
+def _telling(state: Mapping[str, Any]) -> list[tuple[str, str | tuple[str, ...], str]]:
     """Rows for a low window: first what went wrong, and nothing of what might have."""
     wrong = [
-        (what.strip(), name, kind) for what, name, kind in _RATES if kind == "bad" and counters.get(name)
+        (what.strip(), names, kind) for what, names, kind in _RATES if kind == "bad" and _total(state, names)
     ]
     return wrong + [row for row in _RATES if row[2] != "bad"]
 
 
-def _title(url: str, state: Mapping[str, Any]) -> Text:
+def _title(url: str, state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Text:
     waiting = ", ".join(f"{count} {phase}" for phase, count in state["requests"].items() if count)
     text = Text.assemble((url, "bold"), f"  namespace {state['namespace'] or 'not known yet: new weights'}")
     text.append(f"\nrequests: {waiting or 'none waits'}; {state['captured_requests']} being saved")
     text.append(f"; slots in flight: {state['in_flight_tokens']:,}")
     text.append("; saving" if state["saving"] else "")
-    times = [f"{name} {seconds_text(seconds)}" for name, seconds in restore_times(state["measures"])]
-    text.append(f"\na restore on average: {', '.join(times)}" if times else "")
-    if state["nothing_saved"] == "old_weights":
-        text.append(
-            "\nnothing is saved: KV of earlier weights is on the device (POST /flush_cache)", "bold red"
-        )
-    if state["nothing_saved"] == "switched_off":
-        text.append("\nswitched off: nothing is saved or restored (PUT /hicache/storage-backend)", "bold red")
-    if state["disk"] and state["disk"]["clearing_pending"]:
-        text.append(
-            "\nwhat was cleared would be back after a restart: no directory took the note", "bold red"
-        )
+    for what, times_of in (("a restore takes", restore_times), ("requests waited", waiting_times)):
+        recent = [] if before is None else times_of(state["measures"], before["measures"])
+        times = [
+            f"{phase} {seconds_text(seconds)}" for phase, seconds in recent or times_of(state["measures"])
+        ]
+        since = "lately" if recent else "since the start"
+        text.append(f"\n{what} on average, {since}: {', '.join(times)}" if times else "")
+    for problem in other_problems(state):
+        text.append(f"\n{problem}", "bold red")
     return text
 
 
@@ -236,19 +268,27 @@ def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, no
     table.add_row(name, bar, format_bytes(used), format_bytes(capacity), f"{chunks:,}", note)
 
 
-def _counts(sample: Sample, before: Sample | None, rows: Sequence[tuple[str, str, str]]) -> Table:
+def _counts(
+    sample: Sample, before: Sample | None, rows: Sequence[tuple[str, str | tuple[str, ...], str]]
+) -> Table:
     table = new_table(("", "since start", "a second"), {"since start", "a second"})
-    counters = sample.state["counters"]
-    for what, name, kind in rows:
-        total = counters.get(name, 0)
+    for what, names, kind in rows:
+        total = _total(sample.state, names)
         rate = ""
         if before is not None:
             seconds = sample.at - before.at
-            gained = max(0, total - before.state["counters"].get(name, 0))
+            gained = max(0, total - _total(before.state, names))
             rate = _amount(gained / seconds, kind) if gained else ""
         style = "red" if kind == "bad" and total else "dim" if not total else ""
         table.add_row(what, _amount(total, kind), rate, style=style)
     return table
+
+
+def _total(state: Mapping[str, Any], names: str | tuple[str, ...]) -> float:
+    """Since the start."""
+    counters, measures = state["counters"], state["measures"]
+    events = (names,) if isinstance(names, str) else names
+    return float(sum(counters.get(name, 0) + measures.get(name, {}).get("sum", 0) for name in events))
 
 
 def _amount(value: float, kind: str) -> str:

@@ -12,8 +12,28 @@ NOTHING_SAVED = ("old_weights", "method", "switched_off")
 """Why nothing that is computed is saved."""
 WAITING = ("resolved", "pending", "running", "pinned")
 """What the restore of a waiting request is at."""
+SOURCES = ("host", "disk", "mixed")
+"""Where the chunks of a restore were."""
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SECONDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+)
 _GB_PER_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
@@ -22,7 +42,8 @@ _RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 class CounterMetric:
     """A counter; ``_total`` is added to its name.
 
-    ``events``: which event of the tier counts for which value of ``label``.
+    ``events``: which event of the tier counts, or which measure adds up, for which value of ``label``. That is empty
+    without one.
     """
 
     name: str
@@ -81,6 +102,26 @@ COUNTERS = (
         "Restores that gave up room of the KV pool. pin: one that was over, whose request still waited; running: one "
         "that was stopped, for a running request needed its slots. They may come back once more.",
         "restores", "what", {"restore.pins_given_back": "pin", "restore.stopped_for_room": "running"},
+    ),
+    CounterMetric(
+        "saved_seconds",
+        "What restores saved the requests that waited for them: predicted seconds of recomputing, less those from the "
+        "decision to the end. Of those that ended well and took no longer than that. Without predictions "
+        "(--hcache-restore always with kv or hidden) nothing is counted here, nor as lost_seconds.",
+        "seconds", "", {"restore.saved_seconds": ""},
+    ),
+    CounterMetric(
+        "lost_seconds",
+        "What restores cost the requests that waited for them. slower: it ended well, but so many seconds later than "
+        "recomputing was predicted to. Else all of its time, from the decision to the end. aborted: nobody waited any "
+        "more, or a running request needed the room. saved_seconds less lost_seconds is what the tier gains.",
+        "seconds", "reason",
+        {
+            "restore.lost_seconds_slower": "slower", "restore.lost_seconds_late": "late",
+            "restore.lost_seconds_failed": "failed",
+            "restore.lost_seconds_failed_on_another_rank": "failed_on_another_rank",
+            "restore.lost_seconds_cancelled": "aborted",
+        },
     ),
     CounterMetric(
         "restored_tokens", "Tokens whose K and V came back from a tier.", "tokens",
@@ -152,8 +193,16 @@ COUNTERS = (
 
 HISTOGRAMS = (
     HistogramMetric(
-        "restore_seconds", "Time of a restore that ended well, from its first read to its last layer.", "seconds",
-        "", {"restore.seconds": ""}, _SECONDS,
+        "restore_seconds",
+        "Time of a restore that ended well, from its first read to its last layer, by where its chunks were.",
+        "seconds", "source", {f"restore.seconds_{source}": source for source in SOURCES}, _SECONDS,
+    ),
+    HistogramMetric(
+        "wait_seconds",
+        "How long requests wait for a restore, each time they do. pending: until it starts, for room in the KV pool "
+        "or for another request's restore of the same chunks; running; pinned: from its end until SGLang admits the "
+        "request.",
+        "seconds", "phase", {f"wait.{phase}_seconds": phase for phase in WAITING if phase != "resolved"}, _SECONDS,
     ),
     HistogramMetric(
         "restore_phase_seconds",
@@ -165,11 +214,11 @@ HISTOGRAMS = (
     ),
     HistogramMetric(
         "restore_bandwidth", "Bytes read over the time of a restore that ended well.", "GB/s",
-        "", {"restore.gb_per_s": ""}, _GB_PER_S,
+        "source", {f"restore.gb_per_s_{source}": source for source in SOURCES}, _GB_PER_S,
     ),
     HistogramMetric(
         "prediction_ratio", "Time that a restore took over the time that was predicted.", "ratio",
-        "", {"restore.prediction_ratio": ""}, _RATIOS,
+        "source", {f"restore.prediction_ratio_{source}": source for source in SOURCES}, _RATIOS,
     ),
 )  # fmt: skip
 
@@ -220,6 +269,11 @@ GAUGES = (
     ),
     GaugeMetric("info", "Always 1: what runs, and what layers store.", "info", ("version", "method")),
 )  # fmt: skip
+
+
+def events_of(counter: str) -> tuple[str, ...]:
+    """What adds up to a counter."""
+    return next(tuple(metric.events) for metric in COUNTERS if metric.name == counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,12 @@ _RESULT_NAMES = {
     "predicted_slower": "not started: predicted slower",
     "no_slots": "not started: no room in the KV pool",
 }
+_PHASE_NAMES = {
+    "queue": "waiting to begin",
+    "read": "reading",
+    "project": "writing K and V",
+    "recompute": "recomputing layers",
+}
 _LOST = ("failed", "late")
 
 
@@ -235,6 +241,6 @@ def strip_html(layers: Sequence[Method]) -> str:
 
 
 def _phases_html(measures: Mapping[str, Any]) -> str:
-    rows = [_row(name, seconds_text(seconds)) for name, seconds in restore_times(measures)]
+    rows = [_row(_PHASE_NAMES[phase], seconds_text(seconds)) for phase, seconds in restore_times(measures)]
     found = "".join(rows) if rows else '<p class="hint">No restore ended yet.</p>'
     return _section("Time of a restore, on average", found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -145,6 +146,8 @@ class Launcher:
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
             self._report(restore)
+        if restore.decision is not None:
+            self._settle_account(restore, restore.decision.recompute_s)
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
         says_something = (restore.is_complete or restore.is_late) and self._had_its_pace(restore)
         if self._gate is not None and restore.decision is not None and says_something:
@@ -153,24 +156,40 @@ class Launcher:
             recomputing_s = recomputation.seconds if recomputation and timed else None
             self._gate.restored(restore.decision, restore.seconds, recomputing_s)
 
+    def _settle_account(self, restore: Restore, recompute_s: float) -> None:
+        """What it saved the request that waited for it, or cost it, against recomputing at once."""
+        taken_s = time.monotonic() - restore.job.submitted
+        is_of_use = restore.is_complete and restore.ticket is not None
+        if is_of_use and taken_s <= recompute_s:
+            self._observer.observe("restore.saved_seconds", recompute_s - taken_s)
+        elif is_of_use:
+            self._observer.observe("restore.lost_seconds_slower", taken_s - recompute_s)
+        else:
+            reason = "cancelled" if restore.is_complete else restore.outcome
+            self._observer.observe(f"restore.lost_seconds_{reason}", taken_s)
+
     def _report(self, restore: Restore) -> None:
         """One that ended well."""
         job, observer = restore.job, self._observer
         chunk_bytes = sum(self._tiers.layout.chunk_layer_bytes[layer] for layer in job.layers)
         observer.count("restore.tokens", job.num_tokens)
-        for tier, chunks in Counter(job.sources).items():
+        chunks_by_tier = Counter(job.sources)
+        source = next(iter(chunks_by_tier)) if len(chunks_by_tier) == 1 else "mixed"
+        for tier, chunks in chunks_by_tier.items():
             observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
             observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)
-        observer.observe("restore.seconds", restore.seconds)
+        observer.observe(f"restore.seconds_{source}", restore.seconds)
         observer.observe("restore.queue_seconds", job.queued_s)
         observer.observe("restore.read_seconds", job.waited_s)
         observer.observe("restore.project_seconds", job.written_s)
         if job.seconds > 0:
-            observer.observe("restore.gb_per_s", len(job.sources) * chunk_bytes / job.seconds / 1e9)
+            gb_per_s = len(job.sources) * chunk_bytes / job.seconds / 1e9
+            observer.observe(f"restore.gb_per_s_{source}", gb_per_s)
         if restore.recomputation is not None:
             observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
         if restore.decision is not None:
-            observer.observe("restore.prediction_ratio", restore.seconds / restore.decision.job_s)
+            ratio = restore.seconds / restore.decision.job_s
+            observer.observe(f"restore.prediction_ratio_{source}", ratio)
 
     def prepare(
         self,

@@ -33,22 +33,23 @@ class MetricsObserver:
         from prometheus_client import Counter, Histogram
 
         where = {} if registry is None else {"registry": registry}
-        names = list(labels)
         self._counters: dict[str, Any] = {}
         for counter in COUNTERS:
-            made = Counter(PREFIX + counter.name, counter.help, [*names, counter.label], **where)
+            more = [counter.label] if counter.label else []
+            made = Counter(PREFIX + counter.name, counter.help, [*labels, *more], **where)
             for event, value in counter.events.items():
-                self._counters[event] = made.labels(**labels, **{counter.label: value})
+                self._counters[event] = made.labels(**labels, **dict.fromkeys(more, value))
         self._histograms: dict[str, Any] = {}
         for histogram in HISTOGRAMS:
-            more = [histogram.label] if histogram.label else []
             timed = Histogram(
-                PREFIX + histogram.name, histogram.help, [*names, *more], buckets=histogram.buckets, **where
+                PREFIX + histogram.name,
+                histogram.help,
+                [*labels, histogram.label],
+                buckets=histogram.buckets,
+                **where,
             )
             for measure, value in histogram.measures.items():
-                self._histograms[measure] = timed.labels(
-                    **labels, **({histogram.label: value} if more else {})
-                )
+                self._histograms[measure] = timed.labels(**labels, **{histogram.label: value})
 
     def count(self, event: str, amount: int = 1) -> None:
         """Add to the counter that ``event`` belongs to; events of none are left out."""
@@ -57,10 +58,12 @@ class MetricsObserver:
             counter.inc(amount)
 
     def observe(self, measure: str, value: float) -> None:
-        """Add to the histogram that ``measure`` belongs to."""
+        """Add to the histogram, or to the counter, that ``measure`` belongs to."""
         histogram = self._histograms.get(measure)
         if histogram is not None:
             histogram.observe(value)
+        elif measure in self._counters:
+            self._counters[measure].inc(value)
 
 
 class TierGauges:

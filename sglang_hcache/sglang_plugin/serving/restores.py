@@ -97,7 +97,7 @@ class RestoreCoordinator:
         if not keys:
             return
         self._ranks.meet()
-        ticket = Ticket(prompt, keys, self._ranks.now)
+        ticket = Ticket(prompt, keys, self._ranks.now, self._observer)
         self.waiting.add(ticket)
         self._look_up(ticket)
         is_hit = ticket.phase is Phase.PENDING
@@ -137,6 +137,7 @@ class RestoreCoordinator:
             ticket.note("left the queue")
             logger.debug("hcache: request %s: %s", rid, ticket.life)
             self.waiting.let_go(ticket)
+            ticket.enter(Phase.RESOLVED)  # it waits no longer
 
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.

@@ -12,6 +12,7 @@ import torch
 from sglang_hcache.core.errors import RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.gate import Decision
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.seam.protocols import Node, Prompt
@@ -147,6 +148,8 @@ class Ticket:
     prompt: Prompt
     keys: list[ChunkKey]
     clock: Callable[[], float] = time.monotonic
+    observer: Observer | None = None
+    """Told how long it waited in each phase."""
     life: Life = field(default_factory=Life)
     phase: Phase = Phase.RESOLVED
     restore: Restore | None = None
@@ -177,6 +180,8 @@ class Ticket:
         self.life.add(event, *values)
 
     def enter(self, phase: Phase) -> None:
+        if self.observer is not None and self.phase not in (phase, Phase.RESOLVED):
+            self.observer.observe(f"wait.{self.phase.value}_seconds", self.in_phase_s)
         self.phase = phase
         self.entered = self.clock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.top import Sample, render
@@ -103,16 +104,69 @@ def test_totals_and_rates() -> None:
 
 def test_what_a_restore_takes() -> None:
     measures = {
-        "restore.seconds": {"count": 4, "sum": 6.1},
         "restore.recompute_seconds": {"count": 1, "sum": 0.04},
         "restore.read_seconds": {"count": 4, "sum": 0.048},
         "restore.project_seconds": {"count": 4, "sum": 6.0},
         "restore.queue_seconds": {"count": 4, "sum": 0.0},
         "restore.prediction_ratio": {"count": 4, "sum": 4.4},
     }
-    line = "a restore on average: reading 12 ms, writing K and V 1.50 s, recomputing layers 10 ms"
+    line = "a restore takes on average, since the start: read 12 ms, project 1.50 s, recompute 10 ms"
     assert line in shown(Sample(0.0, state() | {"measures": measures}), None)
     assert not any(text.startswith("a restore") for text in shown(Sample(0.0, state()), None))
+
+
+def test_times_are_those_since_the_last_look() -> None:
+    def look(at: float, restores: int, read_s: float) -> Sample:
+        of_all = {
+            "restore.read_seconds": {"count": restores, "sum": read_s},
+            "wait.pending_seconds": {"count": 2 * restores, "sum": 4 * restores},
+        }
+        return Sample(at, state() | {"measures": of_all})
+
+    found = shown(look(2.0, 12, 1.5), look(0.0, 10, 1.0))
+    assert "a restore takes on average, lately: read 250 ms" in found
+    assert "requests waited on average, lately: pending 2.00 s" in found
+    idle = shown(look(2.0, 10, 1.0), look(0.0, 10, 1.0))
+    assert "a restore takes on average, since the start: read 100 ms" in idle
+
+
+def test_seconds_saved_and_lost() -> None:
+    def look(at: float, saved_s: float) -> Sample:
+        lost = {f"restore.lost_seconds_{why}": {"count": 1, "sum": 0.75} for why in ("slower", "late")}
+        return Sample(
+            at, state() | {"measures": {"restore.saved_seconds": {"count": 9, "sum": saved_s}, **lost}}
+        )
+
+    found = shown(look(2.0, 30.5), look(0.0, 20.5))
+    assert found["seconds that they saved"][-2:] == ["30.5", "5"]
+    assert found["seconds lost by restores"][-1] == "1.5"
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, *options: str, **told: Any) -> Result:
+    server = Server(looks=1)
+    monkeypatch.setattr(server, "tier_state", lambda: state() | told)
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    return CliRunner().invoke(app, ["top", "--check", *options])
+
+
+def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = state(capture__errors=2, restore__errors=1)
+    told["disk"]["clearing_pending"] = True
+    result = checked(monkeypatch, nothing_saved="old_weights", counters=told["counters"], disk=told["disk"])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "/b: out: EIO",
+        "nothing is saved: KV of earlier weights is on the device (POST /flush_cache)",
+        "what was cleared would be back after a restart: no directory took the note",
+        "errors that nobody foresaw since the start: 2 in capture, 1 in restore; the log has them, please report",
+    ]
+    assert json.loads(checked(monkeypatch, "--json").stdout) == {"problems": ["/b: out: EIO"]}
+
+
+def test_a_check_of_a_server_that_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    for well in ({"disk": None}, {"disk": None, "nothing_saved": "method"}):
+        result = checked(monkeypatch, **well)
+        assert (result.exit_code, result.stdout) == (0, "")
 
 
 def test_without_a_disk_tier() -> None:
@@ -173,7 +227,7 @@ def test_a_low_window_shows_what_went_wrong_first() -> None:
     assert places == sorted(places)
     for words in ("/a: healthy", "restores late", "damaged extents"):
         assert words not in text
-    assert "bytes written to disk" in text
+    assert "chunks saved" in text
 
     lowest = Console(width=80, height=10, force_terminal=True, highlight=False)
     assert len(picture(lowest, sample, None, window=lowest)) <= 10

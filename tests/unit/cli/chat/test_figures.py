@@ -119,8 +119,6 @@ def test_without_a_disk_tier() -> None:
 )
 def test_phases(seconds: dict[str, float], said: str) -> None:
     measures = {f"restore.{phase}_seconds": {"count": 2, "sum": sum_s} for phase, sum_s in seconds.items()}
-    if seconds:
-        measures["restore.seconds"] = {"count": 2, "sum": sum(seconds.values())}
     shown = text_of(tier_html(tier_look(tier=state() | {"measures": measures})))
     assert said in shown
     assert "waiting to begin" not in shown

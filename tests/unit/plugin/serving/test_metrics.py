@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sglang_hcache.cli.metrics import markdown
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.layout import Method, StateLayout
-from sglang_hcache.core.metrics import COUNTERS, HISTOGRAMS, NOTHING_SAVED, WAITING, describe
+from sglang_hcache.core.metrics import COUNTERS, HISTOGRAMS, NOTHING_SAVED, SOURCES, WAITING, describe
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGauges
 from sglang_hcache.sglang_plugin.serving.state import tier_state
@@ -24,7 +24,7 @@ from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
 
 ROOT = Path(__file__).parents[4]
 LABELS = {"model_name": "m", "tp_rank": "0"}
@@ -56,12 +56,20 @@ def emitted(method: str) -> set[str]:
 def test_every_event_is_a_metric_or_known_not_to_be() -> None:
     dynamic = {
         *(f"restore.{end}" for end in ("done", "failed", "failed_on_another_rank", "late", "cancelled")),
-        *(f"restore.{what}_{tier}" for what in ("tokens", "bytes") for tier in ("host", "disk")),
+        *(f"restore.{what}_{tier}" for what in ("tokens", "bytes") for tier in (HOST, DISK)),
+        *(
+            f"restore.{what}_{source}"
+            for what in ("seconds", "gb_per_s", "prediction_ratio")
+            for source in SOURCES
+        ),
+        *(f"restore.lost_seconds_{end}" for end in ("failed", "failed_on_another_rank", "late", "cancelled")),
+        *(f"wait.{phase.value}_seconds" for phase in Phase if phase is not Phase.RESOLVED),
     }
     events = {event for counter in COUNTERS for event in counter.events}
-    assert events | NOT_EXPORTED == emitted("count") | dynamic
-    assert not events & NOT_EXPORTED
-    assert {measure for histogram in HISTOGRAMS for measure in histogram.measures} == emitted("observe")
+    measures = {measure for histogram in HISTOGRAMS for measure in histogram.measures}
+    assert not events & measures
+    assert events | measures | NOT_EXPORTED == emitted("count") | emitted("observe") | dynamic
+    assert not (events | measures) & NOT_EXPORTED
 
 
 def test_the_docs_list_every_metric() -> None:
@@ -75,7 +83,7 @@ def test_the_dashboard_counts_a_request_once() -> None:
     found = json.loads((ROOT / "configs" / "grafana" / "hcache.json").read_text())["panels"]
     queries = [target["expr"] for panel in found for target in panel.get("targets", ())]
     by_request = re.compile(
-        r"sglang:hcache_(lookups|restored_tokens|restores|restore_seconds|restore_phase_seconds|prediction_ratio)"
+        r"sglang:hcache_(lookups|restored_tokens|restores|saved_seconds|lost_seconds|wait_seconds|restore_seconds|restore_phase_seconds|prediction_ratio)"
         r"_\w+\{[^}]*\}"
     )
     selectors = [match.group() for query in queries for match in by_request.finditer(query)]
@@ -155,7 +163,10 @@ def test_events_and_measures_reach_their_metric() -> None:
     counters.count("nobody.knows")
     counters.observe("restore.read_seconds", 0.5)
     counters.observe("nobody.knows", 1.0)
+    counters.observe("restore.saved_seconds", 1.25)
+    counters.observe("restore.saved_seconds", 1.5)
     assert registry.get_sample_value("sglang:hcache_restores_total", {**LABELS, "result": "done"}) == 2
     name = "sglang:hcache_restore_phase_seconds_sum"
     assert registry.get_sample_value(name, {**LABELS, "phase": "read"}) == 0.5
+    assert registry.get_sample_value("sglang:hcache_saved_seconds_total", LABELS) == 2.75
     assert counters["restore.done"] == 2

@@ -1332,3 +1332,84 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     world.coordinator.tick()
     assert len(learnt) == (1 if teaches else 0)
     assert world.coordinator._rest.is_on is teaches
+
+
+# -- what restores are worth ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("late_s", "saved_s"), [(0.0, 9.0), (20.0, -11.0)])
+def test_what_a_restore_saves_or_costs(late_s: float, saved_s: float) -> None:
+    """Recomputing 4 chunks is predicted to take about 10 s."""
+    world = World(gate_for(10.0 / (LAYERS * 4 * CHUNK_TOKENS), may_recompute=False))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    world.engine.jobs[0].submitted -= late_s + 1.0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    name = "restore.saved_seconds" if saved_s > 0 else "restore.lost_seconds_slower"
+    measures = world.counters.measures()
+    assert measures[name]["count"] == 1
+    assert measures[name]["sum"] == pytest.approx(abs(saved_s), abs=0.9)
+    assert sum("saved" in other or "lost" in other for other in measures) == 1
+    assert measures["restore.prediction_ratio_host"]["count"] == 1
+
+
+def test_what_restores_without_a_result_cost() -> None:
+    world = World(gate_for(1.0, may_recompute=False))
+    for number, state in enumerate((RestoreState.FAILED, RestoreState.DONE)):
+        world.store(tokens(number, 4))
+        world.queue("a", tokens(number, 4))
+        world.coordinator.tick()
+        world.engine.jobs[0].submitted -= 3.0
+        if state is RestoreState.DONE:  # too late: its request has left
+            world.coordinator.drop("a")
+        world.engine.end(state)
+        world.coordinator.tick()
+        world.coordinator.admitted("a", 0)
+        world.scheduler.line.clear()
+    measures = world.counters.measures()
+    for reason in ("failed", "cancelled"):
+        assert measures[f"restore.lost_seconds_{reason}"]["sum"] == pytest.approx(3.0, abs=0.9)
+    assert "restore.saved_seconds" not in measures
+
+
+def test_without_predictions_nothing_is_saved_or_lost(world: World) -> None:
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    assert not any("saved" in name or "lost" in name for name in world.counters.measures())
+
+
+def test_how_long_requests_wait_in_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    ranks = Alone()
+    monkeypatch.setattr(ranks, "now", lambda: now)
+    world = World(ranks=ranks)
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    now = 40.0
+    world.coordinator.tick()
+    now = 42.0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    now = 45.0
+    world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
+    waits = {name: measure for name, measure in world.counters.measures().items() if name.startswith("wait")}
+    assert waits == {
+        "wait.pending_seconds": {"count": 1, "sum": 40.0},
+        "wait.running_seconds": {"count": 1, "sum": 2.0},
+        "wait.pinned_seconds": {"count": 1, "sum": 3.0},
+    }
+
+
+def test_who_leaves_the_queue_has_waited_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    ranks = Alone()
+    monkeypatch.setattr(ranks, "now", lambda: now)
+    world = World(ranks=ranks)
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    now = 7.0
+    world.coordinator.drop("a")
+    assert world.counters.measures()["wait.pending_seconds"] == {"count": 1, "sum": 7.0}
