@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +19,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
-from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import YIELDING_SHARE
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.recomputation import Recomputation
@@ -26,6 +28,17 @@ from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On a restore that could start now."""
+
+    decision: Decision | None
+    """How it would go; None if nobody can tell."""
+    pays: bool
+    idle_s: float
+    """For how long at least it would wait for its request to be admitted."""
 
 
 class Launcher:
@@ -61,24 +74,39 @@ class Launcher:
         found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
         return [int(count) for count in self._ranks.least(*found)]
 
-    def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> tuple[Decision | None, bool]:
-        """How to bring ``keys`` back, behind the prefix of ``start`` tokens; None if nobody can tell. And whether to
-        start: if it pays (:meth:`RestoreGate.pays`), and can be done in time.
+    def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
+        """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
+        (:meth:`RestoreGate.pays`), and can be done in time.
         """
         (on_host,) = self._ranks.least(self._tiers.sources(keys)[HOST])  # the slowest counts
         return self._ranks.first(self._decide(len(keys), int(on_host), start, behind_s))
 
-    def _decide(
-        self, num_chunks: int, on_host: int, start: int, behind_s: float
-    ) -> tuple[Decision | None, bool]:
+    def _decide(self, num_chunks: int, on_host: int, start: int, behind_s: float) -> Verdict:
         if self._gate is None:
-            return None, True
+            return Verdict(None, True, 0.0)
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
+        idle_s = max(0.0, -behind_s - decision.restore_s)
         if self._restores_all:
-            return decision, True
+            return Verdict(decision, True, idle_s)
         is_in_time = decision.job_s < self._config.restore_deadline_s
-        return decision, is_in_time and self._gate.pays(decision, behind_s)
+        return Verdict(decision, is_in_time and self._gate.pays(decision, behind_s), idle_s)
+
+    def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
+        """Whether ``num_tokens`` from position ``start`` on are there sooner by a restore of somebody else, which takes
+        ``left_s`` more, than by computing them. Where nobody can tell, they are.
+        """
+        return self._ranks.first(self._gate is None or left_s < self.prefill_s(num_tokens, start))
+
+    def may_overtake(self, left_s: float) -> float:
+        """How many tokens may be computed before a request whose restore has ``left_s`` to go.
+
+        One pass in any case. More if that takes twice as long at most: all requests together wait the least then.
+        """
+        pass_tokens = self._device.largest_pass
+        pass_s = self.prefill_s(pass_tokens, 0)
+        most = pass_tokens * max(1.0, 2 * left_s / pass_s) if pass_s else math.inf
+        return self._ranks.first(most)
 
     def keep_pace(self, waiting: Waiting) -> None:
         """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
@@ -101,6 +129,18 @@ class Launcher:
         """One that would not pay was not started."""
         if self._gate is not None:
             self._gate.declined()
+
+    def give_up_late(self, restores: Iterable[Restore]) -> None:
+        """Stop those of ``restores`` that have waited for others for longer than they may: now, not when it is their
+        turn."""
+        for restore in restores:
+            if restore.job.state is not RestoreState.QUEUED:
+                continue
+            try:
+                restore.job.check()
+            except RestoreError as error:
+                restore.ran_out_of_time = isinstance(error, RestoreTimeoutError)
+                restore.abandon()
 
     def advance(self, restores: Iterable[Restore]) -> None:
         """Compute a piece of the first of ``restores`` that wants it: decoding of others goes on between pieces."""

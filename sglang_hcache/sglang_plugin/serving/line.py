@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
+from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
+from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
 _FIRST_LIMIT_S = 30.0
 """A request that finds no slots for so long, with nobody before it, is recomputed."""
@@ -79,3 +82,35 @@ class Line:
         """Whether it comes later than the first."""
         first = self._first
         return first is not None and ticket is not first and ticket.prompt.rid not in self._before
+
+
+class Overtaking:
+    """Who must not be admitted before an earlier request, whose restore runs.
+
+    SGLang computes a long prompt in passes, one after the other, with no other prefill beside them: who is restored
+    meanwhile would wait for all of them.
+
+    Args:
+        may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.
+    """
+
+    def __init__(self, running: Running, waiting: Waiting, may_overtake: Callable[[float], float]) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._may_overtake = may_overtake
+        self._first: Ticket | None = None
+        self._before = set[str]()
+        self._most_tokens = math.inf
+
+    def look(self) -> None:
+        """Once a round."""
+        self._first, self._before = self._waiting.before_first_running() if self._running else (None, set())
+        if self._first is not None and self._first.restore is not None:
+            self._most_tokens = self._may_overtake(self._running.left_s(self._first.restore.job.keys[0]))
+
+    def is_to_wait(self, ticket: Ticket) -> bool:
+        """Whether it is behind the first one, and has more to compute than may be done before that one."""
+        first = self._first
+        if first is None or first.phase is not Phase.RUNNING or ticket is first:
+            return False
+        return ticket.prompt.rid not in self._before and ticket.uncomputed > self._most_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
@@ -26,12 +27,12 @@ class Running:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._restores: dict[Restore, None] = {}
-        self._keys: set[ChunkKey] = set()
+        self._keys: dict[ChunkKey, Restore] = {}
         self._over = threading.Event()
         self.tokens = 0
         """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
-        self.backlog_s = 0.0
-        """Predicted seconds of all of them: one that starts now comes behind them."""
+        self._predicted_s = 0.0
+        """Of all of them, from the first one's beginning on."""
 
     def __len__(self) -> int:
         return len(self._restores)
@@ -45,9 +46,9 @@ class Running:
     def add(self, restore: Restore) -> None:
         """It starts."""
         self._restores[restore] = None
-        self._keys.update(restore.job.keys)
+        self._keys.update(dict.fromkeys(restore.job.keys, restore))
         self.tokens += restore.job.num_tokens
-        self.backlog_s += _predicted_s(restore)
+        self._predicted_s += _predicted_s(restore)
 
     def restores(self, key: ChunkKey) -> bool:
         """Whether one of them brings this chunk."""
@@ -58,6 +59,28 @@ class Running:
         if not keys or not self.restores(keys[0]):
             return 0
         return bisect_left(keys, True, key=lambda key: not self.restores(key))
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted seconds until all of them are over: one that starts now comes behind them."""
+        return max(0.0, self._predicted_s - self._done_s)
+
+    def left_s(self, key: ChunkKey) -> float:
+        """Predicted seconds until this chunk, which one of them brings, is on the device."""
+        last, total_s = self._keys[key], 0.0
+        for restore in self._restores:
+            total_s += _predicted_s(restore)
+            if restore is last:
+                break
+        return max(0.0, total_s - self._done_s)
+
+    @property
+    def _done_s(self) -> float:
+        """Of the predicted seconds, those that have passed: restores run one after the other."""
+        first = next(iter(self._restores), None)
+        if first is None:
+            return 0.0
+        return min(_predicted_s(first), max(0.0, time.monotonic() - first.job.started))
 
     def newest(self) -> Restore | None:
         """The one that started last."""
@@ -85,10 +108,12 @@ class Running:
                 ended.append(restore)
         for restore in ended:
             del self._restores[restore]
-            self._keys.difference_update(restore.job.keys)
+            for key in restore.job.keys:
+                if self._keys.get(key) is restore:
+                    del self._keys[key]
             self.tokens -= restore.job.num_tokens
             # What rounding left over is none's.
-            self.backlog_s = max(0.0, self.backlog_s - _predicted_s(restore)) if self._restores else 0.0
+            self._predicted_s = self._predicted_s - _predicted_s(restore) if self._restores else 0.0
         return ended
 
     # -- waiting ---------------------------------------------------------------------------------

@@ -154,6 +154,8 @@ class Ticket:
     phase: Phase = Phase.RESOLVED
     restore: Restore | None = None
     pinned_node: Node | None = None
+    pinned_since: float = 0.0
+    """By the clock of :class:`Waiting`."""
     entered: float = field(init=False)
     """When its phase began."""
     attempts: int = 0
@@ -225,6 +227,11 @@ class Ticket:
         if self.phase is Phase.PENDING:
             return self.awaited
         return self.restore.end if self.restore is not None and self.phase is not Phase.RESOLVED else 0
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens of the prompt that the device does not have, as far as was looked."""
+        return len(self.prompt.tokens) - max(self.on_device, self.restored)
 
     @property
     def in_phase_s(self) -> float:

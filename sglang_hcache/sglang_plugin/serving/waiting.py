@@ -11,7 +11,31 @@ from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, Node, QueuedR
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 
 _LOOK_EVERY_S = 1.0
+_LONG_ROUND_S = 1.0
 _MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
+
+
+class Patience:
+    """The clock by which requests wait. It stands still while the scheduler does not turn: paused, or in one long pass.
+
+    Args:
+        clock: of which a jump is such a time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_turn = clock()
+        self._left_out_s = 0.0
+
+    def turn(self) -> None:
+        """Once a round."""
+        now = self._clock()
+        self._left_out_s += max(0.0, now - self._last_turn - _LONG_ROUND_S)
+        self._last_turn = now
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._clock() - self._left_out_s
 
 
 class Waiting:
@@ -24,7 +48,7 @@ class Waiting:
         self._scheduler = scheduler
         self._observer = observer
         self._tickets: dict[str, Ticket] = {}
-        self._clock = clock
+        self.clock = clock
         self._last_look = clock()
         self.pinned_tokens = 0
         """Those that were restored and are pinned."""
@@ -74,6 +98,17 @@ class Waiting:
             if not left:
                 return
 
+    def before_first_running(self) -> tuple[Ticket | None, set[str]]:
+        """The first request of SGLang's queue whose restore runs, and those before it; None if there is none."""
+        before = set[str]()
+        if any(ticket.phase is Phase.RUNNING for ticket in self._tickets.values()):
+            for request in self._scheduler.waiting():
+                ticket = self._tickets.get(request.rid)
+                if ticket is not None and ticket.phase is Phase.RUNNING:
+                    return ticket, before
+                before.add(request.rid)
+        return None, set()
+
     def outdated(self, evictions: int, *, is_resting: bool) -> list[Ticket]:
         """The first few of SGLang's queue that :meth:`Ticket.is_outdated`. While the device evicts, all may be."""
         outdated = {
@@ -87,7 +122,7 @@ class Waiting:
 
     def gone(self) -> list[str]:
         """Those whose requests left the queue without telling us. Looks once a second."""
-        now = self._clock()
+        now = self.clock()
         if now - self._last_look < _LOOK_EVERY_S:
             return []
         self._last_look = now
@@ -116,7 +151,7 @@ class Waiting:
         assert ticket.restore is not None
         self._tree.lock(node)
         self.pinned_tokens += ticket.restore.job.num_tokens
-        ticket.pinned_node = node
+        ticket.pinned_node, ticket.pinned_since = node, self.clock()
         ticket.enter(Phase.PINNED)
 
     def unpin(self, ticket: Ticket) -> None:
@@ -136,7 +171,7 @@ class Waiting:
         pinned = [
             ticket
             for ticket in self._tickets.values()
-            if ticket.phase is Phase.PINNED and ticket.in_phase_s >= older_than_s
+            if ticket.phase is Phase.PINNED and self.clock() - ticket.pinned_since >= older_than_s
         ]
         for ticket in pinned:
             self._observer.count("restore.pins_given_back")

@@ -236,7 +236,7 @@ def test_a_chunk_that_goes_between_look_up_and_start(monkeypatch: pytest.MonkeyP
         assert not world.tiers.host._pinned
         if rank == 1:
             gone.clear()
-        world.coordinator._look_again = 0.0
+        world.coordinator._starter.look_again()
         world.coordinator.tick()
         assert len(world.engine.jobs) == 1
 
@@ -260,8 +260,8 @@ def test_a_slow_disk_of_one_rests_for_all(monkeypatch: pytest.MonkeyPatch) -> No
         begin(world)
         end(world, RestoreState.FAILED, late_after_s=20.0 if rank == 1 else None)
         world.coordinator.tick()
-        assert world.coordinator._rest.is_on
-        return world.coordinator._rest.until
+        assert world.coordinator._starter.rest.is_on
+        return world.coordinator._starter.rest.until
 
     first, second = on_two(work)
     assert first == second
@@ -308,7 +308,7 @@ def test_devices_stay_the_same_whatever_happens(seed: int) -> None:
         ends_when_cancelled(world)
         for _ in range(60):
             act(world, shared, own, names)
-            world.coordinator._look_again = 0.0
+            world.coordinator._starter.look_again()
             world.coordinator.tick()
             for request in list(world.scheduler.waiting()):
                 if world.coordinator.may_be_admitted(request.rid) and shared.random() < 0.3:

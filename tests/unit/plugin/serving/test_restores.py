@@ -25,7 +25,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
-from sglang_hcache.sglang_plugin.serving import line, restores, tickets, waiting
+from sglang_hcache.sglang_plugin.serving import line, restores, starting, tickets, waiting
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
@@ -385,7 +385,7 @@ def test_chunks_that_go_before_they_are_held_leave_nothing_behind(
     assert len(leased) == 1, "the second block is gone"
     world.assert_clean()
     assert world.tiers.host.counts().free == world.tiers.host.num_slots
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
     assert not world.engine.jobs
@@ -437,7 +437,7 @@ def test_who_waits_when_the_tier_is_switched_off_is_recomputed(world: World) -> 
     world.scheduler.reserved = 0
     world.store(tokens(9, 4))
     assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.tree.evictions += 1
     world.coordinator.tick()
     assert all(world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line)
@@ -469,7 +469,7 @@ def test_running_requests_keep_their_reserve(world: World) -> None:
     world.coordinator.tick()
     assert not world.engine.jobs
     world.scheduler.reserved -= CHUNK_TOKENS
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.engine.jobs
 
@@ -506,7 +506,7 @@ def test_pins_that_block_the_queue_are_given_back(world: World, monkeypatch: pyt
     assert not world.coordinator.may_be_admitted("a")  # evicted before admission: one more restore
     world.coordinator.tick()
     assert not world.engine.jobs  # but first, whoever was blocked gets the room
-    world.coordinator._holding_until = 0.0
+    world.coordinator._starter._holding_until = 0.0
     world.restore()
     world.coordinator.admitted("a", 4 * CHUNK_TOKENS)
     world.assert_clean()
@@ -535,7 +535,7 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("a")
     monkeypatch.setattr(line, "_FIRST_LIMIT_S", 0.0)
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("a")
 
@@ -544,7 +544,7 @@ def test_a_request_that_finds_no_slots_is_recomputed_in_the_end(
 def clock(world: World, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """By which requests wait for room: it goes on as a test says, however busy the machine is."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(world.coordinator._line, "_clock", lambda: clock.now)
+    monkeypatch.setattr(world.coordinator._starter._line, "_clock", lambda: clock.now)
     return clock
 
 
@@ -557,7 +557,7 @@ def test_one_that_gives_up_takes_nobody_with_it(world: World, clock: SimpleNames
         world.queue(f"r{name}", tokens(name, 4))
     world.coordinator.tick()
     clock.now += 31
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.counters["restore.no_slots"] == 1
     assert world.coordinator.waiting.phases()["pending"] == 4
@@ -574,7 +574,7 @@ def test_it_does_not_give_up_while_sglang_has_no_room_for_those_before_it(
 ) -> None:
     waiting_for_room(world)
     clock.now += 31
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("first")
 
@@ -681,7 +681,7 @@ def test_one_that_others_always_come_before_is_recomputed_in_the_end(
         world.coordinator.tick()
         assert not world.coordinator.may_be_admitted("large")
     clock.now += 121
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert len(world.engine.jobs) == 3
     assert world.coordinator.may_be_admitted("large")
@@ -785,7 +785,7 @@ def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
     world.queue("next", tokens(2, 4))
     assert world.coordinator.may_be_admitted("next")
     world.coordinator.drop("next")
-    world.coordinator._rest.until = 0.0
+    world.coordinator._starter.rest.until = 0.0
     world.queue("later", tokens(2, 4))
     assert not world.coordinator.may_be_admitted("later")
     world.coordinator.drop("late")
@@ -850,7 +850,7 @@ def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: py
     world.coordinator.tick()
     assert not world.engine.jobs
     assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
-    world.coordinator._rest.until = 0.0
+    world.coordinator._starter.rest.until = 0.0
     assert world.coordinator.may_be_admitted("late")
     assert not world.coordinator.may_be_admitted("second"), "looked up when the tiers have rested"
     world.coordinator.tick()
@@ -938,13 +938,13 @@ def test_nobody_overtakes_who_waits_for_room(world: World) -> None:
     assert world.coordinator.may_be_admitted("later")
     world.scheduler.running = True
     world.scheduler.line.insert(0, world.scheduler.line.pop())
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.coordinator.may_be_admitted("later"), "it comes first in the scheduler's order"
 
 
 def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(starting, "_LOOK_AGAIN_S", 0.0)
     waiting_for_room(world)
     world.scheduler.reserved = 0
     world.coordinator.tick()
@@ -955,12 +955,12 @@ def test_once_it_is_restored_others_go_on(world: World, monkeypatch: pytest.Monk
 def test_whether_there_is_room_is_not_looked_at_in_every_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restores, "_LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr(starting, "_LOOK_AGAIN_S", 60.0)
     waiting_for_room(world)
     world.scheduler.reserved = 0
     world.coordinator.tick()
     assert not world.engine.jobs
-    world.coordinator._look_again = 0.0
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert world.engine.jobs
 
@@ -971,7 +971,7 @@ def test_a_round_in_which_nobody_waits_asks_nobody_anything(
     """As nearly all are while requests decode."""
     monkeypatch.setattr(world.coordinator, "scheduler", None)
     monkeypatch.setattr(world.coordinator, "_tree", None)
-    monkeypatch.setattr(world.coordinator, "_room", None)
+    monkeypatch.setattr(world.coordinator._starter, "_room", None)
     monkeypatch.setattr(world.coordinator, "_launcher", None)
     world.coordinator.tick()
 
@@ -1003,7 +1003,7 @@ def test_a_restore_without_room_is_not_looked_up_again_before_it_may_need_less(
     monkeypatch.setattr(world.tree, "match_tokens", lambda *key: looked_up.append(key) or match(*key))
 
     def lookups() -> int:
-        world.coordinator._look_again = 0.0
+        world.coordinator._starter.look_again()
         world.coordinator.tick()
         return len(looked_up)
 
@@ -1331,7 +1331,7 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     world.engine.end(RestoreState.FAILED, late_after_s=100.0)
     world.coordinator.tick()
     assert len(learnt) == (1 if teaches else 0)
-    assert world.coordinator._rest.is_on is teaches
+    assert world.coordinator._starter.rest.is_on is teaches
 
 
 # -- what restores are worth ---------------------------------------------------------------------

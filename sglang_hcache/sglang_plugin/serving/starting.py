@@ -1,0 +1,211 @@
+"""Which restore starts next, and whom SGLang must not admit meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.errors import StoreError, TierMissError
+from sglang_hcache.core.keys import ChunkKey
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.restore.engine import RestoreEngine
+from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
+from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.line import Ahead, Line, Overtaking
+from sglang_hcache.sglang_plugin.serving.room import Room
+from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
+from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
+from sglang_hcache.sglang_plugin.serving.waiting import Waiting
+
+_LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
+
+
+class _Outcome(Enum):
+    """Of an attempt to start a restore."""
+
+    SETTLED = "it runs, or is not needed, or waits for another request's restore"
+    NO_ROOM = "it waits for slots, and so do those behind it"
+    TOO_EARLY = "it would lie idle for long, and so would those of the requests behind it"
+
+
+class Starter:
+    """Starts restores in the order in which SGLang admits requests. Everything runs on the scheduler's thread.
+
+    Args:
+        most_idle_s: for so long at most a restored prefix should wait until its request can run.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: HCacheConfig,
+        observer: Observer,
+        launcher: Launcher,
+        engine: RestoreEngine,
+        running: Running,
+        waiting: Waiting,
+        most_idle_s: float,
+    ) -> None:
+        self._tree = device.tree
+        self._scheduler = device.scheduler
+        self._now = device.ranks.now
+        self._observer = observer
+        self._launcher = launcher
+        self._engine = engine
+        self._running = running
+        self._waiting = waiting
+        self._most_idle_s = most_idle_s
+        self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
+        self._line = Line(waiting.clock)
+        self._overtaking = Overtaking(running, waiting, launcher.may_overtake)
+        self.rest = DiskRest(device.ranks.now)
+        self._holding_until = 0.0
+        self._next_look = 0.0
+
+    # -- what others tell ------------------------------------------------------------------------
+
+    def look_again(self) -> None:
+        """There may be room now."""
+        self._next_look = 0.0
+
+    def hold(self, seconds: float) -> None:
+        """Leave the room that there is now to the head of the queue for so long."""
+        self._holding_until = self._now() + seconds
+        self._line.clear()
+
+    def forget_line(self) -> None:
+        """Nobody waits for room any more."""
+        self._line.clear()
+
+    # -- who may not be admitted -----------------------------------------------------------------
+
+    def holds_back(self, ticket: Ticket) -> bool:
+        """Whether SGLang would do wrong by an earlier request if it admitted this one now."""
+        return self._overtaking.is_to_wait(ticket) or self._would_take_room(ticket)
+
+    def _would_take_room(self, ticket: Ticket) -> bool:
+        """Whether the room that an earlier one waits for would never grow if this one took it, as SGLang does.
+
+        Not while restores or pins are in the way, which go by themselves.
+        """
+        return self._line.is_behind(ticket) and self._scheduler.is_running() and not self._room.held_tokens
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def look_up(self, *tickets: Ticket) -> None:
+        """PENDING those for whom a tier continues the device's prefix, RESOLVED the others."""
+        is_resting = self.rest.is_on
+        for ticket in tickets:
+            ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, is_resting
+            ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+        found = self._launcher.find([ticket.following for ticket in tickets], in_memory=is_resting)
+        for ticket, is_hit in zip(tickets, found, strict=True):
+            phase = Phase.PENDING if is_hit else Phase.RESOLVED
+            if phase is not ticket.phase:
+                self.look_again()
+                ticket.enter(phase)
+
+    def start_pending(self) -> None:
+        """Once a round: start restores until one finds no room, or would come too early.
+
+        Those behind it must not take what it waits for, nor any of them what the requests before it need.
+        """
+        self._start_pending()
+        self._overtaking.look()
+
+    def _start_pending(self) -> None:
+        now = self._now()
+        if now < self._holding_until or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_AGAIN_S
+        self._room.look()
+        ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
+        is_full = not self._room.is_left(CHUNK_TOKENS)
+        for request, ticket in self._waiting.until_last_pending():
+            if ticket is not None and ticket.phase is Phase.PENDING:
+                outcome = _Outcome.NO_ROOM if is_full else self._start(ticket, ahead)
+                if outcome is not _Outcome.SETTLED:
+                    refused = ticket if outcome is _Outcome.NO_ROOM else None
+                    break
+            before.add(request.rid)
+            if not is_full:  # else nothing more starts: what the others need does not matter
+                ahead.add(request, ticket)
+                is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
+        if self._line.stand(refused, before) and refused is not None:
+            self._observer.count("restore.no_slots")
+            refused.note("no room for a restore")
+            refused.give_up()
+            self.look_again()
+
+    def _start(self, ticket: Ticket, ahead: Ahead) -> _Outcome:
+        """Start the ticket's restore, or settle it without."""
+        is_resting = self.rest.is_on
+        if is_resting and not any(self._launcher.find([ticket.following], in_memory=True)):
+            ticket.is_unasked = True
+            ticket.enter(Phase.RESOLVED)
+            return _Outcome.SETTLED
+        if ticket.awaits is not None and self._running.restores(ticket.awaits):
+            return (
+                _Outcome.SETTLED
+            )  # many may wait for the same, in each round: nothing is looked up for them
+        if not self._room.is_left(ticket.least_room + ahead.tokens):
+            return _Outcome.NO_ROOM  # before anything is looked up, for the same reason
+        match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
+        missing = ticket.keys[len(match) // CHUNK_TOKENS :]
+        if self._awaits_another(ticket, len(match), missing, ahead):
+            return _Outcome.SETTLED
+        (found,) = self._launcher.find([missing], in_memory=is_resting)
+        keys = missing[:found]
+        ticket.on_device = len(match)
+        if not keys:
+            ticket.is_unasked = is_resting
+            ticket.enter(Phase.RESOLVED)
+            return _Outcome.SETTLED
+        return self._begin(ticket, match, keys, ahead)
+
+    def _awaits_another(
+        self, ticket: Ticket, on_device: int, missing: Sequence[ChunkKey], ahead: Ahead
+    ) -> bool:
+        """Whether to look again when a restore is over that brings the first of ``missing``."""
+        shared = self._running.leading(missing)
+        if shared:
+            left_s = self._running.left_s(missing[0]) - ahead.seconds
+            shared *= self._launcher.is_worth_awaiting(CHUNK_TOKENS * shared, on_device, left_s)
+        ticket.awaits = missing[0] if shared else None
+        ticket.awaited = on_device + CHUNK_TOKENS * shared if shared else 0
+        return bool(shared)
+
+    def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Outcome:
+        """Restore ``keys`` behind ``match`` for a ticket, if that pays now."""
+        count = CHUNK_TOKENS * len(keys)
+        # Without room for it in the pool now, the restores that run may be over when there is.
+        backlog_s = self._running.backlog_s if self._room.is_left(count + ahead.tokens) else 0.0
+        verdict = self._launcher.decide(keys, len(match), backlog_s - ahead.seconds)
+        if not verdict.pays:
+            self._launcher.declined()
+            self._observer.count("restore.declined_slower")
+            ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, backlog_s)
+            ticket.give_up()
+            return _Outcome.SETTLED
+        if verdict.idle_s > self._most_idle_s:
+            return _Outcome.TOO_EARLY
+        slots = self._room.take(match, count, ahead.tokens)
+        if slots is None:
+            ticket.refuse(count)
+            return _Outcome.NO_ROOM
+        try:
+            restore = self._launcher.prepare(ticket, match, keys, slots, verdict.decision, backlog_s)
+        except (TierMissError, StoreError):
+            self._tree.free(slots)
+            self._tree.unlock(match.node)
+            return _Outcome.SETTLED  # gone since the look-up: decided anew at the next round
+        ticket.restore = restore
+        self._running.add(restore)
+        ticket.attempts += 1
+        decision = verdict.decision or "as stored"
+        ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision)
+        ticket.enter(Phase.RUNNING)
+        self._engine.submit(restore.job)
+        return _Outcome.SETTLED

@@ -1,0 +1,206 @@
+"""Whom a restore makes wait, and for how long: nobody for longer than computing would take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin.serving import restores
+from sglang_hcache.sglang_plugin.serving.waiting import Patience
+from tests.unit.plugin.serving.test_restores import (
+    LAYERS,
+    PIECE,
+    Alone,
+    Engine,
+    World,
+    gate_for,
+    tokens,
+)
+
+CHUNK_S = LAYERS * CHUNK_TOKENS * 1e-4
+"""To read a chunk, by ``gate_for``."""
+
+
+def world_for(recompute_s: float, config: HCacheConfig | None = None) -> World:
+    """Computing a token of a layer takes ``recompute_s``, and reading it 0.1 ms."""
+    return World(gate_for(recompute_s, may_recompute=False), config)
+
+
+def start(world: World, rid: str, prompt: list[int]) -> RestoreJob:
+    """The restore of a request that comes now."""
+    world.store(prompt)
+    world.queue(rid, prompt)
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    return world.engine.jobs[-1]
+
+
+def began(job: RestoreJob, seconds_ago: float) -> None:
+    job.started = time.monotonic() - seconds_ago
+
+
+class SlowEngine(Engine):
+    """Begins with no job."""
+
+    def submit(self, job: RestoreJob) -> None:
+        self.jobs.append(job)
+
+
+# -- who comes behind a restore that runs --------------------------------------------------------
+
+
+def test_the_time_that_a_restore_has_run_does_not_count_against_the_next_one() -> None:
+    world = world_for(recompute_s=2e-4)
+    job = start(world, "a", tokens(1, 10))
+    whole_s = world.coordinator.running.backlog_s
+    assert whole_s == pytest.approx(10 * CHUNK_S, rel=0.1)
+    began(job, 0.9 * whole_s)
+    assert world.coordinator.running.backlog_s == pytest.approx(0.1 * whole_s, rel=0.1)
+    start(world, "b", tokens(2, 5))
+    assert world.counters["restore.declined_slower"] == 0
+    began(job, 10 * whole_s)
+    assert world.coordinator.running.backlog_s == pytest.approx(5 * CHUNK_S, rel=0.1), "not less than nothing"
+
+
+@pytest.mark.parametrize(("share_done", "waits"), [(0.0, False), (0.99, True)])
+def test_a_chunk_that_another_restore_brings_is_waited_for_if_that_pays(
+    share_done: float, waits: bool
+) -> None:
+    """One chunk of a system prompt, at the head of somebody's long history."""
+    world = world_for(recompute_s=4e-4)
+    job = start(world, "long", [*tokens(1, 1), *tokens(2, 14)])
+    began(job, share_done * 15 * CHUNK_S)
+    world.queue("short", [*tokens(1, 1), *tokens(3, 1)])
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("short") is not waits
+    assert len(world.engine.jobs) == 1
+
+
+def test_where_nobody_predicts_anything_it_is_waited_for() -> None:
+    world = World(config=HCacheConfig(restore="always"))
+    start(world, "long", [*tokens(1, 1), *tokens(2, 14)])
+    world.queue("short", [*tokens(1, 1), *tokens(3, 1)])
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("short")
+
+
+def test_a_restore_that_waits_for_others_for_too_long_ends_before_its_turn() -> None:
+    world = world_for(recompute_s=1e-2)
+    slow = start(world, "a", tokens(1, 10))
+    world.coordinator._starter._engine = world.engine = SlowEngine([slow])  # type: ignore[assignment]
+    behind = start(world, "b", tokens(2, 2))
+    assert behind.state is RestoreState.QUEUED
+    behind.deadline_s = 0.0
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("b")
+    assert not world.coordinator.may_be_admitted("a")
+    assert world.counters["restore.late"] == 1
+    world.engine.jobs.pop()
+    for block in behind.blocks:
+        block.close()
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    world.coordinator.admitted("a", 10 * CHUNK_TOKENS)
+    world.coordinator.drop("b")
+    world.assert_clean()
+
+
+# -- a long prefill behind a restore -------------------------------------------------------------
+
+
+def long_prompt(passes: int) -> list[int]:
+    return [9] * (passes * PIECE + 1)
+
+
+def test_a_long_prefill_does_not_overtake_a_restore_that_is_nearly_over() -> None:
+    world = world_for(recompute_s=2e-4)
+    job = start(world, "restored", tokens(1, 4))
+    for rid, passes in (("long", 8), ("one pass", 0)):
+        world.queue(rid, [*long_prompt(passes), *tokens(8, 1)] if passes else tokens(7, 1))
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("long")
+    assert world.coordinator.may_be_admitted("one pass")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert job.is_over
+    assert world.coordinator.may_be_admitted("restored")
+    assert world.coordinator.may_be_admitted("long")
+
+
+def test_nor_is_it_held_back_for_a_restore_that_takes_as_long_as_itself() -> None:
+    world = world_for(recompute_s=2e-4)
+    start(world, "restored", tokens(1, 30))
+    world.queue("long", [*long_prompt(4), *tokens(8, 1)])
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("long")
+
+
+def test_who_comes_first_in_the_queue_is_not_held_back() -> None:
+    world = world_for(recompute_s=2e-4)
+    world.queue("long", [*long_prompt(8), *tokens(8, 1)])
+    start(world, "restored", tokens(1, 4))
+    assert world.coordinator.may_be_admitted("long")
+
+
+# -- not too early, and not by a clock that goes on in a pause -----------------------------------
+
+
+def test_a_restore_starts_once_its_request_is_near_the_head_of_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would lose its slots before the request runs."""
+    world = world_for(recompute_s=2e-2)
+    world.queue("first", [*long_prompt(4), *tokens(8, 1)])
+    world.store(tokens(1, 4))
+    world.queue("second", tokens(1, 4))
+    world.coordinator.tick()
+    assert not world.engine.jobs
+    assert not world.coordinator.may_be_admitted("second")
+    world.coordinator.admitted("first", 0)
+    world.scheduler.line.remove("first")
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(Alone, "now", lambda self: clock.now)
+    return clock
+
+
+def test_what_is_restored_survives_a_pause_of_the_scheduler(clock: Clock) -> None:
+    world = World()
+    start(world, "a", tokens(1, 4))
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    clock.now += 100 * restores._PIN_LIMIT_S
+    world.coordinator.tick()
+    assert world.coordinator.waiting.pinned_tokens
+    for _ in range(int(restores._PIN_LIMIT_S) + 2):
+        clock.now += 1.0
+        world.scheduler.running = True
+        world.coordinator.tick()
+    assert not world.coordinator.waiting.pinned_tokens, "but not to wait for ever"
+
+
+def test_patience_counts_what_rounds_take() -> None:
+    clock = Clock()
+    patience = Patience(clock)
+    for seconds in (0.25, 0.5, 1.0, 30.0, 0.25):
+        clock.now += seconds
+        patience.turn()
+    assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25
