@@ -44,8 +44,30 @@ def test_every_bit_and_all_that_says_what_it_is_count() -> None:
 
 def test_large_ones_are_summed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = name_of(WEIGHT)
-    monkeypatch.setattr(fingerprint, "_BLOCK", 5)
+    monkeypatch.setattr(fingerprint, "_CPU_BLOCK", 5)
     assert name_of(WEIGHT) == whole
+
+
+def test_every_device_sums_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.randn(100_001, generator=torch.Generator().manual_seed(1)) * 1e30
+    on_cpu = name_of(large)
+    monkeypatch.setattr(fingerprint, "_numpy_sums", fingerprint._torch_sums)
+    assert name_of(large) == on_cpu
+
+
+def test_where_a_device_has_no_room_the_cpu_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, sums, calls = name_of(WEIGHT), fingerprint._sums, 0
+
+    def full_at_first(tensor: torch.Tensor) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sums(tensor)
+
+    monkeypatch.setattr(fingerprint, "_sums", full_at_first)
+    assert name_of(WEIGHT) == whole
+    assert calls == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
