@@ -1,0 +1,160 @@
+"""The samples for Kubernetes, systemd and Docker: their flags exist, and they keep what the pages say of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_hcache.core.config import COMMAND_LINE_FLAGS, FLAG_FIELDS, HCacheConfig, flag_of
+from sglang_hcache.core.units import parse_size
+
+ROOT = Path(__file__).parents[2]
+MANIFEST = ROOT / "configs/kubernetes/statefulset.yaml"
+UNIT = ROOT / "configs/systemd/hcache.service"
+DOCKERFILE = ROOT / "configs/docker/Dockerfile"
+STOPPING_S = 20
+"""That a stop takes beside the longest request."""
+
+
+@cache
+def manifest() -> dict[str, Any]:
+    return {document["kind"]: document for document in yaml.safe_load_all(MANIFEST.read_text())}
+
+
+def pod() -> dict[str, Any]:
+    return manifest()["StatefulSet"]["spec"]["template"]["spec"]
+
+
+def container() -> dict[str, Any]:
+    return pod()["containers"][0]
+
+
+def unit_settings() -> dict[str, str]:
+    text = UNIT.read_text().replace("\\\n", " ")
+    return dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
+
+
+def server_arguments(sample: str) -> list[str]:
+    """What SGLang's parser gets."""
+    if sample == "kubernetes":
+        return container()["args"]
+    if sample == "systemd":
+        return shlex.split(unit_settings()["ExecStart"])[3:]
+    text = DOCKERFILE.read_text().replace("\\\n#", "")
+    return shlex.split(re.search(r"docker run .* sglang-hcache:0.1.0 (.*)", text)[1])
+
+
+def tier_settings(sample: str) -> HCacheConfig:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_hcache.sglang_plugin.launch.flags import add_arguments
+
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    add_arguments(parser)
+    arguments, unknown = parser.parse_known_args(server_arguments(sample))
+    assert not [word for word in unknown if not (sample == "systemd" and "server.yaml" in word)]
+    assert arguments.hierarchical_cache == "hcache"
+    given = {field: getattr(arguments, f"hcache_{field}") for field in FLAG_FIELDS}
+    return HCacheConfig.from_settings({field: value for field, value in given.items() if value is not None})
+
+
+@pytest.mark.parametrize("sample", ["kubernetes", "systemd", "docker"])
+def test_its_flags_are_the_servers(sample: str) -> None:
+    config = tier_settings(sample)
+    assert config.dirs
+    assert config.host_size == 64 * 10**9
+
+
+@pytest.mark.parametrize("sample", ["kubernetes", "systemd"])
+def test_what_an_orchestrator_starts_survives_a_broken_disk(sample: str) -> None:
+    config = tier_settings(sample)
+    assert config.disk_at_start == "optional"
+    assert config.disk_write_budget
+    assert "%" in str(config.disk_free_floor)
+
+
+def test_pages_and_samples_name_flags_that_exist() -> None:
+    known = {flag_of(field) for field in FLAG_FIELDS} | set(COMMAND_LINE_FLAGS)
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *(path for path in ROOT.glob("configs/*/*"))]
+    named = {
+        (path.name, flag)
+        for path in files
+        for flag in re.findall(r"--(?:hcache|hierarchical-cache)[a-z-]*[a-z]", path.read_text())
+    }
+    assert {(name, flag) for name, flag in named if flag not in known and flag != "--hcache"} == set()
+
+
+def test_probes_wait_for_a_health_call_and_for_the_model() -> None:
+    """SGLang's /health sleeps for a second before it looks for an answer."""
+    probes = {kind: container()[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+    assert {probe["httpGet"]["path"] for probe in probes.values()} == {"/health"}
+    assert all(probe["timeoutSeconds"] > 1 for probe in probes.values())
+    patience = {kind: probe["periodSeconds"] * probe["failureThreshold"] for kind, probe in probes.items()}
+    assert patience["startup"] >= 1800
+    assert patience["liveness"] >= 300
+
+
+def test_the_pod_has_time_to_stop() -> None:
+    _, seconds = container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod()["terminationGracePeriodSeconds"] >= int(seconds) + STOPPING_S + 120
+    assert container()["command"][0] == "tini"
+
+
+def test_the_pod_has_memory_and_disk_for_both_tiers() -> None:
+    config = tier_settings("kubernetes")
+    memory = container()["resources"]["limits"]["memory"]
+    assert parse_size(f"{memory}B") > config.host_size + 8 * 2**30
+    (claim,) = manifest()["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    volume = parse_size(claim["spec"]["resources"]["requests"]["storage"] + "B")
+    floor = float(str(config.disk_free_floor).rstrip("%"))
+    assert floor > 10  # kubelet's nodefs.available
+    assert config.disk_size < volume * (1 - floor / 100)
+
+
+def test_the_directory_is_the_servers_own() -> None:
+    (config_dir,) = tier_settings("kubernetes").dirs
+    (init,) = pod()["initContainers"]
+    user = container()["securityContext"]["runAsUser"]
+    assert "fsGroup" not in MANIFEST.read_text().replace("No fsGroup", "")
+    assert (str(config_dir) in init["command"], str(user) in init["command"]) == (True, True)
+    assert f"USER {user}" in DOCKERFILE.read_text().splitlines()
+
+
+def test_keys_come_from_a_secret() -> None:
+    secrets = {entry["name"] for entry in container()["env"] if "valueFrom" in entry}
+    used = {
+        argument.partition("=")[2]
+        for argument in container()["args"]
+        if "api-key" in argument.partition("=")[0]
+    }
+    assert used == {f"$({name})" for name in secrets}
+    assert len(used) == 2
+
+
+def test_a_stop_of_the_unit_is_no_failure_and_a_crash_restarts_it() -> None:
+    settings = unit_settings()
+    assert settings["SuccessExitStatus"] == "SIGKILL"
+    assert settings["Restart"] == "always"
+    assert int(settings["TimeoutStopSec"]) >= STOPPING_S + 120
+    (directory,) = tier_settings("systemd").dirs
+    assert directory.is_relative_to(settings["RequiresMountsFor"])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    program = shlex.split(unit_settings()["ExecStart"])[0]
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace(program, sys.executable))
+    result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
