@@ -134,10 +134,11 @@ class HCacheConfig(BaseModel):
     two by a short probe (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
     """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
-    tries the disk come on top. Near the end of it chunks that were never used again are not written."""
+    tries the disk come on top. Near the end of it chunks that were never used again are not written. Give the capacity
+    of the drives times their rating in drive writes a day."""
     disk_max_age: Duration | None = None
     """Maximum age of a chunk on disk, such as 12h or 30d, whether used or not; deletion may come up to an eighth
-    earlier. If the server was stopped, the next start deletes overdue chunks."""
+    earlier. If the server was stopped, the next start deletes overdue chunks. Host memory has no age limit."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
@@ -315,6 +316,12 @@ def _explain(error: dict[str, Any]) -> str:
 
 HOST_PARTS = 8
 """Buffers of restores take one of so many parts of ``host_size`` at most."""
+
+STAGING_PARTS = 4
+"""Staging takes one of so many parts of ``host_size`` at most, unless ``staging_size`` is given."""
+
+STAGED_PASSES, STAGED_PASSES_AHEAD = 2, 3
+"""Prefill passes that staging should hold; the second one where a pass begins before the last one has ended."""
 
 
 def host_size_for(staging_bytes: int, chunk_bytes: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,12 +13,16 @@ from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import named_path
 from sglang_hcache.cli.plan.model import NAMES
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.units import parse_duration, parse_size
 
 if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --help` quick
+    from sglang_hcache.cli.plan.capacity import Sizing
     from sglang_hcache.cli.plan.model import PlannedModel
     from sglang_hcache.cli.plan.report import PlanReport
     from sglang_hcache.core.layout import PlanKind
     from sglang_hcache.plan.profile import Profile
+
+_Value = TypeVar("_Value")
 
 _MOST = 10**9
 """Tokens, layers, GB/s and TFLOP/s; the slowest rates are as far below 1. Times that follow from others are none."""
@@ -72,6 +77,33 @@ KVCacheDtypeName = Annotated[
     str,
     typer.Option(help="As SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
 ]
+PassTokens = Annotated[
+    int,
+    typer.Option(
+        help="Tokens of the largest prefill pass: SGLang's --chunked-prefill-size. Sizes host memory."
+    ),
+]
+TokensPerS = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="New tokens a second that the server computes, prompts and answers together, without what comes from a "
+        "cache. Prints sizes and wear of the disk tier.",
+    ),
+]
+Keep = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME", help="With --tokens-per-s: how long these are kept, the longest pause of your users."
+    ),
+]
+DriveSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="With --tokens-per-s: capacity of all drives together. Also prints drive writes a day.",
+    ),
+]
 Picture = Annotated[
     Path | None,
     typer.Option(
@@ -92,6 +124,10 @@ def plan(
     method: MethodName = "auto",
     dtype: DtypeName = "",
     kv_cache_dtype: KVCacheDtypeName = "auto",
+    pass_tokens: PassTokens = 8192,
+    tokens_per_s: TokensPerS = None,
+    keep: Keep = "10m",
+    drive_size: DriveSize = "",
     as_json: AsJson = False,
     png: Picture = None,
 ) -> None:
@@ -109,6 +145,9 @@ def plan(
     costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
     recomputes as many first layers as is fastest then. docs/planner.md explains the model and its limits.
 
+    `--tokens-per-s 2000 --keep 10m --drive-size 4TB` adds how large the disk tier has to be, and how fast it wears its
+    drives. Host memory is sized for the passes of a GPU with overlap scheduling, SGLang's default.
+
     With quantised weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`) a server
     stores K and V alone, and so do the plans.
     """
@@ -116,14 +155,15 @@ def plan(
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
-    _check_between(1, _MOST, tokens=tokens)
-    _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops)
+    _check_between(1, _MOST, tokens=tokens, pass_tokens=pass_tokens)
+    _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops, tokens_per_s=tokens_per_s)
+    sizing = _sizing(pass_tokens, tokens_per_s, keep, drive_size)
     planned = _model(model, dtype, kv_cache_dtype)
     costs = _profile(planned, io_gbps, tflops, profile)
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
         raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
-    report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden)
+    report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden, sizing)
     if png is not None:
         _draw(png, report)
     if as_json:
@@ -148,6 +188,25 @@ def _check_between(least: float, most: float, **values: float | None) -> None:
         if value is not None and not least <= value <= most:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: {value} is not allowed; give a number between {least:g} and {most:g}")
+
+
+def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str, drive_size: str) -> Sizing:
+    from sglang_hcache.cli.plan.capacity import Sizing
+    from sglang_hcache.plan.capacity import Load
+
+    keep_s = _read("--keep", parse_duration, keep)
+    drive_bytes = _read("--drive-size", parse_size, drive_size) if drive_size else None
+    if drive_bytes == 0:
+        raise ConfigError("--drive-size: 0 is not allowed; leave it out, or give the drives' capacity")
+    load = None if tokens_per_s is None else Load(tokens_per_s, keep_s)
+    return Sizing(pass_tokens, load, drive_bytes)
+
+
+def _read(flag: str, parse: Callable[[str], _Value], text: str) -> _Value:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:

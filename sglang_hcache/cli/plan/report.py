@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sglang_hcache.cli.plan.capacity import Sizing
 from sglang_hcache.cli.plan.server import LONGEST, ServerPlan, decision_data, restores
 from sglang_hcache.cli.report import METHOD_NAMES, counted, new_table
 from sglang_hcache.core.layout import Method, PlanKind
@@ -59,6 +60,7 @@ class PlanReport:
     """[HCache §4.1.2]'s closed form; None where it does not apply."""
     why_not_hidden: str | None
     """Why no plan has hidden states; None: some may have them."""
+    sizing: Sizing
 
     @property
     def plan(self) -> Plan:
@@ -68,6 +70,13 @@ class PlanReport:
     def server(self) -> ServerPlan:
         """What ``--hcache-method auto`` does on a server, whatever ``kind`` is."""
         return ServerPlan.of(self.profile)
+
+    @property
+    def _server_bytes(self) -> int:
+        """That a server stores of one token: with ``auto`` its own mix, else that of ``kind``."""
+        return stored_bytes(
+            self.profile.model, self.server.stored if self.kind is PlanKind.AUTO else self.stored
+        )
 
     def data(self) -> dict[str, Any]:
         """For programs. Times in milliseconds, sizes in bytes."""
@@ -106,6 +115,7 @@ class PlanReport:
                 **decision_data(self.server.restore(self.tier, self.num_tokens)),
                 "pays_from_tokens": self.server.pays_from(self.tier),
             },
+            "sizes": self.sizing.data(self._server_bytes),
             "closed_form": _counts(self.paper_split) if self.paper_split else None,
         }
 
@@ -166,7 +176,7 @@ class PlanReport:
         if self.kind is PlanKind.AUTO and self.paper_split is not None:
             split = split_text(self.paper_split)
             lines.append(f"Paper     its closed form, without the pipeline's fill: {split}")
-        return [*lines, *self._server()]
+        return [*lines, *self._server(), *self.sizing.lines(self._server_bytes)]
 
     def _server(self) -> list[str]:
         server = self.server
@@ -211,6 +221,7 @@ def make_report(
     num_tokens: int,
     kind: PlanKind,
     why_not_hidden: str | None,
+    sizing: Sizing,
 ) -> PlanReport:
     """Plan all kinds for ``num_tokens`` tokens in ``tier``; show the one of ``kind`` in full.
 
@@ -235,6 +246,7 @@ def make_report(
         stored=stored,
         paper_split=paper_split,
         why_not_hidden=why_not_hidden,
+        sizing=sizing,
     )
 
 

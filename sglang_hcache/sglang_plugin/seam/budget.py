@@ -7,7 +7,13 @@ import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.config import HOST_PARTS, HCacheConfig
+from sglang_hcache.core.config import (
+    HOST_PARTS,
+    STAGED_PASSES,
+    STAGED_PASSES_AHEAD,
+    STAGING_PARTS,
+    HCacheConfig,
+)
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
 from sglang_hcache.core.units import format_bytes
@@ -67,7 +73,9 @@ class HostBudget:
         row_bytes = sum(layout.row_bytes)
         staging = config.staging_size
         if staging is None:
-            staging = min(config.host_size // 4, staged_passes * max(largest_pass, CHUNK_TOKENS) * row_bytes)
+            staging = min(
+                config.host_size // STAGING_PARTS, staged_passes * max(largest_pass, CHUNK_TOKENS) * row_bytes
+            )
         for_slots = config.host_size - staging - block_chunks * one_chunk
         budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
@@ -124,7 +132,7 @@ def staged_passes_of(server_args: Any) -> int:
     but one has ended.
     """
     runs_ahead = server_args.device != "cpu" and not server_args.disable_overlap_schedule
-    return 3 if runs_ahead else 2
+    return STAGED_PASSES_AHEAD if runs_ahead else STAGED_PASSES
 
 
 def store_config(config: HCacheConfig, hidden_size: int | None = None) -> StoreConfig | None:

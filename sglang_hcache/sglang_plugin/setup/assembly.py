@@ -273,6 +273,12 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> 
         disk = "no disk tier (it cannot be opened)"
     elif stats is not None:
         disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
+        budget_bytes = config.disk_write_budget
+        disk += (
+            ", no write budget"
+            if budget_bytes is None
+            else f", {format_bytes(budget_bytes)} written a day at most"
+        )
         if config.disk_max_age is not None:
             disk += f", each kept for {format_duration(config.disk_max_age)} at most"
     logger.info(

@@ -206,6 +206,43 @@ def test_an_fp8_cache_has_half_the_bytes_and_no_hidden_states(plan, plan_json, t
     assert (status, "whose sizes are not those of" in err) == (2, True)
 
 
+LOAD = ("--method", "hidden", "--tokens-per-s", 2000, "--keep", "10m", "--drive-size", "4TB")
+
+
+def test_sizes_and_wear_of_a_load(plan, plan_json):
+    sizes = plan_json("llama2-7b", *RATES, *LOAD)["sizes"]
+    row = 32 * 4096 * 2
+    assert sizes["host_size_at_least"] == 12 * 8192 * row
+    assert sizes["kept_tokens"] == 1_200_000
+    assert sizes["disk_size"] == 1_200_000 * row
+    assert sizes["host_size_without_disk"] > sizes["disk_size"] * 8 / 7
+    assert sizes["written_a_day"] == 2000 * row * 86_400
+    assert sizes["drive_writes_a_day"] == pytest.approx(11.3, abs=0.05)
+    out = plan("llama2-7b", *RATES, *LOAD)[1]
+    for text in (
+        "Memory    25.8 GB at least on a GPU, for prefill passes of 8,192 tokens",
+        "Disk      314.6 GB to keep 2,000 tokens/s for 10m: 1,200,000 tokens",
+        "Wear      524.3 MB/s, 45.3 TB a day if all of it is evicted to disk",
+        "11.3 drive writes a day on 4.0 TB; --hcache-disk-write-budget bounds it",
+    ):
+        assert text in out
+
+
+def test_sizes_are_of_what_the_server_stores(plan, plan_json):
+    """With auto its best mix for 4,096 tokens, whatever length the plan is for."""
+    sizes = plan_json("llama3-8b", *RATES, "--tokens", 64, "--pass-tokens", 2048)["sizes"]
+    assert sizes == {
+        "bytes_per_token": 131_072,
+        "pass_tokens": 2048,
+        "host_size_at_least": 12 * 2048 * 131_072,
+    }
+    assert plan_json("llama3-8b", *RATES, "--method", "recompute")["sizes"] is None
+    alone = plan_json("llama3-8b", *RATES, "--tokens-per-s", 1)["sizes"]
+    assert (alone["keep_s"], alone["drive_writes_a_day"]) == (600, None)
+    assert alone["host_size_without_disk"] == alone["host_size_at_least"]
+    assert "drive writes" not in plan("llama3-8b", *RATES, "--tokens-per-s", 1)[1]
+
+
 def write_profile(path, name="llama2-7b", with_host=False, token_range=None):
     made = analytic_profile(NAMED_SHAPES[name], Hardware(flops=197e12, io_bytes_per_s=25e9))
     tiers = dict(made.tiers)
@@ -293,6 +330,11 @@ def test_tier_of_a_profile(plan_json, tmp_path):
             ["--profile", "{dir}/profile.json", "--kv-cache-dtype", "fp8_e4m3"],
             "--kv-cache-dtype: fp8_e4m3 needs a",
         ),
+        (["llama2-7b", *RATES, "--keep", "10"], "--keep: '10' is not a time; write a number with a unit"),
+        (["llama2-7b", *RATES, "--drive-size", "4 T"], "--drive-size: '4 T' is not a size; write a number"),
+        (["llama2-7b", *RATES, "--drive-size", "0"], "--drive-size: 0 is not allowed; leave it out, or"),
+        (["llama2-7b", *RATES, "--tokens-per-s", "0"], "--tokens-per-s: 0.0 is not allowed; give a number"),
+        (["llama2-7b", *RATES, "--pass-tokens", "0"], "--pass-tokens: 0 is not allowed; give a number"),
         (["llama2-7b", *RATES, "--tier", "host"], "--tier: 'host' is not in the profile; it has disk"),
         (
             ["llama2-7b", *RATES, "--method", "fast"],

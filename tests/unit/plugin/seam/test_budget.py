@@ -10,7 +10,9 @@ import pytest
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.plan.capacity import Capacity
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
+from sglang_hcache.sglang_plugin.seam import budget as budget_module
 from sglang_hcache.sglang_plugin.seam.budget import (
     HostBudget,
     longest_run,
@@ -45,6 +47,18 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
     assert HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=2).ring_rows == 10**9 // sum(
         LAYOUT.row_bytes
     )
+
+
+def test_the_planned_host_size_is_the_least_that_stages_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "available_host_bytes", lambda: 10**12)
+    least = Capacity(sum(LAYOUT.row_bytes), 8192).least_host
+
+    def ring_rows(host_size: int) -> int:
+        config = HCacheConfig(host_size=host_size)
+        return HostBudget.of(config, LAYOUT, largest_pass=8192, staged_passes=3).ring_rows
+
+    assert ring_rows(least) == 3 * 8192
+    assert ring_rows(least - 4) < 3 * 8192
 
 
 @pytest.mark.parametrize(
