@@ -77,7 +77,7 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
             lambda: (item.directory.modes(), item.directory.strangers(), path.stat())
         )
     except OSError as error:
-        yield Finding(f"{path}: {error.strerror or error}", "see to its device")
+        yield Finding(f"{path}: {error.strerror or error}", "check its device")
         return
     if stat.S_IMODE(found.st_mode) != 0o700:
         yield Finding(f"{path}: its mode is {stat.S_IMODE(found.st_mode):o}, not 700", f"chmod 700 {path}")
@@ -111,7 +111,7 @@ def _conditions(view: StoreView) -> Iterator[Finding]:
     for info in view.directories():
         if info.condition != Condition.HEALTHY and view.volumes[info.stripe].health.readable:
             what = f"{info.path}: is {info.condition}: {info.reason}"
-            yield Finding(what, "see to its device or make room; a server then uses it again by itself")
+            yield Finding(what, "check its device or make room; a server then uses it again by itself")
 
 
 def _index(view: StoreView) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def _part(
             "cannot read",
         )
     except StoreError as error:
-        return Finding(f"{path}: {error}", "see to its device")
+        return Finding(f"{path}: {error}", "check its device")
     reasons = [
         reason for place, block in zip(runs, blocks, strict=True) if (reason := _bad(stripe, place, block))
     ]
