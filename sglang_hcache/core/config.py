@@ -108,10 +108,10 @@ class HCacheConfig(BaseModel):
     """Free space to leave on each file system, or a share of its size, such as 10%. If other data fills the disk, the
     tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
-    """What happens if the disk tier cannot be opened: a directory is in use by another process, another user's or of
-    another format, or disks are out, read-only or hang: all of a store's, or any of a new one's. required: the server
-    does not start. optional: a warning says why, and the server runs with its host tier alone until the next start. For
-    servers that an orchestrator starts again and again."""
+    """What happens if the disk tier cannot be opened, because a directory is in use, belongs to another user or has
+    another format, or because disks are out, read-only or hang (all disks of a store, or one of a new store). required:
+    the server does not start. optional: a warning says why, and the server runs with its host tier alone until the next
+    start. Use optional if an orchestrator starts the server again and again."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together, of all ranks. On a CPU it is committed as it fills,
     on a GPU pinned whole at start. None of it is taken where ``method`` is recompute."""
@@ -123,9 +123,9 @@ class HCacheConfig(BaseModel):
     K and V, the first layers recomputed where that is faster. recompute: all from tokens, nothing is stored (for
     comparisons). auto: the mix of all three that is fastest on this machine."""
     restore: RestoreWhen = RestoreWhen.FASTER
-    """What is restored of what is stored. faster: what is predicted to come back sooner than it would be recomputed.
-    always: whatever there is (for comparisons, and where predictions are wrong); kv and hidden measure nothing at start
-    then."""
+    """Which stored prefixes are restored. faster: those that are predicted to come back sooner than recomputing them
+    would take. always: all (for comparisons, and where predictions are wrong); kv and hidden then measure nothing at
+    start."""
     profile: Path | None = None
     """Costs of this model on this machine, from ``hcache profile``; predictions come from them. Default: one that was
     saved for this model and machine, or what a few seconds of measuring at start give."""

@@ -90,7 +90,10 @@ def verification(view: StoreView, outcome: VerifyOutcome) -> Report:
     ]
     if chunks:
         lines.append(
-            Text("a server recomputes them and no longer serves them; if their number grows, replace the disk", "dim")
+            Text(
+                "a server recomputes them and no longer serves them; if their number grows, replace the disk",
+                "dim",
+            )
         )
     if quarantined:
         lines.append(
