@@ -137,8 +137,9 @@ class HCacheConfig(BaseModel):
     tries the disk come on top. Near the end of it chunks that were never used again are not written. Give the capacity
     of the drives times their rating in drive writes a day."""
     disk_max_age: Duration | None = None
-    """Maximum age of a chunk on disk, such as 12h or 30d, whether used or not; deletion may come up to an eighth
-    earlier. If the server was stopped, the next start deletes overdue chunks. Host memory has no age limit."""
+    """Maximum age of a chunk on disk since it was written there, such as 12h or 30d, whether used or not; deletion may
+    come up to an eighth earlier. If the server was stopped, the next start deletes overdue chunks. Host memory has no
+    age limit, so this alone does not bound how long prompts are kept."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
