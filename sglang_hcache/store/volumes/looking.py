@@ -18,7 +18,6 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
@@ -57,17 +56,6 @@ class SeenDirectory(StoreDirectory):
             number = errno.EACCES
         if number:
             raise OSError(number, os.strerror(number), str(place))
-
-    def try_direct(self) -> None:
-        """Set ``direct`` by reading a block of a segment, if there is one."""
-        segment = max(self.segment_sizes(), default=None)
-        if segment is None:
-            return
-        try:
-            os.preadv(self.open_to_read(segment, True).fd, [aligned_empty(BLOCK).data], 0)
-        except OSError:
-            return
-        self.direct = True
 
     def read_blocks(self, segment: int, offsets: Sequence[int]) -> list[bytes]:
         """The blocks at ``offsets`` of a segment's file, through the page cache. Raises OSError."""
