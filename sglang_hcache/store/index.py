@@ -28,6 +28,7 @@ from sglang_hcache.core.errors import (
     TemporaryFolderError,
 )
 from sglang_hcache.store.format.geometry import ShapeTable
+from sglang_hcache.store.format.names import INDEX_SUFFIXES
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
     RUN_COLUMNS,
@@ -40,7 +41,6 @@ from sglang_hcache.store.format.rows import (
     encode,
 )
 from sglang_hcache.store.index_copy import log_of, private_copy
-from sglang_hcache.store.volumes.directory import INDEX_SUFFIXES
 from sglang_hcache.store.volumes.health import OWN_ERRNOS
 
 BATCH_ROWS = 64

@@ -13,11 +13,11 @@ from typing import TypeVar
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.segments import StoredRun
-from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 

@@ -18,13 +18,13 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import MAX_COUNT, IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches, remove_index
 from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment
-from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.units import format_bytes
+from sglang_hcache.store.format.names import INDEX_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.record import check_header, parse_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.inspect.view import StoreView
-from sglang_hcache.store.io.rate import PROBE_NAME
-from sglang_hcache.store.volumes.directory import INDEX_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.looking import Seen
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.format.names import SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
 from sglang_hcache.store.store import DiskStore
-from sglang_hcache.store.volumes.directory import SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.volumes.health import Condition
 
 

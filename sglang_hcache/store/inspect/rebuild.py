@@ -16,13 +16,14 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.format.geometry import ShapeTable
+from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.index import Index, remove_index
 from sglang_hcache.store.inspect.maintenance import config_of
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.agreement import agreed, in_place
-from sglang_hcache.store.volumes.directory import INDEX_NAME, StoreDirectory
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import Seen, close_all, look_at_each
 
 

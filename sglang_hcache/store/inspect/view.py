@@ -20,6 +20,7 @@ from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
 from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.geometry import ShapeTable
+from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.format.values import read_value
@@ -28,7 +29,6 @@ from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.tally import Tally
-from sglang_hcache.store.volumes.directory import INDEX_NAME
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.memory import ByteArray, aligned_empty
-
-PROBE_NAME = "probe.tmp"
-"""What directories are tried with, too: one a crash left behind is known for what it is."""
+from sglang_hcache.store.io.probe_file import probe_file
 
 OP_BYTES = 512 * 2**10
 OPS_AT_ONCE = 16
@@ -46,7 +43,7 @@ def read_rates(engines: Sequence[IOEngine], directory: Path, direct: bool, size:
     data, out = aligned_empty(size), aligned_empty(size)
     data[:] = np.random.default_rng().integers(0, 256, size, dtype=np.uint8)
     best = [0.0] * len(engines)
-    with _probe_file(directory / PROBE_NAME, direct) as file:
+    with probe_file(directory, direct) as file:
         _transfer(engines[0], IOKind.WRITE, file, data)
         _run(engines[0], [IOOp(IOKind.SYNC, 0, file)])
         started = time.monotonic()
@@ -90,16 +87,3 @@ def _run(engine: IOEngine, ops: Sequence[IOOp]) -> None:
             raise result.error
         if result.done_bytes != op.size:
             raise OSError(f"the {engine.name} engine moved {result.done_bytes} of {op.size} bytes")
-
-
-@contextlib.contextmanager
-def _probe_file(path: Path, direct: bool) -> Iterator[OpenFile]:
-    """A new empty file, removed in the end."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # of a process that was killed
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = OpenFile(os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600), direct)
-    try:
-        yield file
-    finally:
-        path.unlink(missing_ok=True)

@@ -14,19 +14,21 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import ranks_named_by
+from sglang_hcache.store.format.names import (
+    INDEX_NAME,
+    INDEX_SUFFIXES,
+    LOCK_NAME,
+    PROBE_NAME,
+    SUPERBLOCK_NAME,
+    SUPERBLOCK_TMP_NAME,
+)
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.rate import PROBE_NAME
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
-from sglang_hcache.store.volumes.lock import LOCK_NAME, DirectoryLock
+from sglang_hcache.store.volumes.lock import DirectoryLock
 from sglang_hcache.store.volumes.preallocation import preallocate
 from sglang_hcache.store.volumes.probing import gives_direct_reads, takes_direct_writes
 
-SUPERBLOCK_NAME = "superblock.json"
-INDEX_NAME = "index.sqlite"
-INDEX_SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Of the names of its files."""
-SUPERBLOCK_TMP_NAME = "superblock.tmp"
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
     {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}

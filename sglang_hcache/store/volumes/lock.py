@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreLockedError
+from sglang_hcache.store.format.names import LOCK_NAME
 from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
-LOCK_NAME = "lock"
 _ATTEMPTS = 3
 _PAUSE_S = 0.05
 _LOOKS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.io.memory import aligned_empty
-from sglang_hcache.store.io.rate import PROBE_NAME
+from sglang_hcache.store.io.probe_file import probe_file
 
 _NO_DIRECT_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Of a file system without O_DIRECT."""
@@ -21,11 +21,11 @@ def takes_direct_writes(folder: Path) -> bool:
         OSError: neither works.
     """
     try:
-        is_well, is_direct = _comes_back(folder, os.O_DIRECT), True
+        is_well, is_direct = _comes_back(folder, True), True
     except OSError as error:
         if error.errno not in _NO_DIRECT_ERRNOS:
             raise
-        is_well, is_direct = _comes_back(folder, 0), False
+        is_well, is_direct = _comes_back(folder, False), False
     if not is_well:
         raise OSError(errno.EIO, "what was written did not come back")
     return is_direct
@@ -47,22 +47,16 @@ def gives_direct_reads(path: Path) -> bool:
     return True
 
 
-def _comes_back(folder: Path, flags: int) -> bool:
-    """Whether a block comes back that is written durably to a temporary file, opened with ``flags``. Raises OSError."""
-    path = folder / PROBE_NAME
-    path.unlink(missing_ok=True)
+def _comes_back(folder: Path, direct: bool) -> bool:
+    """Whether a block comes back that is written durably to a new file. Raises OSError."""
     block = aligned_empty(BLOCK)
     block[:] = 0xA5
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
-    try:
-        written = os.pwritev(fd, [block.data], 0)
-        os.fsync(fd)
+    with probe_file(folder, direct) as file:
+        written = os.pwritev(file.fd, [block.data], 0)
+        os.fsync(file.fd)
         block[:] = 0
-        read = os.preadv(fd, [block.data], 0)
-        return written == BLOCK and read == BLOCK and bool((block == 0xA5).all())
-    finally:
-        os.close(fd)
-        path.unlink(missing_ok=True)
+        read = os.preadv(file.fd, [block.data], 0)
+    return written == BLOCK and read == BLOCK and bool((block == 0xA5).all())
 
 
 def _read_block(path: Path, flags: int) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.store.format.names import PROBE_NAME
 from sglang_hcache.store.io import choice
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import nixl_problem
-from sglang_hcache.store.io.rate import OP_BYTES, PROBE_NAME
+from sglang_hcache.store.io.rate import OP_BYTES
 
 ROOM = 2**30
 
