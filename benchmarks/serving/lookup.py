@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import psutil
 
-from sglang_hcache.core.config import WritePolicy
+from sglang_hcache.core.config import IOEngineName, WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
@@ -71,7 +71,11 @@ def _opened(folder: Path) -> Iterator[tuple[DiskStore, TieredStore]]:
     """A disk tier in ``folder``, and both tiers, empty."""
     observer = Counters()
     config = StoreConfig(
-        dirs=(folder,), size_bytes=2**26, free_floor_bytes=0, segment_bytes=2**20, io_engine="posix"
+        dirs=(folder,),
+        size_bytes=2**26,
+        free_floor_bytes=0,
+        segment_bytes=2**20,
+        io_engine=IOEngineName.POSIX,
     )
     disk = DiskStore.open(config, observer)
     layout = StateLayout((Method.HIDDEN,), (8,))

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_STRIPES
-
-ENGINES = ("auto", "nixl", "posix")
 
 FILE_SLACK_BYTES = 16 * 2**10
 """Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
@@ -43,7 +42,7 @@ class StoreConfig:
     """Size of a segment, all directories together; the unit of eviction."""
     free_floor_percent: float = 0.0
     """Likewise, of the size of the file system."""
-    io_engine: str = "auto"
+    io_engine: IOEngineName = IOEngineName.AUTO
     io_timeout_s: float = 5.0
     """An operation that takes longer is given up, and its directory taken out, seconds; writes have a second more for
     each 20 MB."""
@@ -67,10 +66,6 @@ class StoreConfig:
         if len(self.dirs) > MAX_STRIPES:
             raise ConfigError(
                 f"--hcache-dirs: {len(self.dirs)} directories, at most {MAX_STRIPES} are supported"
-            )
-        if self.io_engine not in ENGINES:
-            raise ConfigError(
-                f"--hcache-io-engine: {self.io_engine!r} is not allowed; allowed: {', '.join(ENGINES)}"
             )
         least = 2 * (self.file_bytes + FILE_SLACK_BYTES) * len(self.dirs) + self.index_reserve_bytes
         if self.size_bytes < least:

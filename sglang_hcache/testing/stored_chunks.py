@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store import DiskStore, Run, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK
@@ -28,7 +29,7 @@ def small_config(
         size_bytes=size,
         free_floor_bytes=floor,
         segment_bytes=segment,
-        io_engine="posix",
+        io_engine=IOEngineName.POSIX,
         io_timeout_s=15.0,
         retry_s=0.05,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.config import StoreConfig
@@ -97,7 +98,7 @@ def config_of(identity: StoreIdentity, dirs: Sequence[Path]) -> StoreConfig:
         free_floor_bytes=identity.free_floor_bytes,
         free_floor_percent=identity.free_floor_percent,
         segment_bytes=identity.segment_bytes,
-        io_engine="posix",  # not worth comparing engines
+        io_engine=IOEngineName.POSIX,  # not worth comparing engines
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
@@ -33,7 +34,7 @@ BUSY_S, FREE_S = 0.004, 0.001
 
 
 def choose_engine(
-    name: str, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: Callable[[], int]
+    name: IOEngineName, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: Callable[[], int]
 ) -> IOEngine:
     """The engine ``name``, for ``directories``.
 
@@ -47,7 +48,8 @@ def choose_engine(
     Raises:
         ConfigError: ``nixl`` is asked for and does not work here.
     """
-    if name == "nixl" or (name == "auto" and _nixl_wins(directories[0], direct[0], spare_bytes)):
+    is_auto = name == IOEngineName.AUTO
+    if name == IOEngineName.NIXL or (is_auto and _nixl_wins(directories[0], direct[0], spare_bytes)):
         return NixlEngine(len(directories), NIXL_DEPTH)
     return PosixEngine(len(directories))
 

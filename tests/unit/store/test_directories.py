@@ -443,10 +443,6 @@ def test_no_o_direct_is_said_once_a_directory(
     assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 2
 
 
-def test_configuration_errors_name_the_flag(tmp_path: Path) -> None:
+def test_configuration_errors_name_the_flag() -> None:
     with pytest.raises(ConfigError, match="--hcache-dirs"):
         StoreConfig(dirs=(), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20)
-    with pytest.raises(ConfigError, match=r"--hcache-io-engine.*'uring'.*auto, nixl, posix"):
-        StoreConfig(
-            dirs=(tmp_path,), size_bytes=2**30, free_floor_bytes=0, segment_bytes=2**20, io_engine="uring"
-        )
