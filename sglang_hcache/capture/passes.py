@@ -12,6 +12,7 @@ from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.capture.sources import hidden_source, kv_source
 from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method
+from sglang_hcache.core.stretches import stretches
 from sglang_hcache.device.kv_gather import KVGather
 
 _FEW_ROWS = 64
@@ -37,7 +38,9 @@ class PassCapture:
         self._tap = tap
         self._gather = gather
         self._replayed = replayed
-        self._hidden_runs = _runs([layer for layer, method in enumerate(methods) if method is Method.HIDDEN])
+        self._hidden_stretches = stretches(
+            layer for layer, method in enumerate(methods) if method is Method.HIDDEN
+        )
         self._kv_layers = [layer for layer, method in enumerate(methods) if method is Method.KV]
         self._methods = tuple(methods)
         self._kv_taken = 0
@@ -88,7 +91,7 @@ class PassCapture:
     def _take_replayed(self, num_rows: int, is_prefill: bool) -> None:
         if self._replayed is None or not self._replayed.holds(num_rows, is_prefill=is_prefill):
             return
-        for first, count in self._hidden_runs:
+        for first, count in self._hidden_stretches:
             self._tap.layers(first, count, hidden_source(self._replayed.layers(first, count)))
 
     def _take_kv(self, slots: torch.Tensor, before: int) -> None:
@@ -96,16 +99,5 @@ class PassCapture:
         wanted = slots[: self._tap.rows_wanted]
         taken, self._kv_taken = self._kv_taken, bisect_left(self._kv_layers, before)
         if len(wanted):
-            for first, count in _runs(self._kv_layers[taken : self._kv_taken]):
+            for first, count in stretches(self._kv_layers[taken : self._kv_taken]):
                 self._tap.layers(first, count, kv_source(self._gather, first, wanted))
-
-
-def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and count of each of the stretches of neighbours in ``layers``."""
-    runs: list[tuple[int, int]] = []
-    for layer in layers:
-        if runs and sum(runs[-1]) == layer:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((layer, 1))
-    return runs

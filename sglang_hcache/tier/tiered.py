@@ -23,6 +23,7 @@ from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.stretches import stretches
 from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
@@ -328,15 +329,10 @@ class TieredStore:
 
 def _pieces(slots: Sequence[int | None], piece_chunks: int) -> Pieces:
     """Slots that follow each other as (first, count); none if one is missing or they are too many."""
-    pieces: list[tuple[int, int]] = []
-    for slot in slots:
-        if slot is None:
-            return ()
-        if pieces and slot == sum(pieces[-1]):
-            pieces[-1] = (pieces[-1][0], pieces[-1][1] + 1)
-        else:
-            pieces.append((slot, 1))
-    return tuple(pieces) if len(pieces) <= max(1, len(slots) // piece_chunks) else ()
+    known = [slot for slot in slots if slot is not None]
+    pieces = stretches(known)
+    is_whole = len(known) == len(slots)
+    return tuple(pieces) if is_whole and len(pieces) <= max(1, len(slots) // piece_chunks) else ()
 
 
 def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:
