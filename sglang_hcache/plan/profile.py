@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -111,12 +112,15 @@ class Profile:
         """Whether it is of a model with all the sizes of ``model``; names may differ."""
         return replace(self.model, name=model.name) == model
 
-    def costs(self, tokens: Mapping[str, int], start: int = 0) -> LayerCosts:
+    def costs(
+        self, tokens: Mapping[str, int], start: int = 0, slower: Mapping[str, float] = MappingProxyType({})
+    ) -> LayerCosts:
         """What one layer costs when ``tokens`` come back.
 
         Args:
             tokens: tier -> how many of the tokens are there.
             start: position of the first token; those before it are on the device already.
+            slower: tier -> by which factor reading from it takes longer than the profile says; 1 where it is missing.
 
         Raises:
             ValueError: no tokens at all, a negative number, or a tier that the profile does not know.
@@ -125,10 +129,11 @@ class Profile:
         total = sum(parts.values())
         check_range(total, start)
         io_kv_s = {tier: self.tiers[tier].kv.seconds(count) for tier, count in parts.items()}
+        io_hidden_s = {tier: self.tiers[tier].hidden.seconds(count) for tier, count in parts.items()}
         contended_s = sum(seconds * self.tiers[tier].contention for tier, seconds in io_kv_s.items())
         return LayerCosts(
-            io_hidden_s=sum(self.tiers[tier].hidden.seconds(count) for tier, count in parts.items()),
-            io_kv_s=sum(io_kv_s.values()),
+            io_hidden_s=sum(slower.get(tier, 1.0) * seconds for tier, seconds in io_hidden_s.items()),
+            io_kv_s=sum(slower.get(tier, 1.0) * seconds for tier, seconds in io_kv_s.items()),
             compute_hidden_s=self.compute.hidden.seconds(total),
             compute_kv_s=self.compute.kv.seconds(total),
             compute_recompute_s=self.compute.recompute.seconds(total, start),

@@ -270,13 +270,10 @@ class RestoreGate:
         self._drift[name] = self._drift[name] ** (1 - weight) * seen**weight
 
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
-        tiers = self.profile.tiers
-        costs = self.profile.costs(parts, start)
+        costs = self.profile.costs(parts, start, self._drift)
         more_passes = (sum(parts.values()) - 1) // self._pass_tokens
         return replace(
             costs,
-            io_hidden_s=sum(self._drift[tier] * tiers[tier].hidden.seconds(n) for tier, n in parts.items()),
-            io_kv_s=sum(self._drift[tier] * tiers[tier].kv.seconds(n) for tier, n in parts.items()),
             compute_hidden_s=self._drift[_COMPUTE] * costs.compute_hidden_s,
             compute_kv_s=self._drift[_COMPUTE] * costs.compute_kv_s,
             compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s

@@ -59,6 +59,14 @@ def test_contention_counts_for_as_long_as_its_tier_is_read():
     assert both.scaled(io=2.0).contention == both.contention
 
 
+def test_a_tier_that_is_slower_takes_longer_and_contends_as_before():
+    host, disk = profile().costs({"host": 128}), profile().costs({"disk": 512})
+    both = profile().costs({"host": 128, "disk": 512}, slower={"disk": 3.0})
+    assert both.io_kv_s == pytest.approx(host.io_kv_s + 3 * disk.io_kv_s)
+    assert both.io_hidden_s == pytest.approx(host.io_hidden_s + 3 * disk.io_hidden_s)
+    assert both.contention == profile().costs({"host": 128, "disk": 512}).contention
+
+
 @pytest.mark.parametrize(("measured", "assumed"), [(0.0, 0.0), (0.4, 0.6), (0.9, 1.0)])
 def test_what_is_stored_is_chosen_for_more_contention_than_was_measured(measured, assumed):
     made = profile()
