@@ -19,9 +19,6 @@ from dataclasses import dataclass, replace
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.shapes import ModelShape
 
-PAPER_ATTENTION_FACTOR = 1.0
-"""N²·D for scores and weighted sum together, as [HCache §3.2] counts them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
@@ -81,72 +78,40 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A machine in four numbers.
+    """A machine in two numbers.
 
     Raises:
-        ValueError: a rate is not a positive number, or a time or factor is negative.
+        ValueError: one of them is not a positive number.
     """
 
     flops: float
     """Matrix products: effective FLOP/s, what a large product really reaches, not the data sheet's peak."""
     io_bytes_per_s: float
     """What reading from the tier reaches, all devices together."""
-    kv_write_bytes_per_s: float = math.inf
-    """Writing K and V into the pool. Infinite, as in the paper, where nobody says."""
-    io_fixed_s: float = 0.0
-    """Before the first byte of each layer's read arrives."""
-    attention_factor: float = PAPER_ATTENTION_FACTOR
-    """FLOPs of attention as a multiple of N²·D. A kernel that skips the masked half computes 2: two products of 2·D for
-    each of N²/2 pairs; one that masks afterwards, on the whole square, 4."""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "io_bytes_per_s", "kv_write_bytes_per_s"):
+        for name in Hardware.__slots__:
             value = getattr(self, name)
             if math.isnan(value) or value <= 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        for name in ("io_fixed_s", "attention_factor"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must not be negative, got {value!r}")
 
 
-def projection_flops(shape: ModelShape, num_tokens: int) -> int:
-    """FLOPs of making K and V of ``num_tokens`` hidden states in one layer.
+def projection_flops(shape: ModelShape) -> int:
+    """FLOPs of making K and V of a token's hidden state in one layer.
 
-    Two matrices of D x kv_size, two FLOPs an entry: 4·N·D² for MHA (C_hidden of [HCache §3.2]).
+    Two matrices of D x kv_size, two FLOPs an entry: 4·D² for MHA (C_hidden of [HCache §3.2]).
     """
-    return 4 * num_tokens * shape.hidden_size * shape.kv_size
+    return 4 * shape.hidden_size * shape.kv_size
 
 
-def attention_flops(
-    shape: ModelShape, num_tokens: int, start: int = 0, factor: float = PAPER_ATTENTION_FACTOR
-) -> float:
-    """FLOPs of one layer's attention: its four projections, scores and weighted sum.
+def linear_flops(shape: ModelShape) -> int:
+    """FLOPs of a token in all matrices of one layer, without attention's scores and weighted sum.
 
-    8·N·D² + N²·D for MHA and a history that begins at 0 (C_attn of [HCache §3.2]). The N tokens from position
-    ``start`` on also look at those before them: N² becomes ``(start + N)² - start²``.
-
-    Args:
-        factor: FLOPs of scores and weighted sum, as a multiple of N²·D.
+    24·D² for MHA and a plain network of width 4·D (C_token of [HCache §3.2] but for N²·D).
     """
-    query_and_output = 4 * num_tokens * shape.hidden_size * shape.attention_size
-    pairs = (start + num_tokens) ** 2 - start**2
-    return query_and_output + projection_flops(shape, num_tokens) + factor * pairs * shape.attention_size
-
-
-def ffn_flops(shape: ModelShape, num_tokens: int) -> int:
-    """FLOPs of one layer's feed forward network.
-
-    Two FLOPs for each entry of its matrices: 16·N·D² for two of D x 4·D (C_ffn of [HCache §3.2]).
-    """
-    return 2 * shape.ffn.num_matrices * num_tokens * shape.hidden_size * shape.ffn_size
-
-
-def recompute_flops(
-    shape: ModelShape, num_tokens: int, start: int = 0, factor: float = PAPER_ATTENTION_FACTOR
-) -> float:
-    """FLOPs of running one whole layer: :func:`attention_flops` + :func:`ffn_flops` (C_token)."""
-    return attention_flops(shape, num_tokens, start, factor) + ffn_flops(shape, num_tokens)
+    query_and_output = 4 * shape.hidden_size * shape.attention_size
+    ffn = 2 * shape.ffn.num_matrices * shape.hidden_size * shape.ffn_size
+    return query_and_output + projection_flops(shape) + ffn
 
 
 def check_contention(value: float) -> None:

@@ -21,8 +21,8 @@ from sglang_hcache.plan.costs import (
     LayerCosts,
     check_contention,
     check_range,
+    linear_flops,
     projection_flops,
-    recompute_flops,
 )
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.shapes import ModelShape
@@ -206,39 +206,34 @@ def analytic_profile(
 ) -> Profile:
     """A profile that is counted, not measured: the formulas of [HCache §3.2] as curves.
 
-    Every method also writes K and V into the pool, which the paper leaves out.
+    As in the paper, attention computes N²·D FLOPs besides its matrices, and writing K and V takes no time.
 
     Args:
         projects: whether K and V are projected from hidden states. Where they are not, that costs as much as running
             all layers, so no plan but the one of hidden states alone has it: as in a profile that is measured there.
     """
-    write_s = shape.kv_row_bytes / hardware.kv_write_bytes_per_s
-    linear_flops = recompute_flops(shape, 1, 0, factor=0.0)
-    hidden_flops = projection_flops(shape, 1) if projects else shape.num_layers * linear_flops
+    layer_flops = linear_flops(shape)
+    hidden_flops = projection_flops(shape) if projects else shape.num_layers * layer_flops
     return Profile(
         source=ProfileSource.ANALYTIC,
         model=shape,
         machine=machine,
         tiers={
             tier: TierCurves(
-                hidden=_read_curve(shape.hidden_row_bytes, hardware),
-                kv=_read_curve(shape.kv_row_bytes, hardware),
+                hidden=CostCurve(per_token_s=shape.hidden_row_bytes / hardware.io_bytes_per_s),
+                kv=CostCurve(per_token_s=shape.kv_row_bytes / hardware.io_bytes_per_s),
             )
         },
         compute=ComputeCurves(
-            hidden=CostCurve(per_token_s=hidden_flops / hardware.flops + write_s),
-            kv=CostCurve(per_token_s=write_s),
+            hidden=CostCurve(per_token_s=hidden_flops / hardware.flops),
+            kv=CostCurve(per_token_s=0.0),
             recompute=CostCurve(
-                per_token_s=linear_flops / hardware.flops + write_s,
-                per_token_squared_s=hardware.attention_factor * shape.attention_size / hardware.flops,
+                per_token_s=layer_flops / hardware.flops,
+                per_token_squared_s=shape.attention_size / hardware.flops,
             ),
         ),
         versions={"sglang-hcache": sglang_hcache.__version__},
     )
-
-
-def _read_curve(row_bytes: int, hardware: Hardware) -> CostCurve:
-    return CostCurve(fixed_s=hardware.io_fixed_s, per_token_s=row_bytes / hardware.io_bytes_per_s)
 
 
 def _check_linear(name: str, curve: CostCurve) -> None:

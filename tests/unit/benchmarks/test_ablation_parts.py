@@ -72,8 +72,8 @@ def test_host_reads_count_the_same_bytes_for_layers_and_whole_chunks(parts):
 
 
 def costs(tokens: int, io_gb_s: float = 26, fixed_s: float = 0.0) -> LayerCosts:
-    hardware = Hardware(flops=197e12, io_bytes_per_s=io_gb_s * 1e9, io_fixed_s=fixed_s)
-    return analytic_costs(SHAPE, hardware, tokens)
+    hardware = Hardware(flops=197e12, io_bytes_per_s=io_gb_s * 1e9)
+    return analytic_costs(SHAPE, hardware, tokens, io_fixed_s=fixed_s)
 
 
 def test_closed_forms_give_the_same_share_of_layers_and_of_tokens(parts):

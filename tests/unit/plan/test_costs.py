@@ -10,110 +10,84 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hcache.core.layout import Method
-from sglang_hcache.plan.costs import (
-    Hardware,
-    LayerCosts,
-    attention_flops,
-    ffn_flops,
-    projection_flops,
-    recompute_flops,
-)
-from sglang_hcache.plan.shapes import NAMED_SHAPES, FFNKind
-from tests.unit.plan.formulas import analytic_costs, c_hidden, c_recompute, io_hidden, io_kv
+from sglang_hcache.plan.costs import Hardware, LayerCosts, linear_flops, projection_flops
+from sglang_hcache.plan.profile import analytic_profile
+from sglang_hcache.plan.shapes import NAMED_SHAPES, FFNKind, ModelShape
 
 MHA = NAMED_SHAPES["opt-30b"]
 GQA = NAMED_SHAPES["llama3-8b"]
 HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9)
 
-lengths = st.integers(1, 200_000)
+
+def counted(shape: ModelShape, num_tokens: int, start: int = 0) -> LayerCosts:
+    return analytic_profile(shape, HARDWARE).costs({"disk": num_tokens}, start)
 
 
-@given(n=lengths)
-def test_formulas_of_the_paper_for_mha_with_a_plain_network(n):
+def test_formulas_of_the_paper_for_mha_with_a_plain_network():
     """[HCache §3.2], all numbers whole: no tolerance."""
     d = MHA.hidden_size
-    assert projection_flops(MHA, n) == 4 * n * d**2
-    assert attention_flops(MHA, n) == 8 * n * d**2 + n**2 * d
-    assert ffn_flops(MHA, n) == 16 * n * d**2
-    assert recompute_flops(MHA, n) == 24 * n * d**2 + n**2 * d
+    assert projection_flops(MHA) == 4 * d**2
+    assert linear_flops(MHA) == 24 * d**2
 
 
-@given(n=lengths)
+@given(n=st.integers(1, 200_000))
 def test_times_of_the_paper_for_mha_with_a_plain_network(n):
-    d = MHA.hidden_size
-    assert io_hidden(MHA, HARDWARE, n) == pytest.approx(n * d * 2 / 26e9, rel=1e-12)
-    assert io_kv(MHA, HARDWARE, n) == pytest.approx(2 * n * d * 2 / 26e9, rel=1e-12)
-    assert c_hidden(MHA, HARDWARE, n) == pytest.approx(4 * n * d**2 / 2e14, rel=1e-12)
-    ratio = c_recompute(MHA, HARDWARE, n) / c_hidden(MHA, HARDWARE, n)
-    assert ratio == pytest.approx(6 + n / (4 * d), rel=1e-12)
+    d, costs = MHA.hidden_size, counted(MHA, n)
+    assert costs.io_hidden_s == pytest.approx(n * d * 2 / 26e9, rel=1e-12)
+    assert costs.io_kv_s == pytest.approx(2 * n * d * 2 / 26e9, rel=1e-12)
+    assert costs.compute_hidden_s == pytest.approx(4 * n * d**2 / 2e14, rel=1e-12)
+    assert costs.compute_kv_s == 0
+    assert costs.compute_recompute_s == pytest.approx((24 * n * d**2 + n**2 * d) / 2e14, rel=1e-12)
+    assert costs.compute_recompute_s / costs.compute_hidden_s == pytest.approx(6 + n / (4 * d), rel=1e-12)
 
 
 def test_gqa_and_gated_network():
     """Llama 3 8B, matrix by matrix."""
-    n = 1000
     d, kv, f = 4096, 1024, 14336
-    assert projection_flops(GQA, n) == 2 * n * d * kv * 2
-    assert attention_flops(GQA, n) == 2 * n * (d * d * 2 + d * kv * 2) + n * n * d
-    assert ffn_flops(GQA, n) == 2 * n * 3 * d * f
-    assert io_hidden(GQA, HARDWARE, n) == 2 * io_kv(GQA, HARDWARE, n)
+    assert projection_flops(GQA) == 2 * d * kv * 2
+    assert linear_flops(GQA) == 2 * (d * d * 2 + d * kv * 2 + 3 * d * f)
+    assert counted(GQA, 1000).io_hidden_s == 2 * counted(GQA, 1000).io_kv_s
 
 
-def test_gated_network_costs_half_as_much_again_as_a_plain_one_of_its_width():
+def test_a_gated_network_has_three_matrices_and_a_plain_one_two():
     plain = replace(GQA, ffn=FFNKind.PLAIN)
-    assert ffn_flops(GQA, 64) * 2 == ffn_flops(plain, 64) * 3
+    assert linear_flops(GQA) - linear_flops(plain) == 2 * GQA.hidden_size * GQA.ffn_size
 
 
 def test_heads_that_are_not_as_wide_as_the_model():
     """Gemma 7B: 16 heads of 256 beside a hidden size of 3072."""
     gemma = NAMED_SHAPES["gemma-7b"]
-    assert projection_flops(gemma, 1) == 2 * 3072 * 4096 * 2
-    assert attention_flops(gemma, 1, factor=0) == 2 * 3072 * 4096 * 4
-    assert attention_flops(gemma, 10) - attention_flops(gemma, 10, factor=0) == 100 * 4096
+    assert projection_flops(gemma) == 2 * 3072 * 4096 * 2
+    assert linear_flops(gemma) == 2 * 3072 * (4096 * 4 + 3 * gemma.ffn_size)
+    squared_s = analytic_profile(gemma, HARDWARE).compute.recompute.per_token_squared_s
+    assert squared_s == 4096 / HARDWARE.flops
 
 
 def test_dtypes_change_bytes_not_products():
-    wide = MHA.with_dtype("float32")
-    assert io_hidden(wide, HARDWARE, 64) == 2 * io_hidden(MHA, HARDWARE, 64)
-    assert io_kv(wide, HARDWARE, 64) == 2 * io_kv(MHA, HARDWARE, 64)
-    assert c_hidden(wide, HARDWARE, 64) == c_hidden(MHA, HARDWARE, 64)
-    small_kv = replace(MHA, kv_dtype_bytes=1)
-    assert io_kv(small_kv, HARDWARE, 64) == io_hidden(small_kv, HARDWARE, 64)
+    found, wide = counted(MHA, 64), counted(MHA.with_dtype("float32"), 64)
+    assert wide.io_hidden_s == 2 * found.io_hidden_s
+    assert wide.io_kv_s == 2 * found.io_kv_s
+    assert wide.compute_hidden_s == found.compute_hidden_s
+    small_kv = counted(replace(MHA, kv_dtype_bytes=1), 64)
+    assert small_kv.io_kv_s == small_kv.io_hidden_s
 
 
 @given(first=st.integers(1, 5000), second=st.integers(1, 5000))
 def test_two_pieces_of_a_history_cost_as_much_as_the_whole(first, second):
-    whole = recompute_flops(GQA, first + second, factor=2)
-    pieces = recompute_flops(GQA, first, factor=2)
-    pieces += recompute_flops(GQA, second, first, factor=2)
-    assert pieces == whole
-
-
-def test_every_method_writes_k_and_v():
-    writing = replace(HARDWARE, kv_write_bytes_per_s=1e12)
-    free, paid = analytic_costs(MHA, HARDWARE, 512), analytic_costs(MHA, writing, 512)
-    write_s = 512 * MHA.kv_row_bytes / 1e12
-    assert free.compute_kv_s == 0
-    for name in ("compute_hidden_s", "compute_kv_s", "compute_recompute_s"):
-        assert getattr(paid, name) == pytest.approx(getattr(free, name) + write_s)
-    assert paid.io_kv_s == free.io_kv_s
-
-
-def test_reads_begin_late():
-    late = replace(HARDWARE, io_fixed_s=0.001)
-    assert analytic_costs(MHA, late, 64).io_hidden_s == 0.001 + analytic_costs(MHA, HARDWARE, 64).io_hidden_s
+    whole = counted(GQA, first + second).compute_recompute_s
+    pieces = counted(GQA, first).compute_recompute_s + counted(GQA, second, first).compute_recompute_s
+    assert pieces == pytest.approx(whole, rel=1e-12)
 
 
 def test_load_slows_one_resource_down():
-    costs = analytic_costs(MHA, HARDWARE, 64)
+    costs = counted(MHA, 64)
     busy = costs.scaled(io=3.0, compute=2.0)
     assert busy.io_s(Method.KV) == 3 * costs.io_kv_s
     assert busy.compute_s(Method.RECOMPUTE) == 2 * costs.compute_recompute_s
     assert busy.io_s(Method.RECOMPUTE) == 0
 
 
-@pytest.mark.parametrize(
-    "change", [{"flops": 0.0}, {"io_bytes_per_s": -1.0}, {"flops": math.nan}, {"io_fixed_s": -1.0}]
-)
+@pytest.mark.parametrize("change", [{"flops": 0.0}, {"io_bytes_per_s": -1.0}, {"flops": math.nan}])
 def test_hardware_refuses(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(HARDWARE, **change)
@@ -125,8 +99,8 @@ def test_costs_refuse():
             io_hidden_s=0, io_kv_s=-1, compute_hidden_s=0, compute_kv_s=0, compute_recompute_s=math.inf
         )
     with pytest.raises(ValueError, match="contention must be from 0 to 1, got 2"):
-        replace(analytic_costs(MHA, HARDWARE, 1), contention=2)
+        replace(counted(MHA, 1), contention=2)
     with pytest.raises(ValueError, match="at least one token"):
-        analytic_costs(MHA, HARDWARE, 0)
+        counted(MHA, 0)
     with pytest.raises(ValueError, match="position must not be negative"):
-        analytic_costs(MHA, HARDWARE, 1, start=-1)
+        counted(MHA, 1, start=-1)

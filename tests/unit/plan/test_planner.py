@@ -38,12 +38,12 @@ layer_costs = st.builds(
 )
 gqa_names = st.sampled_from(["llama3-8b", "llama3-70b", "qwen3-8b", "qwen2-7b", "mistral-7b-v0.3"])
 mha_names = st.sampled_from(["llama2-7b", "llama2-13b", "opt-30b", "gemma-7b", "qwen1.5-7b"])
-machines = st.builds(
-    Hardware,
-    flops=st.floats(1e12, 1e15),
-    io_bytes_per_s=st.floats(1e9, 1e11),
-    kv_write_bytes_per_s=st.just(math.inf) | st.floats(1e10, 3e12),
-    io_fixed_s=st.just(0.0) | st.floats(0, 1e-3),
+machines = st.builds(Hardware, flops=st.floats(1e12, 1e15), io_bytes_per_s=st.floats(1e9, 1e11))
+overheads = st.fixed_dictionaries(
+    {
+        "kv_write_bytes_per_s": st.just(math.inf) | st.floats(1e10, 3e12),
+        "io_fixed_s": st.just(0.0) | st.floats(0, 1e-3),
+    }
 )
 lengths = st.integers(1, 2000).map(lambda chunks: chunks * CHUNK_TOKENS)
 
@@ -91,10 +91,10 @@ def test_search_equals_brute_force(costs, num_layers, kind):
     assert len(plan.methods) == num_layers
 
 
-@given(name=mha_names | gqa_names, machine=machines, length=lengths)
-def test_search_equals_brute_force_for_real_models(name, machine, length):
+@given(name=mha_names | gqa_names, machine=machines, length=lengths, more=overheads)
+def test_search_equals_brute_force_for_real_models(name, machine, length, more):
     shape = replace(NAMED_SHAPES[name], num_layers=12)
-    costs = analytic_costs(shape, machine, length)
+    costs = analytic_costs(shape, machine, length, **more)
     assert search(costs, 12).total_s == pytest.approx(brute_force(costs, 12, PlanKind.AUTO), rel=1e-9)
 
 
@@ -202,12 +202,12 @@ def test_closed_form_refuses_what_it_does_not_cover():
 # --- grouped-query attention ---
 
 
-@given(name=gqa_names, machine=machines, length=lengths)
-@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096)
-def test_gqa_never_stores_hidden_states(name, machine, length):
+@given(name=gqa_names, machine=machines, length=lengths, more=overheads)
+@example("llama3-8b", Hardware(flops=4e14, io_bytes_per_s=2.6e10), 4096, {})
+def test_gqa_never_stores_hidden_states(name, machine, length, more):
     """They are larger than K and V, and must be projected as well."""
     shape = NAMED_SHAPES[name]
-    costs = analytic_costs(shape, machine, length)
+    costs = analytic_costs(shape, machine, length, **more)
     assert search(costs, shape.num_layers).split.hidden == 0
     assert H not in plan_stored(costs, shape.num_layers)
 

@@ -16,7 +16,7 @@ from sglang_hcache.plan.shapes import NAMED_SHAPES
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_costs
 from tests.unit.plan.formulas import analytic_costs
 
-HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9, kv_write_bytes_per_s=1e12, io_fixed_s=1e-4)
+HARDWARE = Hardware(flops=2e14, io_bytes_per_s=26e9)
 shapes = st.sampled_from(list(NAMED_SHAPES.values()))
 coefficients = st.floats(0, 1) | st.sampled_from([0.0, 1e-12])
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.costs import Hardware
+from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.planner import Split, fastest_restore
-from sglang_hcache.plan.profile import Profile, analytic_profile
+from sglang_hcache.plan.profile import ComputeCurves, Profile, TierCurves, analytic_profile
 from sglang_hcache.plan.shapes import NAMED_SHAPES
 from sglang_hcache.plan.stored import best_stored
 
@@ -40,22 +41,32 @@ def profiles() -> Iterator[Profile]:
 def made(
     device: tuple[float, float], disk: tuple[float, float], writes: float, attention: float, contention: float
 ) -> Profile:
-    hardware = Hardware(
-        flops=device[0] * 1e12,
-        io_bytes_per_s=disk[0] * 1e9,
-        kv_write_bytes_per_s=writes,
-        io_fixed_s=disk[1],
-        attention_factor=attention,
+    counted = analytic_profile(SHAPE, Hardware(flops=device[0] * 1e12, io_bytes_per_s=disk[0] * 1e9))
+    compute, tier = counted.compute, counted.tiers["disk"]
+
+    def with_writing(curve: CostCurve, fixed_s: float, squared: float = 1.0) -> CostCurve:
+        return replace(
+            curve,
+            fixed_s=fixed_s,
+            per_token_s=curve.per_token_s + SHAPE.kv_row_bytes / writes,
+            per_token_squared_s=squared * curve.per_token_squared_s,
+        )
+
+    return replace(
+        counted,
+        compute=ComputeCurves(
+            hidden=with_writing(compute.hidden, device[1]),
+            kv=with_writing(compute.kv, device[1] / 3),
+            recompute=with_writing(compute.recompute, 2 * device[1], attention),
+        ),
+        tiers={
+            "disk": TierCurves(
+                hidden=replace(tier.hidden, fixed_s=disk[1]),
+                kv=replace(tier.kv, fixed_s=disk[1]),
+                contention=contention,
+            )
+        },
     )
-    counted = analytic_profile(SHAPE, hardware)
-    compute = replace(
-        counted.compute,
-        hidden=replace(counted.compute.hidden, fixed_s=device[1]),
-        kv=replace(counted.compute.kv, fixed_s=device[1] / 3),
-        recompute=replace(counted.compute.recompute, fixed_s=2 * device[1]),
-    )
-    tiers = {"disk": replace(counted.tiers["disk"], contention=contention)}
-    return replace(counted, compute=compute, tiers=tiers)
 
 
 def seconds(profile: Profile, stored: Sequence[Method], num_tokens: int) -> float:
