@@ -18,15 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """Runs jobs in the order of submission on up to ``num_threads`` threads, started at the first job."""
+    """Runs jobs in the order of submission on up to ``num_threads`` threads, started at the first job.
+
+    Args:
+        name: of the threads, which are numbered if there are several.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         if num_threads < 1:
             raise ValueError(f"a pool needs a thread, got {num_threads}")
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(num_threads)
+            threading.Thread(target=self._work, name=thread_name, daemon=True)
+            for thread_name in ([name] if num_threads == 1 else [f"{name}-{i}" for i in range(num_threads)])
         ]
         self._lock = threading.Lock()
         self._unstarted = list(self._threads)

@@ -204,7 +204,7 @@ def look_ahead(config: StoreConfig) -> Ahead:
 
 def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     directory = SeenDirectory(path)
-    volume = Volume(directory, 0, SilentHealth(path), config.io_timeout_s)
+    volume = Volume(directory, SilentHealth(path), config.io_timeout_s)
     found = _Candidate(volume)
     try:
         with _naming_dirs():
@@ -257,7 +257,7 @@ def _check_new(found: Sequence[_Candidate]) -> None:
 
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
-    volume = Volume(directory, 0, SilentHealth(path), _PATIENCE_S)
+    volume = Volume(directory, SilentHealth(path), _PATIENCE_S)
     seen = Seen(volume, directory=directory)
     try:
         is_empty = volume.probe(directory.is_empty)

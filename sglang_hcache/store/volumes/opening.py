@@ -52,7 +52,6 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
     volumes = [
         Volume(
             StoreDirectory(path, config.user_pid, may_make=config.makes_dirs),
-            0,
             Health(path, observer, config.retry_s),
             config.io_timeout_s,
         )

@@ -36,12 +36,13 @@ class Volume:
         patience_s: deadline of a call, seconds.
     """
 
-    def __init__(self, directory: StoreDirectory, stripe: int, health: Health, patience_s: float) -> None:
+    def __init__(self, directory: StoreDirectory, health: Health, patience_s: float) -> None:
         self.directory = directory
-        self.stripe = stripe
+        self.stripe = 0
+        """Its number in the store, once that is known (``agreement.in_place``)."""
         self.health = health
         self.patience_s = patience_s
-        self._lane = Lane(f"hcache-dir{stripe}")
+        self._lane = Lane(f"hcache-dir {directory.path}")
 
     @property
     def path(self) -> Path:

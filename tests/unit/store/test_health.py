@@ -137,11 +137,17 @@ def test_files_that_cannot_be_made_or_cut_are_failed_writes(tmp_path: Path, meth
     """What such a directory has is served on; as failed reads they would take it out."""
     directory: Any = MagicMock()
     getattr(directory, method).side_effect = OSError(errno.EIO, "I/O error")
-    volume = Volume(directory, 0, health(tmp_path), 60.0)
+    volume = Volume(directory, health(tmp_path), 60.0)
     for _ in range(3):
         with pytest.raises(StoreIOError):
             getattr(volume, method)(1, 4096)
     assert volume.health.condition is Condition.READ_ONLY
+    assert volume.close(60.0)
+
+
+def test_each_directory_has_a_thread_that_is_named_after_it(tmp_path: Path) -> None:
+    volume = Volume(StoreDirectory(tmp_path), health(tmp_path), 60.0)
+    assert volume.probe(lambda: threading.current_thread().name) == f"hcache-dir {tmp_path}"
     assert volume.close(60.0)
 
 
