@@ -50,19 +50,22 @@ class WriteAllowance:
         with self._lock:
             return self._written(now_s)
 
-    def allows(self, size: int, *, reused: bool, now_s: float) -> bool:
-        """Whether ``size`` more bytes may be written: the last fifth is kept for chunks that were used again."""
+    def allows_new(self, size: int, *, now_s: float) -> bool:
+        """Whether ``size`` more bytes may be written of chunks that were never used again.
+
+        The last fifth is kept for others.
+        """
         with self._lock:
-            return self._allows(size, reused, now_s)
+            return self._allows(size, _SHARE_OF_NEW, now_s)
 
     def spend(self, size: int, *, now_s: float) -> None:
-        """``size`` bytes go to disk: all of the budget may be used, for whoever writes has asked :meth:`allows`.
+        """``size`` bytes go to disk. All of the budget may be used: of new chunks :meth:`allows_new` was asked before.
 
         Raises:
             WriteBudgetError: not within the budget; nothing is counted.
         """
         with self._lock:
-            if not self._allows(size, True, now_s):
+            if not self._allows(size, 1.0, now_s):
                 budget = format_bytes(self.budget_bytes or 0)
                 raise WriteBudgetError(
                     f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
@@ -82,11 +85,8 @@ class WriteAllowance:
                 self._hours[hour] = max(0, self._hours.get(hour, 0) - size)
             raise
 
-    def _allows(self, size: int, reused: bool, now_s: float) -> bool:
-        if self.budget_bytes is None:
-            return True
-        limit = self.budget_bytes if reused else self.budget_bytes * _SHARE_OF_NEW
-        return self._written(now_s) + size <= limit
+    def _allows(self, size: int, share: float, now_s: float) -> bool:
+        return self.budget_bytes is None or self._written(now_s) + size <= share * self.budget_bytes
 
     def _written(self, now_s: float) -> int:
         hour = int(now_s // _HOUR_S)

@@ -297,7 +297,7 @@ class Demoter:
         """Write consecutive chunks; when the write budget runs short, only those that were used again."""
         # A prefix that was used again begins with its first chunk, so what was not is the tail.
         reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
-        all_pass = self._disk.admits(len(piece), self._host.layout.chunk_layer_bytes, reused=False)
+        all_pass = self._disk.admits_new(len(piece), self._host.layout.chunk_layer_bytes)
         keep = len(piece) if all_pass else reused
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)

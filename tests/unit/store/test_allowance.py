@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,19 +34,20 @@ NOW = 500_000 * HOUR
 def test_the_last_fifth_is_for_chunks_that_were_used_again() -> None:
     allowance = WriteAllowance(1000)
     allowance.spend(700, now_s=NOW)
-    assert allowance.allows(100, reused=False, now_s=NOW)
-    assert not allowance.allows(101, reused=False, now_s=NOW)
-    assert allowance.allows(300, reused=True, now_s=NOW)
+    assert allowance.allows_new(100, now_s=NOW)
+    assert not allowance.allows_new(101, now_s=NOW)
     with pytest.raises(WriteBudgetError, match="--hcache-disk-write-budget"):
         allowance.spend(301, now_s=NOW)
     assert allowance.written(NOW) == 700, "what was refused is not counted"
+    allowance.spend(300, now_s=NOW)
 
 
 def test_a_day_later_everything_may_be_written_again() -> None:
     allowance = WriteAllowance(1000)
     allowance.spend(400, now_s=NOW)
     allowance.spend(600, now_s=NOW + 12 * HOUR)
-    assert not allowance.allows(1, reused=True, now_s=NOW + 23 * HOUR)
+    with pytest.raises(WriteBudgetError):
+        allowance.spend(1, now_s=NOW + 23 * HOUR)
     assert allowance.written(NOW + 25 * HOUR) == 600
     assert allowance.written(NOW + 37 * HOUR) == 0
 
@@ -61,8 +63,9 @@ def test_a_clock_set_back_does_not_give_bytes_away() -> None:
     allowance.spend(900, now_s=NOW)
     earlier = NOW - 100 * HOUR
     assert allowance.written(earlier) == 900
-    assert not allowance.allows(200, reused=True, now_s=earlier + 23 * HOUR)
-    assert allowance.allows(200, reused=True, now_s=earlier + 26 * HOUR)
+    with pytest.raises(WriteBudgetError):
+        allowance.spend(200, now_s=earlier + 23 * HOUR)
+    allowance.spend(200, now_s=earlier + 26 * HOUR)
 
 
 def test_what_was_not_written_after_all_is_given_back() -> None:
@@ -87,7 +90,7 @@ def test_no_24_hours_exceed_the_budget(steps: list[tuple[int, int]], budget: int
     now = NOW
     for hours, size in steps:
         now += hours / 10 * HOUR
-        if allowance.allows(size, reused=True, now_s=now):
+        with suppress(WriteBudgetError):
             allowance.spend(size, now_s=now)
             spent.append((now, size))
         if len(spent) % 3 == 0:
@@ -124,9 +127,10 @@ def test_a_budget_that_is_used_up_costs_no_room(
     store = open_store(config)
     made = made_segments(monkeypatch)
     number = 0
-    while store.admits(6, layers, reused=True):  # one run a segment
-        write_keys(store, make_keys(6 * number, 6), layers)
-        number += 1
+    with suppress(WriteBudgetError):
+        while True:  # one run a segment
+            write_keys(store, make_keys(6 * number, 6), layers)
+            number += 1
     evicted = counters["store.segments_evicted"]
     assert len(made) == number
     assert evicted > 5, "the store is full"
@@ -167,8 +171,7 @@ def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Cou
         assert written == (1 if turn == 0 else 0)
         again = make_run(make_keys(1000 + turn, 1), layers)
         if turn == 0:
-            assert not store.admits(1, layers, reused=False)
-            assert not store.admits(1, layers, reused=True)
+            assert not store.admits_new(1, layers)
             with pytest.raises(WriteBudgetError):
                 store.write_run(again, payload_of(again))
         stats = store.stats()

@@ -492,8 +492,8 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
         assert [run.segment.file(stripe).direct for stripe in (0, 1)] == [True, not came_back_without]
 
 
-def _without_direct(_folder: Path, flags: int) -> bool:
-    if flags & os.O_DIRECT:
+def _without_direct(_folder: Path, direct: bool) -> bool:
+    if direct:
         raise OSError(errno.EINVAL, "Invalid argument")
     return True
 
