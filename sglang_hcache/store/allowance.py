@@ -35,8 +35,7 @@ class WriteAllowance:
     @classmethod
     def from_json(cls, budget_bytes: int | None, text: str | None) -> WriteAllowance:
         """What :meth:`to_json` wrote; anything else counts as nothing written."""
-        hours: dict[int, int] = read_value(text, _hours_of, {})
-        return cls(budget_bytes, hours)
+        return cls(budget_bytes, read_value(text, _hours_of))
 
     def to_json(self) -> str:
         with self._lock:

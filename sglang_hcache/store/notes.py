@@ -16,7 +16,7 @@ class Notes:
     """
 
     def __init__(self, text: str | None) -> None:
-        self._texts: dict[str, str] = read_value(text, _texts_of, {})
+        self._texts = read_value(text, _texts_of)
 
     def get(self, name: str) -> str | None:
         """What was last put there, also by an earlier process."""

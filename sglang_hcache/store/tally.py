@@ -41,8 +41,7 @@ class Tally:
 
     def resume(self, text: str | None) -> None:
         """Add what an earlier :meth:`to_json` said."""
-        found: dict[str, int] = read_value(text, _amounts_of, {})
-        for event, amount in found.items():
+        for event, amount in read_value(text, _amounts_of).items():
             self._counters.count(event, amount)
 
     def totals(self) -> dict[str, int]:

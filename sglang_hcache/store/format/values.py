@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-def read_value(text: str | None, build: Callable[[Any], T], nothing: T) -> T:
-    """What ``build`` makes of the JSON in ``text``; ``nothing`` if there is no text, or it makes no sense."""
+def read_value(text: str | None, build: Callable[[Any], dict[K, V]]) -> dict[K, V]:
+    """What ``build`` makes of the JSON in ``text``; empty if there is no text, or it makes no sense."""
     try:
-        return nothing if text is None else build(json.loads(text))
+        return {} if text is None else build(json.loads(text))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return nothing
+        return {}

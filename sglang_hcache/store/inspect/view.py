@@ -241,7 +241,7 @@ class StoreView:
         """What the running server thinks of its directories, by stripe."""
         if self.lock_holder is None:
             return {}  # what the last server thought is long over
-        return read_value(self._meta.get("health"), _health_of, {})
+        return read_value(self._meta.get("health"), _health_of)
 
 
 def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
