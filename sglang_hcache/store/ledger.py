@@ -34,7 +34,8 @@ _PARTIAL = "partial"
 class Ledger:
     """Writes the index under its directory's deadline. The catalog in memory has all it holds, so it can move.
 
-    Safe from several threads; every method but :meth:`identity` may do I/O and raises ``StoreError``.
+    Safe from several threads. ``identity``, ``is_clearing_pending``, ``outgrow`` and ``mark_whole`` do no I/O; the
+    other methods may, and raise ``StoreError``.
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
@@ -63,9 +64,8 @@ class Ledger:
         self._lost = index is None
         self._failures = 0
         """In a row."""
-        self._is_published = True
-        self._noted_segment = identity.first_segment
-        """``first_segment`` of what a directory has taken down last."""
+        self._published = identity
+        """What a directory has taken down last: another one than ``_identity`` until one takes that."""
         self._lock = threading.RLock()
         """Held by changes, so that a move sees all of them or none."""
         self._abandoned: list[tuple[int, Index]] = []
@@ -79,7 +79,7 @@ class Ledger:
     @property
     def is_clearing_pending(self) -> bool:
         """Whether what was cleared would be back after a restart, for no directory has taken the note of it yet."""
-        return self._noted_segment != self._identity.first_segment
+        return self._published.first_segment != self._identity.first_segment
 
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
         """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
@@ -110,9 +110,9 @@ class Ledger:
 
     def move_if_needed(self) -> None:
         """If the index or its directory failed: write the index anew where writing works."""
-        if not self._is_published:
+        if self._published != self._identity:
             with self._lock:
-                if not self._is_published:  # nobody has meanwhile
+                if self._published != self._identity:  # nobody has meanwhile
                     self._publish()
         home = self._volumes[self._identity.index_stripe]
         if not home.health.readable:  # "|=" would undo what another thread sets meanwhile
@@ -157,7 +157,6 @@ class Ledger:
                 first_segment = max(ours.first_segment, other.first_segment)
                 epoch = max(ours.epoch, other.epoch)
                 self._identity = replace(ours, epoch=epoch).next(first_segment=first_segment)
-                self._is_published = False
 
     def mark_whole(self) -> None:
         """The catalog has all runs now: :meth:`move_if_needed` writes the index anew with them."""
@@ -173,7 +172,6 @@ class Ledger:
         """
         with self._lock:
             self._identity = self._identity.next(first_segment=segment)
-            self._is_published = False
             try:
                 self._publish()
             except StoreError as error:
@@ -213,10 +211,9 @@ class Ledger:
             return result
 
     def _publish(self) -> None:
-        self._is_published = False
         was_pending = self.is_clearing_pending
         publish(self._volumes, self._identity)
-        self._is_published, self._noted_segment = True, self._identity.first_segment
+        self._published = self._identity
         if was_pending:
             logger.info("hcache: the clearing is written down")
 
