@@ -14,7 +14,7 @@ from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.store import DiskStore
-from sglang_hcache.store.volumes.looking import Ahead, look_ahead
+from sglang_hcache.store.volumes.ahead import Ahead, look_ahead
 
 __all__ = [
     "Ahead",

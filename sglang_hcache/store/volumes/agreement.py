@@ -20,6 +20,8 @@ class Found:
     volume: Volume
     superblock: Superblock | None = None
     """None: missing or damaged."""
+    damage: StoreFormatError | None = None
+    """Why its superblock cannot be understood."""
 
 
 F = TypeVar("F", bound=Found)

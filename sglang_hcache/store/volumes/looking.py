@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sglang_hcache.core.errors import ConfigError, StoreFormatError
+from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.paths import check_distinct, rank_dir, real_place
-from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
-from sglang_hcache.store.volumes.lock import LockHolder
-from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
-from sglang_hcache.store.volumes.ranks import check_shared, ranks_in
+from sglang_hcache.store.volumes.ranks import ranks_in
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
@@ -97,31 +93,6 @@ class Seen(Found):
     """Of a server whose ranks have their stores below it; None: there are none."""
 
 
-@dataclass(slots=True)
-class _Candidate(Found):
-    """A directory before a start."""
-
-    place: Path | None = None
-    """Where its path leads; None: that does not answer."""
-    device: int | None = None
-    """Of its file system; None: it does not answer."""
-    total_bytes: int = 0
-    holder: LockHolder | None = None
-    error: OSError | None = None
-    damage: StoreFormatError | None = None
-    """Why its superblock cannot be understood."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a start will find."""
-
-    holders: dict[Path, LockHolder]
-    """Who has directories locked."""
-    most_bytes: int | None
-    """What their file systems have above the floor, when nothing else is on them; None if one does not answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sight:
     """All directories of a store, by stripe, and what they agree on."""
@@ -180,81 +151,6 @@ def close_all(seen: Sequence[Seen]) -> None:
         item.volume.close(_CLOSE_S)
 
 
-def look_ahead(config: StoreConfig) -> Ahead:
-    """What a start will find in its directories; what it would be refused for is an error now.
-
-    What does not answer in time is left to the start.
-
-    Raises:
-        StoreFormatError: a directory is not ours to use, they are not one store of this format, or one that is needed
-            cannot be written.
-        ConfigError: its file system is smaller than the floor, or two of them are not two directories.
-    """
-    found = [_look_before_start(path, config) for path in config.dirs]
-    with _naming_dirs():
-        check_distinct([item.place for item in found if item.place is not None])
-    if all(item.superblock is None for item in found):
-        _check_new(found)
-    else:  # it goes on with those that are well
-        agreed_at_start(found)
-    rooms = {item.device: item.total_bytes - config.floor_of(item.total_bytes) for item in found}
-    holders = {item.volume.path: item.holder for item in found if item.holder is not None}
-    return Ahead(holders, None if None in rooms else sum(rooms.values()))
-
-
-def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
-    directory = SeenDirectory(path)
-    volume = Volume(directory, SilentHealth(path), config.io_timeout_s)
-    found = _Candidate(volume)
-    try:
-        with _naming_dirs():
-            found.place = volume.probe(partial(real_place, path))
-        volume.probe(partial(check_shared, path))
-        volume.probe(partial(check_may_begin, path))
-        found.device, found.total_bytes = volume.probe(directory.file_system_size)
-        if config.floor_of(found.total_bytes) >= found.total_bytes:
-            raise ConfigError(
-                f"--hcache-disk-free-floor: {config.floor_text} is not allowed; the file system of "
-                f"{path} has {format_bytes(found.total_bytes)}"
-            )
-        volume.probe(directory.check_writable)
-        volume.probe(directory.check_ours)
-        found.holder = volume.probe(directory.lock.holder)
-        try:
-            found.superblock = volume.probe(directory.read_superblock)
-        except StoreFormatError as error:
-            found.damage = error
-    except FileNotFoundError:
-        pass  # it will be made
-    except OSError as error:
-        found.error = error
-    finally:
-        volume.close(config.io_timeout_s)
-    return found
-
-
-@contextlib.contextmanager
-def _naming_dirs() -> Iterator[None]:
-    """A ValueError is one of the flag's value. Raises ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"--hcache-dirs: {error}") from None
-
-
-def _check_new(found: Sequence[_Candidate]) -> None:
-    """Of a store that does not exist yet every directory must be usable. Raises StoreFormatError."""
-    for item in found:
-        if item.damage is not None:
-            raise item.damage
-        if item.error is not None and item.error.errno == errno.ENODEV:
-            raise StoreFormatError(f"cannot use {item.volume.path} (--hcache-dirs): {item.error.strerror}")
-    sick = {item.volume.path: item.error for item in found if item.error is not None}
-    if sick and all(error.errno in (errno.EACCES, errno.EROFS) for error in sick.values()):
-        path, why = next(iter(sick.items()))
-        raise StoreFormatError(f"cannot write to {path} (--hcache-dirs): {why}")
-
-
 def _look(path: Path) -> Seen:
     directory = SeenDirectory(path)
     volume = Volume(directory, SilentHealth(path), _PATIENCE_S)
@@ -265,7 +161,8 @@ def _look(path: Path) -> Seen:
         seen.superblock = volume.probe(directory.read_superblock)
         if seen.superblock is None:
             seen.num_ranks = min(volume.probe(partial(ranks_in, path)), default=None)
-    except StoreFormatError:
+    except StoreFormatError as error:
+        seen.damage = error
         volume.health.take_out("its superblock is damaged")
         return seen
     except OSError as error:

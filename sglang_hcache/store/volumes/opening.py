@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,14 +31,6 @@ _SHOWS_S = 1.0
 _LONGEST_WAIT_S = 10.0
 """... but a start does not wait for longer than that in all."""
 _PAUSE_S = 0.05
-
-
-@dataclass(slots=True)
-class _Found(Found):
-    """One of the configured directories, as far as it could be opened."""
-
-    damage: StoreFormatError | None = None
-    """Why its superblock cannot be understood."""
 
 
 def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume], StoreIdentity]:
@@ -143,14 +135,14 @@ def check_may_begin(path: Path) -> None:
         check_mounted_as_listed(path)
 
 
-def _acquire_all(volumes: Sequence[Volume]) -> list[_Found]:
+def _acquire_all(volumes: Sequence[Volume]) -> list[Found]:
     """In the order of their paths: else two servers that name them differently could each lock some, and both fail."""
     in_order = sorted(volumes, key=lambda item: os.path.abspath(item.path))
     found = {volume: _acquire(volume) for volume in in_order}
     return [found[volume] for volume in volumes]
 
 
-def _acquire(volume: Volume) -> _Found:
+def _acquire(volume: Volume) -> Found:
     """Lock the directory and read its superblock; a device that fails, or is not mounted, is taken out."""
     directory = volume.directory
 
@@ -161,15 +153,15 @@ def _acquire(volume: Volume) -> _Found:
     try:
         volume.probe(acquire)
         try:
-            return _Found(volume, volume.probe(directory.read_superblock))
+            return Found(volume, volume.probe(directory.read_superblock))
         except StoreFormatError as error:
-            return _Found(volume, damage=error)
+            return Found(volume, damage=error)
     except OSError as error:
         volume.health.take_out(error.strerror or str(error))
-        return _Found(volume)
+        return Found(volume)
 
 
-def _check_damage(found: Sequence[_Found], is_known: bool) -> None:
+def _check_damage(found: Sequence[Found], is_known: bool) -> None:
     """Leave out directories whose superblock is damaged, if others say what the store is."""
     for item in found:
         if item.damage is not None:
