@@ -9,10 +9,9 @@ from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.store.catalog import RunSlice
 from sglang_hcache.store.format.geometry import BLOCK, round_up
 from sglang_hcache.store.format.record import bad_chunks, check_header, parse_header
-from sglang_hcache.store.io.engine import IOKind, IOOp, IOResult, OpenFile
+from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, is_aligned
-from sglang_hcache.store.volumes.transfers import Transfers
-from sglang_hcache.store.volumes.volume import storage_error
+from sglang_hcache.store.volumes.transfers import Transfers, check_complete
 
 PIECE_BYTES = 512 * 2**10
 """Largest single transfer: longer ones are split so that a device sees several at once."""
@@ -86,7 +85,7 @@ class LayerReader:
             if any(result.in_flight for result in results):
                 self._scratch.discard()
             try:
-                _check_results(job.ops, results)
+                check_complete(job.ops, results)
                 bad = _verify(job)
             except StoreError as error:
                 # Its frames hold open files and memory, and whoever gets the error may keep it.
@@ -154,15 +153,6 @@ def _ops(
     for index in range(len(first), len(pieces)):
         offset = base + BLOCK + plan.begin + index * PIECE_BYTES
         yield IOOp(IOKind.READ, stripe, file, offset, (pieces[index],))
-
-
-def _check_results(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:
-    # What is in flight first: that is what the caller has to know.
-    for op, result in sorted(zip(ops, results, strict=True), key=lambda pair: not pair[1].in_flight):
-        if result.error is not None:
-            raise storage_error(result.error, "read failed") from result.error
-        if result.done_bytes != op.size:
-            raise CorruptExtentError(f"the file ends after {result.done_bytes} of {op.size} bytes")
 
 
 def _verify(job: _Job) -> tuple[int, ...]:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import digest, pack_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
 from sglang_hcache.store.segments import StoredRun
-from sglang_hcache.store.volumes.transfers import Transfers
-from sglang_hcache.store.volumes.volume import storage_error
+from sglang_hcache.store.volumes.transfers import Transfers, check_complete
 
 BATCH_BYTES = 32 * 2**20
 """Payload of layers that travel together: bounds the memory a write needs, one layer at least."""
@@ -71,12 +69,7 @@ class RunWriter:
         results = self._transfers.run(ops, unsynced_bytes)
         if any(result.in_flight for result in results):
             self._scratch.discard()
-        # What is in flight first: then the room must not be used again.
-        for op, result in sorted(zip(ops, results, strict=True), key=lambda pair: not pair[1].in_flight):
-            if result.error is not None:
-                raise storage_error(result.error, f"{op.kind.value} failed") from result.error
-            if result.done_bytes != op.size:
-                raise StoreIOError(f"only {result.done_bytes} of {op.size} bytes were written")
+        check_complete(ops, results)
 
 
 def _buffers(

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult
-from sglang_hcache.store.volumes.volume import Volume
+from sglang_hcache.store.volumes.volume import Volume, storage_error
 
 SLOWEST_BYTES_PER_S = 20 * 10**6
 """A device that writes so fast does not hang."""
@@ -60,6 +61,22 @@ class Transfers:
 
     def _late(self, op: IOOp) -> None:
         self._volumes[op.stripe].health.returned()
+
+
+def check_complete(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:
+    """
+    Raises:
+        StoreTimeoutError: one of ``ops`` is in flight: memory and room must not be used again, whatever else failed.
+        StoreError: one failed.
+        CorruptExtentError, StoreIOError: a read, or a write, moved fewer bytes than it was to.
+    """
+    for op, result in sorted(zip(ops, results, strict=True), key=lambda pair: not pair[1].in_flight):
+        if result.error is not None:
+            raise storage_error(result.error, f"{op.kind.value} failed") from result.error
+        if result.done_bytes != op.size:
+            if op.kind is IOKind.READ:
+                raise CorruptExtentError(f"the file ends after {result.done_bytes} of {op.size} bytes")
+            raise StoreIOError(f"only {result.done_bytes} of {op.size} bytes were written")
 
 
 def _explained(op: IOOp, result: IOResult) -> IOResult:
