@@ -34,7 +34,7 @@ OURS = {
 OTHERS = {
     "core": {"pydantic"},
     "plan": {"numpy", "pydantic"},
-    "store": {"numpy", "xxhash", "nixl"},
+    "store": {"numpy", "pydantic", "xxhash", "nixl"},
     "tier": {"numpy"},
     "device": {"numpy", "torch", "triton"},
     "capture": {"numpy", "torch"},

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated, TypeGuard
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from sglang_hcache.store.format.geometry import MAX_SEGMENT, MAX_STRIPES
 from sglang_hcache.store.format.record import FORMAT_VERSION
@@ -11,31 +15,28 @@ from sglang_hcache.store.format.record import FORMAT_VERSION
 MAX_BYTES = 2**16
 """A longer file is no superblock."""
 
-_COUNTS = (
-    *("stripe", "epoch", "index_stripe", "first_segment"),
-    *("size_bytes", "segment_bytes", "free_floor_bytes"),
-)
+Count = Annotated[int, Strict(), Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
     """What all directories of a store agree on. The copy with the highest epoch counts."""
 
-    store_id: str
+    store_id: Annotated[str, Field(min_length=32, max_length=32)]
     """32 hexadecimal digits."""
-    epoch: int
+    epoch: Count
     """Grows with every change."""
-    index_stripe: int
+    index_stripe: Count
     """The directory that holds the index."""
-    first_segment: int
+    first_segment: Annotated[Count, Field(le=MAX_SEGMENT)]
     """Segments with lower numbers were cleared, even where their files could not be deleted."""
-    file_systems: tuple[int, ...]
+    file_systems: Annotated[tuple[Count, ...], Field(max_length=MAX_STRIPES)]
     """``f_fsid`` of each directory's file system: an empty directory on another one is not mounted."""
-    size_bytes: int
+    size_bytes: Count
     """The cap it was last opened with."""
-    segment_bytes: int
-    free_floor_bytes: int
-    free_floor_percent: float = 0.0
+    segment_bytes: Count
+    free_floor_bytes: Count
+    free_floor_percent: Annotated[float, Strict(), Field(ge=0, lt=100, allow_inf_nan=False)] = 0.0
 
     @property
     def num_stripes(self) -> int:
@@ -75,34 +76,19 @@ class Superblock:
             raise ValueError("no format version")
         if fields["format_version"] != FORMAT_VERSION:
             return cls(StoreIdentity("", 0, 0, 0, (), 0, 0, 0), 0, fields["format_version"])
-        for name in _COUNTS:
-            if not _is_count(fields.get(name)):
-                raise ValueError(f"{name} is {fields.get(name)!r}")
-        store_id, file_systems = fields.get("store_id"), fields.get("file_systems")
-        if not isinstance(store_id, str) or len(store_id) != 32:
-            raise ValueError(f"store_id is {store_id!r}")
-        if not isinstance(file_systems, list) or not all(_is_count(item) for item in file_systems):
-            raise ValueError(f"file_systems is {file_systems!r}")
-        percent = fields.get("free_floor_percent", 0.0)
-        if not isinstance(percent, int | float) or not 0 <= percent < 100:
-            raise ValueError(f"free_floor_percent is {percent!r}")
-        if fields["first_segment"] > MAX_SEGMENT:
-            raise ValueError(f"first_segment is {fields['first_segment']}")
-        if not max(fields["stripe"], fields["index_stripe"]) < len(file_systems) <= MAX_STRIPES:
-            raise ValueError(f"stripe {fields['stripe']} of {len(file_systems)}")
-        identity = StoreIdentity(
-            store_id=store_id,
-            epoch=fields["epoch"],
-            index_stripe=fields["index_stripe"],
-            first_segment=fields["first_segment"],
-            file_systems=tuple(file_systems),
-            size_bytes=fields["size_bytes"],
-            segment_bytes=fields["segment_bytes"],
-            free_floor_bytes=fields["free_floor_bytes"],
-            free_floor_percent=percent,
-        )
-        return cls(identity, fields["stripe"])
+        try:
+            identity = _LOADER.validate_python(fields)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            raise ValueError(f"{name} is {reprlib.repr(fields.get(name))}") from None
+        stripe = fields.get("stripe")
+        if not _is_count(stripe) or max(stripe, identity.index_stripe) >= identity.num_stripes:
+            raise ValueError(f"stripe {reprlib.repr(stripe)} of {identity.num_stripes}")
+        return cls(identity, stripe)
 
 
-def _is_count(value: object) -> bool:
+_LOADER = TypeAdapter(StoreIdentity)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
