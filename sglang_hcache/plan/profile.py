@@ -172,6 +172,23 @@ class Profile:
             raise ConfigError(f"{prefix}{path} is no profile that we can read: {error}") from None
 
     @classmethod
+    def read_of(cls, model: ModelShape, path: Path, named_by: str, hint: str) -> Profile:
+        """As :meth:`read`, of a profile that must be of ``model``.
+
+        Args:
+            hint: the end of the message if it is not.
+
+        Raises:
+            ConfigError: it cannot be read, is none, or is of another model.
+        """
+        found = cls.read(path, named_by)
+        if not found.is_of(model):
+            raise ConfigError(
+                f"{named_by}: {path} is of the model {found.model.name}, which has other sizes than {model.name}{hint}"
+            )
+        return found
+
+    @classmethod
     def from_json(cls, text: str) -> Profile:
         """The profile that :meth:`to_json` wrote.
 

@@ -230,12 +230,14 @@ def _profile(
         ConfigError: neither or both ways given, no MODEL, a wrong file, or a profile of another model.
     """
     from sglang_hcache.plan.costs import Hardware
-    from sglang_hcache.plan.profile import analytic_profile
+    from sglang_hcache.plan.profile import Profile, analytic_profile
 
     if path is not None:
         if io_gbps is not None or tflops is not None:
             raise ConfigError("--profile: it takes the place of --io-gbps and --tflops; leave them out")
-        return _measured(path, model)
+        if model is None:
+            return Profile.read(path, "--profile")
+        return Profile.read_of(model.shape, path, "--profile", "; leave MODEL out")
     if io_gbps is None or tflops is None:
         missing = " and ".join(
             flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
@@ -250,18 +252,6 @@ def _profile(
     machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
     projects = model.why_not_hidden is None
     return analytic_profile(model.shape, hardware, tier="disk", machine=machine, projects=projects)
-
-
-def _measured(path: Path, model: PlannedModel | None) -> Profile:
-    from sglang_hcache.plan.profile import Profile
-
-    found = Profile.read(path, "--profile")
-    if model is not None and not found.is_of(model.shape):
-        raise ConfigError(
-            f"--profile: {path} is of {found.model.name}, whose sizes are not those of {model.shape.name}; leave "
-            "MODEL out"
-        )
-    return found
 
 
 def _tier(profile: Profile, tier: str) -> str:

@@ -19,7 +19,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     store_config,
 )
 from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of, why_not_hidden
-from sglang_hcache.sglang_plugin.setup.planning import profile_of
+from sglang_hcache.sglang_plugin.seam.named_profile import named_profile
 
 _FLAG = "--hierarchical-cache hcache"
 _AS_COMPUTED = (None, "auto")
@@ -102,7 +102,7 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
     limit_sizes(prefill, shape, largest_pass_of(server_args))
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
-        profile_of(config.profile, shape)
+        named_profile(config.profile, shape)
     _check_sizes(server_args, config, shape, config.method if why_only_kv is None else PlanKind.KV)
 
 

@@ -14,6 +14,7 @@ from sglang_hcache.plan.planner import Split, fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import best_stored, planned_costs
+from sglang_hcache.sglang_plugin.seam.named_profile import named_profile
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
 from sglang_hcache.store import DiskStore
 from sglang_hcache.tier.tiered import DISK
@@ -118,21 +119,6 @@ def describe(methods: Sequence[Method]) -> str:
     return f"{split.hidden} hidden + {split.kv} kv"
 
 
-def profile_of(path: Path, shape: ModelShape) -> Profile:
-    """The profile in a file, which must be of the model.
-
-    Raises:
-        ConfigError: it cannot be read, is none, or is of another model.
-    """
-    profile = Profile.read(path, "--hcache-profile")
-    if not profile.is_of(shape):
-        raise ConfigError(
-            f"--hcache-profile: {path} is of the model {profile.model.name}, which has other sizes than "
-            f"{shape.name} with this --tp-size; make one with: hcache profile --model-path MODEL, and that --tp-size"
-        )
-    return profile
-
-
 def _saved_profiles() -> list[Path]:
     """Files that may hold one; none, with a warning, where nobody can look: the model is loaded by then."""
     try:
@@ -149,7 +135,7 @@ def _saved_profiles() -> list[Path]:
 
 
 def _named(path: Path, bench: Bench) -> Profile:
-    profile = profile_of(path, bench.model.shape)
+    profile = named_profile(path, bench.model.shape)
     if bench.model.ranks.rank == 0:  # directories of other ranks are never those of the profile
         for difference in differences(profile, bench.model.shape, bench.machine):
             logger.warning("hcache: the profile %s is used although %s", path, difference)
