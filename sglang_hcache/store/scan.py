@@ -17,7 +17,7 @@ from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -62,17 +62,17 @@ def _scan(number: int, volumes: Sequence[Volume], shapes: ShapeTable) -> list[Ru
 def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part]:
     """What a segment's file in one directory holds, up to where it cannot be read."""
     health = volume.health
-    lane = Lane("hcache-scan", health.hangs, health.returned)
+    caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
     found: list[Part] = []
 
     def read() -> None:
-        file = _File(volume.directory.open_to_read(number, False), lane.goes_on)
+        file = _File(volume.directory.open_to_read(number, False), caller.goes_on)
         parts = _scan_file(file, number, volume.stripe, num_stripes)
         while (part := next(parts, None)) is not None:
             found.append(part)
 
     try:
-        lane.call(read, volume.patience_s)
+        caller.call(read, volume.patience_s)
     except OSError as error:
         if error.errno in OWN_ERRNOS:
             raise  # it says nothing of the file, which would be deleted as one without runs
@@ -80,7 +80,7 @@ def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part]:
             health.failed(error, writing=False)
             return []
     finally:
-        lane.close(0.0)
+        caller.close(0.0)
     return found
 
 

@@ -18,9 +18,9 @@ from sglang_hcache.store.format.record import RUN_ID_BYTES
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.free_space import FreeSpace
 from sglang_hcache.store.ledger import Ledger
+from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.retention import Retention
-from sglang_hcache.store.returning import Returns
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -50,7 +50,7 @@ class Space:
         self._remover = Remover(volumes, catalog, ledger, free_space, observer)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
-        self._returns = Returns(config, volumes, catalog, ledger, self._remover, observer)
+        self._reconciler = Reconciler(config, volumes, catalog, ledger, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
@@ -154,14 +154,14 @@ class Space:
             if self._active is not None and self._active.number < first:
                 self._seal_active()  # even if the rest fails: what is stored from now on must not count as cleared
             self._next_number = max(self._next_number, first)
-            self._next_number = max(self._next_number, self._returns.compare(volume))
+            self._next_number = max(self._next_number, self._reconciler.compare(volume))
             if self._active is not None and self._active.retired:
                 self._active = None
 
     def rejoin(self) -> None:
         """Serve what could not be put together before, if the directories are there now. Raises StoreError."""
         with self._lock:
-            segments, leftovers = self._returns.rejoin()
+            segments, leftovers = self._reconciler.rejoin()
             self._take_over(segments)
             self._shed(leftovers)
 

@@ -163,7 +163,7 @@ def check_all_is_well(store: DiskStore, config: StoreConfig) -> None:
     for volume in Inside(store).volumes:
         expected = {segment.number for segment in segments if volume.stripe in segment.members}
         assert volume.directory.segment_sizes().keys() == expected
-        assert volume._lane.call(lambda: True, HANG_S)
+        assert volume._caller.call(lambda: True, HANG_S)
     assert physical_bytes(config.dirs) <= Inside(store).reserved_bytes <= config.size_bytes
 
 

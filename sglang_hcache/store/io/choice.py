@@ -14,7 +14,7 @@ from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.io.rate import probe_bytes, read_rates
-from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.io.workers import DeadlineCaller
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ def _nixl_wins(directory: Path, direct: bool, spare_bytes: Callable[[], int]) ->
     if not size:
         logger.info("hcache: no room to compare I/O engines; using the posix engine")
         return False
-    lane = Lane("hcache-probe")
+    caller = DeadlineCaller("hcache-probe")
     try:
-        posix, nixl = lane.call(lambda: _compare(directory, direct, size), PROBE_TIMEOUT_S)
+        posix, nixl = caller.call(lambda: _compare(directory, direct, size), PROBE_TIMEOUT_S)
     except Exception as error:  # whatever it is, the server starts: posix needs nothing that can be missing
         logger.warning("hcache: comparing I/O engines failed (%s); using the posix engine", error)
         return False
     finally:
-        lane.close(0.0)
+        caller.close(0.0)
     wins = nixl > LEAD * posix
     logger.info(
         "hcache: using the %s engine; in %s, beside a busy thread, posix reads %.0f MB/s and nixl %.0f MB/s",

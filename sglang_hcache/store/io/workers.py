@@ -77,7 +77,7 @@ class WorkerPool:
             job = None  # the next one may be long in coming, and this one holds buffers
 
 
-class Lane:
+class DeadlineCaller:
     """Calls that may hang, one at a time on a thread of their own, with a deadline.
 
     While a call hangs, further ones fail at once. Safe from several threads.
@@ -109,7 +109,7 @@ class Lane:
         Raises:
             TimeoutError: it runs for longer than ``timeout_s`` seconds, or an earlier call does and for longer than
                 that one may. It may still take effect.
-            OSError: the lane is closed; nothing is done.
+            OSError: this is closed; nothing is done.
         """
         if self._stuck:
             raise TimeoutError(errno.ETIMEDOUT, "an earlier call still hangs")
@@ -135,7 +135,7 @@ class Lane:
             self._running_since = time.monotonic()
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have ``function()`` called some time. Never waits; on a closed lane it is called at once."""
+        """Have ``function()`` called some time. Never waits; once this is closed it is called at once."""
         try:
             self._pool.submit(lambda: self._run(function, Future(), 0.0))
         except OSError:

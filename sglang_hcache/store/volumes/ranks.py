@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import rank_dir, ranks_named_by
-from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import has_superblock
 
 _PATIENCE_S = 10.0
@@ -62,13 +62,13 @@ def stores_in(dirs: Sequence[Path]) -> list[tuple[Path, ...]]:
 
 def _numbers_in(path: Path) -> set[int]:
     """As :func:`ranks_in`, and 1 for a store of its own."""
-    lane = Lane("hcache-look")
+    caller = DeadlineCaller("hcache-look")
     try:
-        is_store, numbers = lane.call(lambda: (has_superblock(path), ranks_in(path)), _PATIENCE_S)
+        is_store, numbers = caller.call(lambda: (has_superblock(path), ranks_in(path)), _PATIENCE_S)
     except OSError:
         return set()
     finally:
-        lane.close(0.0)
+        caller.close(0.0)
     return numbers | ({1} if is_store else set())
 
 

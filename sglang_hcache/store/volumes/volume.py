@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from sglang_hcache.core.errors import StoreFullError, StoreIOError, StoreTimeoutError
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.workers import Lane
+from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
 
@@ -42,7 +42,7 @@ class Volume:
         """Its number in the store, once that is known (``agreement.in_place``)."""
         self.health = health
         self.patience_s = patience_s
-        self._lane = Lane(f"hcache-dir {directory.path}")
+        self._caller = DeadlineCaller(f"hcache-dir {directory.path}")
 
     @property
     def path(self) -> Path:
@@ -133,7 +133,7 @@ class Volume:
 
     def let_go(self, files: dict[int, OpenFile], name: int) -> None:
         """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""
-        self._lane.post(partial(files.__delitem__, name))
+        self._caller.post(partial(files.__delitem__, name))
 
     def probe(self, function: Callable[[], T], patience_s: float | None = None) -> T:
         """``function()`` whatever the health says, with the deadline, and without an effect on the health.
@@ -141,7 +141,7 @@ class Volume:
         Raises:
             OSError, StoreError: whatever it raises; TimeoutError if it is late.
         """
-        return self._lane.call(function, patience_s or self.patience_s)
+        return self._caller.call(function, patience_s or self.patience_s)
 
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
@@ -155,7 +155,7 @@ class Volume:
 
     def close(self, timeout_s: float) -> bool:
         """Release the lock; False, keeping it until the process ends, if a call hangs."""
-        idle = self._lane.close(timeout_s)
+        idle = self._caller.close(timeout_s)
         if idle:
             self.directory.lock.release()
         return idle

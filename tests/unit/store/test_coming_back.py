@@ -10,7 +10,7 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
-from sglang_hcache.store.returning import Returns
+from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.volumes import probing
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
@@ -113,15 +113,15 @@ def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "again")
 
-    healthy = Returns.compare
-    monkeypatch.setattr(Returns, "compare", fail)
+    healthy = Reconciler.compare
+    monkeypatch.setattr(Reconciler, "compare", fail)
     names.clear()
     volume = Inside(store).volumes[1]
     wait_until(lambda: volume.health.reason == "again")
     later = make_keys(200, 2)
     write_keys(store, later, LAYERS)
     store.close()
-    monkeypatch.setattr(Returns, "compare", healthy)
+    monkeypatch.setattr(Reconciler, "compare", healthy)
     store = open_store(config)
     assert match_keys(store, later) == 2
     read_keys(store, later)

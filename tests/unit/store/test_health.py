@@ -259,7 +259,7 @@ def test_chunks_are_not_to_blame_for_another_call_that_hangs(tmp_path: Path, ope
     volume = Inside(store).volumes[0]
     for _ in range(3):
         go_on, patience_s = threading.Event(), volume.patience_s
-        volume._lane.post(lambda go_on=go_on: go_on.wait(120))
+        volume._caller.post(lambda go_on=go_on: go_on.wait(120))
         volume.patience_s = 0.2
         with pytest.raises(StoreTimeoutError, match="earlier call"):
             read_keys(store, OLD)

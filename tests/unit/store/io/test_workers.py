@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from sglang_hcache.store.io.workers import Lane, WorkerPool
+from sglang_hcache.store.io.workers import DeadlineCaller, WorkerPool
 
 LONG_S = 60.0
 SHORT_S = 0.02
@@ -57,68 +57,68 @@ def test_a_pool_needs_a_thread() -> None:
 
 
 def test_a_lane_returns_and_raises_what_the_function_does() -> None:
-    lane = Lane("test")
-    assert lane.call(lambda: 42, LONG_S) == 42
+    caller = DeadlineCaller("test")
+    assert caller.call(lambda: 42, LONG_S) == 42
     with pytest.raises(KeyError):
-        lane.call(lambda: {}["x"], LONG_S)
-    assert lane.close(LONG_S)
+        caller.call(lambda: {}["x"], LONG_S)
+    assert caller.close(LONG_S)
 
 
 def test_a_call_that_hangs_is_given_up(hang: threading.Event) -> None:
-    lane = Lane("test")
+    caller = DeadlineCaller("test")
     with pytest.raises(TimeoutError) as caught:
-        lane.call(hang.wait, SHORT_S)
+        caller.call(hang.wait, SHORT_S)
     assert caught.value.errno == errno.ETIMEDOUT
-    assert not lane.close(LONG_S)
+    assert not caller.close(LONG_S)
 
 
 def test_while_a_call_hangs_others_fail_at_once(hang: threading.Event) -> None:
-    lane = Lane("test")
+    caller = DeadlineCaller("test")
     with pytest.raises(TimeoutError):
-        lane.call(hang.wait, SHORT_S)
+        caller.call(hang.wait, SHORT_S)
     ran = threading.Event()
     with pytest.raises(TimeoutError):
-        lane.call(ran.set, LONG_S)
+        caller.call(ran.set, LONG_S)
     assert not ran.is_set()
 
 
 def test_a_call_behind_one_that_hangs_is_never_run(hang: threading.Event) -> None:
-    lane = Lane("test")
+    caller = DeadlineCaller("test")
     begun, ran = threading.Event(), threading.Event()
 
     def first() -> None:
         with pytest.raises(TimeoutError):
-            lane.call(lambda: begun.set() or hang.wait(), 10 * SHORT_S)
+            caller.call(lambda: begun.set() or hang.wait(), 10 * SHORT_S)
 
     other = threading.Thread(target=first)
     other.start()
     begun.wait(LONG_S)
     with pytest.raises(TimeoutError):
-        lane.call(ran.set, SHORT_S)
+        caller.call(ran.set, SHORT_S)
     other.join(LONG_S)
     hang.set()
-    assert lane._pool.close(LONG_S)
+    assert caller._pool.close(LONG_S)
     assert not ran.is_set()
 
 
 def test_a_call_is_not_given_up_by_one_behind_it_that_has_less_time(hang: threading.Event) -> None:
     given_up: list[str] = []
-    lane = Lane("test", lambda: given_up.append("long"))
+    caller = DeadlineCaller("test", lambda: given_up.append("long"))
     begun, looked = threading.Event(), threading.Event()
     outcomes: list[object] = []
-    overruns = lane._overruns
+    overruns = caller._overruns
 
     def seen(timeout_s: float) -> bool:
         found = overruns(timeout_s)
         looked.set()
         return found
 
-    lane._overruns = seen  # type: ignore[method-assign]
+    caller._overruns = seen  # type: ignore[method-assign]
     calls = [
         threading.Thread(
-            target=lambda: outcomes.append(lane.call(lambda: begun.set() or hang.wait(), LONG_S))
+            target=lambda: outcomes.append(caller.call(lambda: begun.set() or hang.wait(), LONG_S))
         ),
-        threading.Thread(target=lambda: outcomes.append(lane.call(lambda: "short", SHORT_S))),
+        threading.Thread(target=lambda: outcomes.append(caller.call(lambda: "short", SHORT_S))),
     ]
     calls[0].start()
     assert begun.wait(LONG_S)
@@ -128,43 +128,43 @@ def test_a_call_is_not_given_up_by_one_behind_it_that_has_less_time(hang: thread
     for call in calls:
         call.join(LONG_S)
     assert ({*outcomes}, given_up) == ({True, "short"}, []), "whichever of the two is told first"
-    assert lane.close(LONG_S)
+    assert caller.close(LONG_S)
 
 
 def test_a_lane_recovers_when_the_call_ends(hang: threading.Event) -> None:
-    lane = Lane("test")
+    caller = DeadlineCaller("test")
     ended = threading.Event()
     with pytest.raises(TimeoutError):
-        lane.call(hang.wait, SHORT_S)
+        caller.call(hang.wait, SHORT_S)
     hang.set()
-    lane._pool.submit(ended.set)  # runs when the call before it is over
+    caller._pool.submit(ended.set)  # runs when the call before it is over
     assert ended.wait(LONG_S)
-    assert lane.call(lambda: "again", LONG_S) == "again"
-    assert lane.close(LONG_S)
+    assert caller.call(lambda: "again", LONG_S) == "again"
+    assert caller.close(LONG_S)
 
 
 def test_a_timeout_that_the_function_raises_itself_is_not_a_hang() -> None:
-    lane = Lane("test")
+    caller = DeadlineCaller("test")
 
     def fails() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        lane.call(fails, LONG_S)
-    assert lane.call(lambda: 42, LONG_S) == 42
+        caller.call(fails, LONG_S)
+    assert caller.call(lambda: 42, LONG_S) == 42
 
 
 def test_a_closed_lane_refuses_instead_of_waiting_for_ever() -> None:
-    lane = Lane("test")
-    assert lane.call(lambda: 7, LONG_S) == 7
-    assert lane.close(LONG_S)
+    caller = DeadlineCaller("test")
+    assert caller.call(lambda: 7, LONG_S) == 7
+    assert caller.close(LONG_S)
     with pytest.raises(OSError, match="closed") as caught:
-        lane.call(lambda: 7, 0.1)
+        caller.call(lambda: 7, 0.1)
     assert caught.value.errno == errno.ESHUTDOWN
 
 
 def test_a_call_that_ends_while_it_is_given_up_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, ended = Lane("test"), threading.Event()
+    caller, ended = DeadlineCaller("test"), threading.Event()
     result = Future.result
 
     def too_late(self: Future[int], timeout: float | None = None) -> int:
@@ -175,47 +175,47 @@ def test_a_call_that_ends_while_it_is_given_up_returns(monkeypatch: pytest.Monke
         raise TimeoutError  # just before the function ended
 
     monkeypatch.setattr(Future, "result", too_late)
-    assert lane.call(lambda: ended.set() or 7, 0.1) == 7  # type: ignore[func-returns-value]
-    lane.close(LONG_S)
+    assert caller.call(lambda: ended.set() or 7, 0.1) == 7  # type: ignore[func-returns-value]
+    caller.close(LONG_S)
 
 
 def test_a_call_that_goes_on_is_told_when_it_was_given_up() -> None:
     told: list[str] = []
     given_up, ended = threading.Event(), threading.Event()
-    lane = Lane("test", lambda: told.append("hangs"), lambda: told.append("returned"))
+    caller = DeadlineCaller("test", lambda: told.append("hangs"), lambda: told.append("returned"))
 
     def hang() -> None:
-        lane.goes_on()
+        caller.goes_on()
         given_up.wait(LONG_S)
         try:
-            lane.goes_on()
+            caller.goes_on()
         except OSError:
             ended.set()
 
     with pytest.raises(TimeoutError):
-        lane.call(hang, 0.05)
+        caller.call(hang, 0.05)
     assert told == ["hangs"]
     with pytest.raises(TimeoutError, match="still hangs"):
-        lane.call(lambda: None, 0.05)
+        caller.call(lambda: None, 0.05)
     given_up.set()
     assert ended.wait(LONG_S)
-    assert lane.close(LONG_S)
+    assert caller.close(LONG_S)
     assert told == ["hangs", "returned"]
 
 
 def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
-    lane, done = Lane("test"), threading.Event()
-    lane.post(hang.wait)
-    lane.post(done.set)
+    caller, done = DeadlineCaller("test"), threading.Event()
+    caller.post(hang.wait)
+    caller.post(done.set)
     assert not done.is_set()
     with pytest.raises(TimeoutError):
-        lane.call(lambda: None, 0.05)
+        caller.call(lambda: None, 0.05)
     hang.set()
     assert done.wait(LONG_S)
-    assert lane.close(LONG_S)
+    assert caller.close(LONG_S)
     done.clear()
-    lane.post(done.set)
-    assert done.is_set(), "a closed lane does it at once"
+    caller.post(done.set)
+    assert done.is_set(), "a closed caller does it at once"
 
 
 def test_a_pool_does_with_fewer_threads_and_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from sglang_hcache.store.volumes.volume import Volume
 logger = logging.getLogger(__name__)
 
 
-class Returns:
+class Reconciler:
     """Compares directories with what is known. Not thread-safe: ``Space`` holds its lock."""
 
     def __init__(
