@@ -50,7 +50,7 @@ class Counters:
             return dict(sorted(self._counts.items()))
 
     def measures(self) -> dict[str, dict[str, float]]:
-        """Of each measure how often it was observed, and the sum of its values, sorted by name."""
+        """How often each measure was observed, and the sum of its values, sorted by name."""
         with self._lock:
             return {
                 measure: {"count": count, "sum": self._sums[measure]}

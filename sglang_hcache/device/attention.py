@@ -10,7 +10,7 @@ from torch import nn
 _KNOWN_CHILDREN = frozenset(
     {"qkv_proj", "q_norm", "k_norm", "rotary_emb", "attn", "o_proj", "out_proj", "dense"}
 )
-"""Of modules of the form that :class:`AttentionForm` describes. What else there is may do anything."""
+"""Children of modules of the form that :class:`AttentionForm` describes. What else there is may do anything."""
 
 
 @dataclass(frozen=True, slots=True)

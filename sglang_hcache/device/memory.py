@@ -123,7 +123,7 @@ def available_host_bytes() -> int:
 
 
 def _own_cgroups() -> list[Path]:
-    """Of cgroup v2, from this process's own to the outermost one that can be seen: a container's only, as a rule."""
+    """Folders of cgroup v2, from this process's own to the outermost that can be seen: mostly a container's only."""
     try:
         lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -134,7 +134,7 @@ def _own_cgroups() -> list[Path]:
 
 
 def _clean_file_bytes(group: Path) -> int:
-    """Of a cgroup: pages of files that are on disk as well."""
+    """Bytes of a cgroup's pages of files that are on disk as well."""
     try:
         lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -40,7 +40,7 @@ class Stamp(Protocol):
     def is_reached(self) -> bool: ...
 
     def seconds_since(self, earlier: Self) -> float:
-        """Of two that are reached, and were taken by one thread."""
+        """Seconds between two events that are reached, and were taken by one thread."""
 
 
 class Streams(Protocol):
@@ -225,7 +225,7 @@ def copy_spans(memcpy: Memcpy, into: torch.Tensor, source: torch.Tensor, spans: 
 
 
 def _runtime_memcpy() -> Memcpy:
-    """Of the runtime that torch has loaded. It keeps the interpreter's lock: all that it does is to queue.
+    """``cudaMemcpyAsync`` of the runtime that torch has loaded. It keeps the interpreter's lock: it only queues.
 
     Raises:
         ConfigError: torch has it built in.

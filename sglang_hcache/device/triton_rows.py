@@ -17,7 +17,7 @@ from sglang_hcache.device.triton_kernels import HEAD_NORM, NO_NORM, ROW_NORM, fi
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD_DIM = 1024
 _VALUES_AT_ONCE = 2048
-"""Of a token's row, in each tensor that a program holds: 16 values for each of 128 threads."""
+"""Values of a token's row, in each tensor that a program holds: 16 for each of 128 threads."""
 _VALUES_OF_A_WARP = 256
 """Eight a thread: 16 bytes of a half type."""
 _NOTHING = KeySteps(None, None)

@@ -38,7 +38,7 @@ class LayerCosts:
     compute_recompute_s: float
     """Run the whole layer over the tokens. Their ids are read in no time [HCache §3.2]."""
     contention: float = 0.0
-    """Of reading and computing at once: the share of the shorter that the longer does not hide. 0: neither knows of the
+    """Share of the shorter that the longer does not hide, of reading and computing at once. 0: neither knows of the
     other, as in the paper; 1: they take turns."""
 
     def __post_init__(self) -> None:

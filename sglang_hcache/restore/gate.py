@@ -22,7 +22,7 @@ _OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
 
 _WEIGHT = 0.2
-"""Of the latest observation in a running estimate: drift is followed, one outlier is not."""
+"""Weight of the latest observation in a running estimate: drift is followed, one outlier is not."""
 
 _SHORT_S = 0.004
 """A restore predicted to take so long says as much of how fast tier and device are as of what each restore takes
@@ -37,10 +37,10 @@ _FORGET = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many times as long our computations take because of others."""
+    """Factors by which computations slow down under load."""
 
     computing: float
-    """But for projections."""
+    """All but projections."""
     projecting: float
 
 
@@ -68,16 +68,16 @@ class Decision:
     num_recompute: int
     """First layers that are recomputed."""
     work_s: float
-    """Of the restore itself, from the first read to the last layer, by the costs alone."""
+    """The restore itself, from the first read to the last layer, by the costs alone."""
     delay_s: float
     """What restores took besides of late."""
     recompute_s: float
     """What computing the tokens takes: passes that they fill, and what the others add to the one that the request needs
     anyway."""
     recomputing_s: float
-    """Of the restore, a pass through its first layers."""
+    """Part of the restore: a pass through its first layers."""
     io_s: float
-    """Of the restore, what reading alone takes."""
+    """Part of the restore: reading alone."""
     bottleneck: str
     """The tier whose reads, or the work whose time, decides."""
     layers: tuple[int, ...]
@@ -255,7 +255,7 @@ class RestoreGate:
 
     @property
     def _fixed_s(self) -> float:
-        """Of a layer in each pass."""
+        """Fixed seconds per layer of each pass."""
         return self._drift[_PREFILL] * self.profile.compute.recompute.fixed_s
 
     def _assume(self, tier: str) -> None:

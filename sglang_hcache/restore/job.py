@@ -65,9 +65,9 @@ class RestoreJob:
     """When the engine began with it."""
     seconds: float = 0.0
     waited_s: float = 0.0
-    """Of these, waiting for reads."""
+    """Part of these seconds: waiting for reads."""
     written_s: float = 0.0
-    """Of these, writing K and V."""
+    """Part of these seconds: writing K and V."""
     _cancelled: Future[None] = field(default_factory=Future)
     _leaves_queue: threading.Lock = field(default_factory=threading.Lock)
 

@@ -17,7 +17,7 @@ from sglang_hcache.restore.rows import StoredRows, Writing, slices
 from sglang_hcache.restore.stage import DeviceStage
 
 ROWS_AT_ONCE = 2048
-"""Of one projection on a CPU: bounds its temporaries."""
+"""Rows of one projection on a CPU: bounds its temporaries."""
 
 
 class LayerRestorer:

@@ -10,17 +10,17 @@ from sglang_hcache.device.streams import Stamp
 from sglang_hcache.restore.rows import slices
 
 YIELDING_SHARE = 0.2
-"""Of the device's time for projections while requests run. What a restore computes, their passes lose, for the device
-does both in turns: so the time between tokens grows by a quarter. To project a layer takes a sixth of a pass through it
-or less, so a restore is still the faster way."""
+"""Share of the device's time for projections while requests run. What a restore computes, their passes lose, because
+the device does both in turns: so the time between tokens grows by a quarter. To project a layer takes a sixth of a pass
+through it or less, so a restore is still the faster way."""
 
 _LOOK_S = 0.0005
-"""Whether a part is over of which nobody knows how long it takes."""
+"""Poll interval while the cost of a row is unknown."""
 _SLEEP_S = 0.005
 """At a time: whether somebody waits for the restore to stop, or a row turns out to take less time."""
 _ROWS_BETWEEN = 1024
-"""Of one projection while requests run. A device starts nobody's kernel before one that fills it has an end, whatever
-their priorities: half a millisecond for 3,276 rows of 5,120 values on an H200."""
+"""Rows of one projection while requests run. A device starts nobody's kernel before one that fills it has an end,
+whatever their priorities: half a millisecond for 3,276 rows of 5,120 values on an H200."""
 
 
 class Pace:
@@ -51,7 +51,7 @@ class Pace:
         self.yields = yields
 
     def parts(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[slice]:
-        """Of ``count`` rows, in order: each is to be projected when it comes.
+        """Parts of ``count`` rows, in order: each is to be projected when it comes.
 
         Args:
             check: called while it waits; an error that it raises ends the wait.

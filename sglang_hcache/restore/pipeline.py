@@ -113,7 +113,7 @@ class Read:
         return self.future is None or self.future.cancel() or self.future.done()
 
     def frees_buffer(self) -> bool:
-        """Of one that ended: whether nothing writes to its buffer any more.
+        """Whether nothing writes to the buffer of a read that ended any more.
 
         An error that nobody foresaw says nothing about the device.
         """
@@ -240,12 +240,12 @@ class LayerPipeline:
             first_token += CHUNK_TOKENS * len(block.keys)
 
     def layer_bytes(self, block: ChunkLease, layers: Iterable[int]) -> dict[int, int]:
-        """Of each of ``layers``, of all chunks of ``block``."""
+        """Layer -> bytes of all chunks of ``block``, for each of ``layers``."""
         sizes = self.layout.chunk_layer_bytes
         return {layer: len(block.keys) * sizes[layer] for layer in layers}
 
     def most_bytes(self, block: ChunkLease) -> float:
-        """Of a step of several layers of ``block``."""
+        """Most bytes of a step of several layers of ``block``."""
         return math.inf if block.is_in_place else self.most_read
 
     def rows(self, read: Read, layer: int) -> StoredRows:

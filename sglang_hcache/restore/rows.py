@@ -73,6 +73,6 @@ class Writing(Protocol):
 
 
 def slices(count: int, at_once: int) -> Iterator[slice]:
-    """Of ``count`` rows, in order, ``at_once`` each, and what is left."""
+    """Slices of ``count`` rows, in order, ``at_once`` each, and what is left."""
     for first in range(0, count, at_once):
         yield slice(first, min(first + at_once, count))

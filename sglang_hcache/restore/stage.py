@@ -20,8 +20,8 @@ NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
 _WORTH_BYTES = 32 * 2**20
-"""Of rows that are copied together: to ask for that takes the interpreter a quarter of a millisecond, and so does the
-bus, from which nobody else gets anything meanwhile."""
+"""Bytes of rows that are copied together: to ask for that takes the interpreter a quarter of a millisecond, and so does
+the bus, from which nobody else gets anything meanwhile."""
 _FEWEST_ROWS, _MOST_ROWS = 2048, 8192
 
 Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
@@ -29,7 +29,7 @@ Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """Of one copy and one projection of a restore.
+    """Rows of one copy and one projection of a restore.
 
     Args:
         row_bytes: of the widest row.

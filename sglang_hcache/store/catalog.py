@@ -60,7 +60,7 @@ class Catalog:
 
     def __init__(self, cost_doubling_tokens: int, num_stripes: int) -> None:
         self.shapes = ShapeTable(num_stripes)
-        """Of all its runs."""
+        """Shapes of all its runs."""
         self._doubling = cost_doubling_tokens
         self._lock = threading.Lock()
         # Of a million chunks: no object for each of them but its key, which the run holds as well.
@@ -233,7 +233,7 @@ class Catalog:
     # -- eviction --------------------------------------------------------------------------------
 
     def take_coldest(self, within: int) -> Segment | None:
-        """The least dear segment that is sealed and free of pins; its score becomes the floor.
+        """The segment with the lowest score that is sealed and free of pins; the score becomes the floor.
 
         Args:
             within: it has a file in one of these directories, as bits.

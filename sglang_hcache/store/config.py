@@ -175,7 +175,7 @@ class StoreStats:
 
     @classmethod
     def not_opened(cls, config: StoreConfig, why: str) -> StoreStats:
-        """Of a store that a server does without: all of its directories are out."""
+        """Statistics of a store that a server does without: all of its directories are out."""
         reason = f"not used until the next start: {why}"
         return cls(
             chunks=0,

@@ -111,7 +111,7 @@ class FreeSpace:
         return sum(size for stripe, size in self._freed.items() if within >> stripe & 1)
 
     def usable(self, file_bytes: int) -> Usable:
-        """Of one look, for a directory that fails between two would seem to lack room."""
+        """What one look finds, because a directory that fails between two would seem to lack room."""
         freeable: Counter[int] | None = None  # takes long with many segments, and mostly there is room
         now: list[int] = []
         soon: list[int] = []
@@ -167,5 +167,5 @@ class FreeSpace:
 
 
 def _room(directory: StoreDirectory) -> tuple[int, int, int]:
-    """Of its file system: device number, free bytes and size. Raises OSError."""
+    """Device number, free bytes and size of its file system. Raises OSError."""
     return directory.device(), directory.free_bytes(), directory.total_bytes()

@@ -231,7 +231,7 @@ class Index:
                 )
 
     def save_recency(self, recency: Mapping[int, Recency]) -> None:
-        """Store how dear segments are. Raises StoreIOError or StoreFullError."""
+        """Store last uses and scores of segments. Raises StoreIOError or StoreFullError."""
         for batch in batches(recency):
             with self._transaction():
                 self._save_recency({segment: recency[segment] for segment in batch})

@@ -15,7 +15,7 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS
 _PATIENCE_S = 5.0
 _FIRST_PAUSE_S = 0.005
 _HEADER_BYTES = 32
-"""Of the log. Its salts change whenever SQLite writes the log from its beginning again."""
+"""Header of the log. Its salts change whenever SQLite writes the log from its beginning again."""
 
 _State = tuple[int, int, int, bytes]
 

@@ -69,7 +69,7 @@ class Judge:
                     self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
 
     def _count_failure(self, run: StoredRun, began: float) -> int:
-        """Of ``run``, with this one: one of however many layers, and of however many reads that ran together."""
+        """Failures of ``run``, with this one. However many layers failed, and reads that ran together, count as one."""
         with self._lock:
             if began > run.failed_at:
                 is_long_ago = began - run.failed_at > _FORGOTTEN_S

@@ -54,7 +54,7 @@ class Remover:
         return mask_of(stripe for stripe, count in counts.items() if count >= at_least)
 
     def evict_coldest(self, within: int = -1) -> bool:
-        """The least dear segment goes, of those with a file ``within`` directories; False if none can."""
+        """The segment with the lowest score goes, of those with a file ``within`` directories; False if none can."""
         while (segment := self._catalog.take_coldest(within)) is not None:
             chunks = self.retire(segment, only_unpinned=True)
             if chunks is not None:

@@ -24,7 +24,7 @@ class StoredRun:
         self.place = place
         self.segment = segment
         self.number = number
-        """Of its row in the index; grows with age."""
+        """Number of its row in the index; grows with age."""
         self.dropped = False
         self.failures = 0
         """Reads that ended in an error such as EIO, or hung."""
@@ -66,7 +66,7 @@ class Segment:
         self.runs: set[StoredRun] = set()
         self.last_used = 0
         self.score = 0.0
-        """How dear it is: the lowest is evicted first."""
+        """The segment with the lowest one is evicted first."""
         self.retired = False
         """Out of the index; its files go when the last pin does."""
         self._volumes = volumes

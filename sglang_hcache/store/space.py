@@ -120,7 +120,7 @@ class Space:
                 self._remover.retry()
 
     def evict_one(self) -> bool:
-        """Remove the least dear segment; False if none can go."""
+        """Remove the segment with the lowest score; False if none can go."""
         with self._lock:
             return self._remover.evict_coldest()
 

@@ -257,7 +257,7 @@ class DiskStore:
         return self._space.used_bytes() + index_bytes
 
     def evict_one(self) -> bool:
-        """Remove the least dear segment; False if none can go."""
+        """Remove the segment with the lowest score; False if none can go."""
         with self._operations.one():
             return self._space.evict_one()
 

@@ -36,15 +36,16 @@ from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.free_slots import FreeSlots
 
 _MOST_IDLE = 1 / 16
-"""Of all slots: so many may wait for the prefixes in front of them to go on, while others are evicted."""
+"""Share of all slots that may wait for the prefixes in front of them to go on, while others are evicted."""
 _MOST_TRIED = 4
 """Chunks that are evicted with their neighbours for a group of slots that is free as a whole."""
 _MOST_EVICTED_AT_ONCE = 16
 _SHARE_EVICTED_AT_ONCE = 1 / 64
-"""Of all slots, at most. Without groups: slots of a prefix's tail are taken in order only if they are free together."""
+"""Share of all slots that is evicted at once, at most. Without groups: slots of a prefix's tail are taken in order
+only if they are free together."""
 _OLD = 1 / 4
-"""Of the uses since a chunk's last one: a neighbour used later than that stays. What branches off a prefix lies beside
-its tail, is used once, and must not take the tail along."""
+"""Share of the uses since a chunk's last one: a neighbour used later than that stays. What branches off a prefix lies
+beside its tail, is used once, and must not take the tail along."""
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class _Part:
     held: tuple[int, ...] | ReadLease
     """Host slots, or a lease of the disk tier."""
     promotion: Promotion | None = None
-    """Of those of the disk."""
+    """Keeps what is read from the disk in host memory as well; None: that is not done."""
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ class Ranks(Protocol):
     size: int
 
     def least(self, *values: float) -> tuple[float, ...]:
-        """Each value, as small as it is on any rank. A truth value: whether it is true on all."""
+        """Element-wise minimum over ranks (AND for booleans)."""
 
     def first(self, value: _Value) -> _Value:
         """The value of rank 0; those of the others do not matter."""

@@ -5,6 +5,6 @@ SUPERBLOCK_NAME = "superblock.json"
 SUPERBLOCK_TMP_NAME = "superblock.tmp"
 INDEX_NAME = "index.sqlite"
 INDEX_SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Of the names of its files."""
+"""What is appended to it in the names of the index's files."""
 PROBE_NAME = "probe.tmp"
 """What a directory is tried with, and how fast it is read; a crash may leave one behind."""

@@ -14,7 +14,7 @@ from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, extent_bytes,
 
 MAGIC = b"HCEXTENT"
 FORMAT_VERSION = 2
-"""Of headers and directories together. Any change to stored bytes needs a new one."""
+"""Format of headers and directories together. Any change to stored bytes needs a new one."""
 
 RUN_ID_BYTES = 16
 DIGEST_BYTES = 8
@@ -27,7 +27,7 @@ _END = _DIGESTS_AT + MAX_CHUNKS * DIGEST_BYTES
 assert _FIXED.size == _KEYS_AT
 
 PEEK_BYTES = _FIXED.size
-"""Of a header: all but keys and digests."""
+"""Bytes of a header without keys and digests."""
 _PEEKED = struct.Struct("<16s8x32sI8sIQQ32sQ")
 """The same bytes, without the digest: what extents of a part have in common in a few pieces, and the rest."""
 assert _PEEKED.size == PEEK_BYTES

@@ -72,7 +72,7 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True)
 class Recency:
-    """How dear a segment is (docs/store-format.md, "Eviction")."""
+    """Last use and score of a segment (docs/store-format.md, "Eviction")."""
 
     last_used: int
     """Logical time, larger is more recent."""

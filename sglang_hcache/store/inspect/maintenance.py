@@ -52,7 +52,7 @@ class Change:
 def collect(dirs: Sequence[Path], to_bytes: int | None = None, max_age_s: float | None = None) -> Change:
     """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
 
-    With ``to_bytes`` also evict the least dear segments until the store takes no more than that, or until
+    With ``to_bytes`` also evict segments, lowest score first, until the store takes no more than that, or until
     nothing but index and directories is left. With ``max_age_s`` also delete what is that old.
 
     Raises:

@@ -34,7 +34,7 @@ class Damage:
     """Chunks of one layer of a run that are not what was written, or cannot be read."""
 
     keys: tuple[bytes, ...]
-    """Of the damaged chunks; all of the run where its header is damaged or nothing could be read."""
+    """Keys of the damaged chunks; all of the run where its header is damaged or nothing could be read."""
     run: RunInfo
     layer: int
     directory: Path

@@ -52,7 +52,7 @@ class RunInfo:
     """A run and what is known of it."""
 
     number: int
-    """Of its row in the index; grows with age."""
+    """Number of its row in the index; grows with age."""
     place: RunPlace
     quarantined: Mapping[int, str]
     """Chunk of the run -> why it is not served."""
@@ -99,7 +99,7 @@ class StoreView:
         self.index_problem = index_problem
         """Why the index could not be used; empty if it could."""
         self.lock_holder = lock_holder
-        """Process id of whoever uses the store; None if nobody does."""
+        """Process that uses the store; None if none does."""
         self.is_partial = is_partial(meta)
         """Runs are missing in the index: see ``Ledger``."""
         self._meta = meta

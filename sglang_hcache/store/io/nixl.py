@@ -40,7 +40,7 @@ OLDEST_NIXL = (1, 5)
 """Older ones take a short read for a complete one, and do nothing any more after a failed one."""
 
 MAX_BUFFERS = 1024
-"""Of one operation; one with more goes the way of the failed ones. NIXL queues at most ``ios_pool_size``."""
+"""Limit of one operation; one with more goes the way of the failed ones. NIXL queues at most ``ios_pool_size``."""
 
 NUM_HELPERS = 4
 """Threads a directory for what NIXL cannot do: syncs and operations of failed transfers."""

@@ -28,7 +28,7 @@ class _Candidate(Found):
     place: Path | None = None
     """Where its path leads; None: that does not answer."""
     device: int | None = None
-    """Of its file system; None: it does not answer."""
+    """Device number of its file system; None: it does not answer."""
     total_bytes: int = 0
     holder: LockHolder | None = None
     error: OSError | None = None
@@ -107,7 +107,7 @@ def _naming_dirs() -> Iterator[None]:
 
 
 def _check_new(found: Sequence[_Candidate]) -> None:
-    """Of a store that does not exist yet every directory must be usable. Raises StoreFormatError."""
+    """Every directory of a store that does not exist yet must be usable. Raises StoreFormatError."""
     for item in found:
         if item.damage is not None:
             raise item.damage

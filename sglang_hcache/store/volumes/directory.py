@@ -102,7 +102,7 @@ class StoreDirectory:
         return sizes
 
     def allocated_bytes(self) -> int:
-        """Of the directory and everything in it, as ``du`` counts; takes long where there are thousands of files.
+        """Bytes of the directory and everything in it, as ``du`` counts; takes long where there are thousands of files.
 
         Raises:
             OSError: the directory is gone or sick.
@@ -110,7 +110,7 @@ class StoreDirectory:
         return 512 * (self.path.stat().st_blocks + sum(_blocks(entry) for entry in self._entries()))
 
     def index_bytes(self) -> int:
-        """Of them those of the index's files, as far as there are any. Raises OSError."""
+        """Part of them: the index's files, as far as there are any. Raises OSError."""
         total = 0
         for suffix in INDEX_SUFFIXES:
             with contextlib.suppress(FileNotFoundError):

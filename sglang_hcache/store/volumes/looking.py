@@ -90,7 +90,7 @@ class Seen(Found):
     exists: bool = False
     """Whether there is a directory that answers, whatever is in it."""
     num_ranks: int | None = None
-    """Of a server whose ranks have their stores below it; None: there are none."""
+    """How many ranks a server has whose stores are below it; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
 
 
 def _tell_places(volumes: Sequence[Volume]) -> None:
-    """Of a new store: whoever expected the one that was there sees that its disk is not mounted."""
+    """Log where a new store is: if another one was expected there, its disk is not mounted."""
     for volume in volumes:
         with contextlib.suppress(OSError):
             mount = volume.probe(partial(mount_of, volume.path)) or "an unknown file system"

@@ -11,7 +11,7 @@ from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.probe_file import probe_file
 
 _NO_DIRECT_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Of a file system without O_DIRECT."""
+"""Errors of a file system without O_DIRECT."""
 
 
 def takes_direct_writes(folder: Path) -> bool:
