@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -152,6 +151,7 @@ def plan(
     stores K and V alone, and so do the plans.
     """
     from sglang_hcache.cli.plan.report import make_report
+    from sglang_hcache.cli.report import Report
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
@@ -166,12 +166,9 @@ def plan(
     report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden, sizing)
     if png is not None:
         _draw(png, report)
-    if as_json:
-        print(json.dumps(report.data(), indent=2))
-    else:
-        report.print()
-        if png is not None:
-            print(f"wrote {png}")
+    Report(report.data(), report.parts()).show(as_json=as_json)
+    if png is not None and not as_json:
+        print(f"wrote {png}")
 
 
 def _kind(method: str) -> PlanKind:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +26,6 @@ from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import PLANNED_TOKENS
 
-_PIPE_WIDTH = 120
 SHOWN_NAMES = {
     PlanKind.AUTO: "hcache",
     PlanKind.HIDDEN: "hidden",
@@ -119,15 +118,8 @@ class PlanReport:
             "closed_form": _counts(self.paper_split) if self.paper_split else None,
         }
 
-    def print(self) -> None:
-        """To standard output."""
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_PIPE_WIDTH)
-        for part in self._parts():
-            console.print(part)
-
-    def _parts(self) -> list[RenderableType]:
+    def parts(self) -> list[RenderableType]:
+        """For people."""
         history = f"A history of {counted(self.num_tokens, 'token')}; {self.profile.machine}."
         return [
             Text(shape_text(self.profile.model), "bold"),
