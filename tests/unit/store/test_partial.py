@@ -112,7 +112,7 @@ def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
     absent.clear()
     wait_until(lambda: all_there(store))
     catalog = Inside(store).catalog
-    assert len(catalog.runs()) == 4, "both copies of each"
+    wait_until(lambda: len(catalog.runs()) == 4)  # both copies of each
     oldest = min(catalog.segments(), key=lambda segment: segment.number)
     assert oldest.score == catalog.floor
     catalog.retire(oldest, only_unpinned=False)
