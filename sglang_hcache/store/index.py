@@ -269,6 +269,7 @@ class Index:
         execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
+        execute("PRAGMA secure_delete = ON")  # keys of what was erased say which prompts were here
         execute("PRAGMA wal_autocheckpoint = 64")
         execute(f"PRAGMA journal_size_limit = {64 * _PAGE_BYTES}")
         execute(f"PRAGMA max_page_count = {max_bytes // _PAGE_BYTES}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 from sglang_hcache.store.format.values import read_value
+
+_MOST = 1000
+"""They are written as one text whenever one changes."""
 
 
 class Notes:
@@ -16,6 +20,7 @@ class Notes:
     """
 
     def __init__(self, text: str | None) -> None:
+        self._lock = threading.Lock()
         self._texts = read_value(text, _texts_of)
 
     def get(self, name: str) -> str | None:
@@ -23,8 +28,17 @@ class Notes:
         return self._texts.get(name)
 
     def put(self, name: str, text: str) -> None:
-        """Keep ``text``."""
-        self._texts = {**self._texts, name: text}  # anew, for the keeper may be writing the other one down
+        """Keep ``text``, in place of what was put there longest ago if there are too many."""
+        with self._lock:
+            texts = {key: kept for key, kept in self._texts.items() if key != name}
+            if len(texts) >= _MOST:
+                del texts[next(iter(texts))]
+            self._texts = {**texts, name: text}  # anew, for the keeper may be writing the other one down
+
+    def drop(self, name: str) -> None:
+        """Keep it no more."""
+        with self._lock:
+            self._texts = {key: kept for key, kept in self._texts.items() if key != name}
 
     def to_json(self) -> str:
         """All of them."""

@@ -139,6 +139,13 @@ class Segment:
         if failure is not None:
             raise failure
 
+    def keep_only(self, places: Sequence[RunPlace]) -> None:
+        """Erase all else in its files, for good; they may be trimmed then. Raises StoreError."""
+        for stripe in self.members:
+            kept = [(place.offsets[stripe], place.ends[stripe]) for place in places if place.ends[stripe]]
+            self._volumes[stripe].keep_of_segment(self.number, kept)
+        self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
+
     def measure(self) -> None:
         """Bring ``accounted`` up to date with the files; one that cannot be asked counts as before or in full."""
         for stripe in self.members:

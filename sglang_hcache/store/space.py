@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, StoreLockedError, StoreTimeoutError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import Run, StoreConfig
+from sglang_hcache.store.erasure import Erased, Eraser
 from sglang_hcache.store.eviction import Eviction
 from sglang_hcache.store.format.geometry import RunShape
 from sglang_hcache.store.format.record import RUN_ID_BYTES
@@ -50,6 +51,7 @@ class Space:
         self._remover = Remover(volumes, catalog, ledger, free_space, observer)
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
+        self._eraser = Eraser(volumes, catalog, ledger, self._remover)
         self._reconciler = Reconciler(config, volumes, catalog, ledger, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
@@ -188,6 +190,12 @@ class Space:
             for segment in self._catalog.segments():
                 self._remover.retire(segment, only_unpinned=False)
             return is_noted
+
+    def erase(self, namespace_ids: Collection[bytes]) -> Erased:
+        """As :meth:`Eraser.erase`."""
+        with self._lock:
+            self._seal_active()
+            return self._eraser.erase(namespace_ids)
 
     def used_bytes(self) -> int:
         """What segments count against the cap."""

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from sglang_hcache.core.errors import (
@@ -21,6 +21,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
+from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.geometry import extent_bytes, mask_of
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.memory import ByteArray, check_bytes
@@ -77,6 +78,8 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
+        self.namespaces = Notes(recovered.meta.get("namespaces"))
+        """Of each namespace, by its id in hexadecimal digits, whose it is."""
         self.measuring = tally.measuring
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
@@ -278,6 +281,18 @@ class DiskStore:
         with self._operations.one():
             return self._space.clear()
 
+    def erase(self, namespace_ids: Collection[bytes]) -> Erased:
+        """Remove all of these namespaces, also from files that they share with others; nobody may read or write now.
+
+        Raises:
+            StoreError: something is left: see :meth:`Eraser.erase`.
+        """
+        with self._operations.one():
+            erased = self._space.erase(namespace_ids)
+            for namespace_id in namespace_ids:
+                self.namespaces.drop(namespace_id.hex())
+            return erased
+
     def close(self) -> None:
         """Wait a moment for running reads and writes, save recency, release the directories. Idempotent.
 
@@ -317,15 +332,16 @@ class DiskStore:
             "written": self._allowance.to_json(),
             "health": json.dumps(health),
             "notes": self.notes.to_json(),
+            "namespaces": self.namespaces.to_json(),
         }
 
     def _write_down(self) -> None:
         self._used_bytes = self._counted_bytes()
         self._save_recency()
-        meta = self._meta()
-        if meta != self._saved:
-            self._ledger.save_meta(meta)
-            self._saved = meta
+        changed = dict(self._meta().items() - self._saved.items())
+        if changed:
+            self._ledger.save_meta(changed)
+            self._saved |= changed
 
     def _save_recency(self) -> None:
         is_more = True

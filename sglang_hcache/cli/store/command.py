@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -180,10 +181,19 @@ def _gc(
 def _clear(
     dirs: Named = None,
     config: ConfigFile = None,
+    namespaces: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            metavar="ID",
+            help="Remove only what is of this namespace, as `hcache store ls --namespaces` names it: "
+            "32 digits. May be given several times.",
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove all chunks. The directories stay a store, with its counts.
+    """Remove all chunks, or those of a namespace. The directories stay a store, with its counts.
 
     It asks first. Exit status 2 if the answer is not yes.
 
@@ -191,22 +201,26 @@ def _clear(
     served, except by a server that starts without all the others.
 
     A running server does the same when it is asked with POST /hicache/storage-backend/clear.
+
+    --namespace needs all directories. What shares a file with others becomes a hole in it, or zeros where the file
+    system makes no holes. If it is killed or fails, give the same command again.
     """
     from sglang_hcache.cli.store import report
-    from sglang_hcache.store.inspect.maintenance import clear, refuse_if_locked
+    from sglang_hcache.store.inspect.maintenance import clear, erase, refuse_if_locked
     from sglang_hcache.store.inspect.view import StoreView
 
+    stores, chosen = _stores(dirs, config), [_namespace_id(text) for text in namespaces or []]
+
     def remove(places: Dirs, show: Show) -> bool:
-        show(report.cleared(clear(places)))
+        show(report.erased(chosen, *erase(places, chosen)) if chosen else report.cleared(clear(places)))
         return True
 
-    stores = _stores(dirs, config)
     if not yes:
         with contextlib.ExitStack() as stack:
             views = [stack.enter_context(StoreView.open(places)) for places in stores]
             for view in views:
                 refuse_if_locked(view)
-            question = report.clear_question(views)
+            question = report.erase_question(views, chosen) if chosen else report.clear_question(views)
         if not _is_agreed(question):
             raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
     for_each(stores, remove, as_json=as_json)
@@ -284,6 +298,14 @@ def _directories(dirs: list[str] | None, config: Path | None) -> tuple[Path, ...
     if not found:
         raise ConfigError(f"--config {config}: it sets no `dirs`, so there is no disk tier")
     return found
+
+
+def _namespace_id(text: str) -> bytes:
+    if re.fullmatch("[0-9a-f]{32}", text) is None:
+        raise ConfigError(
+            f"--namespace: {text!r} names no namespace; give the 32 digits that `hcache store ls --namespaces` lists"
+        )
+    return bytes.fromhex(text)
 
 
 def _size(text: str | None) -> int | None:

@@ -10,7 +10,7 @@ from sglang_hcache.cli.report import Report, counted, new_table
 from sglang_hcache.cli.store.text import ago, first_of, index_note, iso_time
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.inspect.view import RunInfo, StoreView
+from sglang_hcache.store.inspect.view import NamespaceInfo, RunInfo, StoreView
 
 
 def list_runs(view: StoreView, limit: int) -> Report:
@@ -63,7 +63,9 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
                 "runs": item.runs,
                 "disk_bytes": item.disk_bytes,
                 "written_at": iso_time(item.written_at),
+                "oldest_at": iso_time(item.oldest_at),
                 "use_rank": item.use_rank,
+                "owner": dict(item.owner),
             }
             for item in shown
         ],
@@ -72,21 +74,28 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
     if not found:
         return Report(data, [Text("no run is stored"), *index_note(view)])
     table = new_table(
-        ["namespace", "chunks", "runs", "on disk", "written", "use"],
+        ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest", "use"],
         right={"chunks", "runs", "on disk", "use"},
     )
     for item in shown:
         table.add_row(
-            item.namespace_id.hex(),
+            Text(item.namespace_id.hex(), no_wrap=True),
+            item.owner.get("model", "?"),
+            item.owner.get("weights", "?"),
+            _tenant(item),
             f"{item.chunks:,}",
             f"{item.runs:,}",
             format_bytes(item.disk_bytes),
+            ago(item.oldest_at),
             ago(item.written_at),
             "?" if item.use_rank is None else str(item.use_rank),
         )
     summary = Text(f"{len(shown)} of {counted(len(found), 'namespace')}, the largest first")
-    note = Text("use: 1 holds the segment that was used last, 2 the one before, and so on", style="dim")
-    return Report(data, [table, summary, note, *index_note(view)])
+    notes = (
+        "use: 1 holds the segment that was used last, 2 the one before, and so on",
+        "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: no server has noted whose it is",
+    )
+    return Report(data, [table, summary, *(Text(note, "dim") for note in notes), *index_note(view)])
 
 
 def list_quarantined(view: StoreView, limit: int) -> Report:
@@ -134,6 +143,13 @@ def _run_data(run: RunInfo, written_at: float | None) -> dict[str, Any]:
         "available": run.is_available,
         "quarantined_chunks": len(run.quarantined),
     }
+
+
+def _tenant(item: NamespaceInfo) -> str:
+    if not item.owner:
+        return "?"
+    adapter = item.owner.get("adapter")
+    return item.owner.get("tenant", "none") + (f", adapter {adapter}" if adapter else "")
 
 
 def _state(run: RunInfo) -> Text:

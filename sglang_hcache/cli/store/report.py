@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,6 +13,7 @@ from sglang_hcache.cli.store.text import index_note, num_directories
 from sglang_hcache.cli.store.verify import VerifyOutcome, speed
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.config import format_floor
+from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.inspect.check import Finding
 from sglang_hcache.store.inspect.maintenance import Change
@@ -148,6 +149,33 @@ def cleared(change: Change) -> Report:
     }
     what = f"removed {counted(before.chunks, 'chunk')} in {counted(before.runs, 'run')}"
     return Report(data, [Text(f"{what}; {_freed(change)}"), *map(Text, _sick(directories))])
+
+
+def erased(namespace_ids: Collection[bytes], result: Erased, change: Change) -> Report:
+    """What ``clear --namespace`` removed."""
+    names = [namespace_id.hex() for namespace_id in namespace_ids]
+    data = {
+        **_sizes(change),
+        "namespaces": names,
+        "chunks_removed": result.chunks,
+        "runs_removed": result.runs,
+    }
+    what = f"removed {counted(result.chunks, 'chunk')} in {counted(result.runs, 'run')} of {', '.join(names)}"
+    if not result.runs:
+        what = f"nothing of {', '.join(names)} is stored"
+    return Report(data, [Text(f"{what}; {_freed(change)}")])
+
+
+def erase_question(views: Sequence[StoreView], namespace_ids: Collection[bytes]) -> str:
+    """What is about to be lost of these namespaces, in one store or in those of all ranks."""
+    found = [item for view in views for item in view.namespaces() if item.namespace_id in namespace_ids]
+    size = format_bytes(sum(item.disk_bytes for item in found))
+    models = sorted({item.owner["model"] for item in found if "model" in item.owner})
+    whose = f" of {', '.join(models)}" if models else ""
+    names = ", ".join(namespace_id.hex() for namespace_id in namespace_ids)
+    return (
+        f"Remove {counted(sum(item.chunks for item in found), 'chunk')} ({size}){whose}, namespace {names}?"
+    )
 
 
 def clear_question(views: Sequence[StoreView]) -> str:

@@ -42,6 +42,7 @@ from sglang_hcache.sglang_plugin.serving.idling import Idling
 from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
+from sglang_hcache.sglang_plugin.serving.owners import Owners
 from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
 from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -77,10 +78,10 @@ class Bridge:
         self.counters = counters
         self.tiers = tiers
         self.gate = gate
-        self._model = model
         self.adapters = device.adapters
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
+        self._owners = Owners(tiers.disk, model.shape.name)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
         self._largest_pass = device.largest_pass
@@ -161,6 +162,7 @@ class Bridge:
             # after each piece SGLang puts what the tree has in the place of what the request computed.
             return
         self.captured[rid] = len(prefix)
+        self._owners.note(namespace)
         self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
     def end_capture(self, rid: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.config import StoreConfig
+from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.names import SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
@@ -84,6 +85,18 @@ def clear(dirs: Sequence[Path]) -> Change:
                 f"one of them, and clear again ({sick})"
             )
     return _change(dirs, before, counters)
+
+
+def erase(dirs: Sequence[Path], namespace_ids: Collection[bytes]) -> tuple[Erased, Change]:
+    """Remove all of these namespaces and no other's chunks, for good. Do it again if it was killed.
+
+    Raises:
+        StoreLockedError: a server runs.
+        StoreError: the store cannot be opened, a directory is missing or sick, or something could not be erased.
+    """
+    with _opened(dirs) as (store, before, _, counters):
+        erased = store.erase(namespace_ids)
+    return erased, _change(dirs, before, counters)
 
 
 def config_of(identity: StoreIdentity, dirs: Sequence[Path]) -> StoreConfig:

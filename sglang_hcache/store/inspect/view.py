@@ -26,6 +26,7 @@ from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.format.values import read_value
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.ledger import is_partial
+from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.tally import Tally
@@ -76,8 +77,12 @@ class NamespaceInfo:
     disk_bytes: int
     written_at: float | None
     """When its newest segment was written to last, seconds since the epoch; None if no file can be asked."""
+    oldest_at: float | None
+    """Likewise of its oldest segment."""
     use_rank: int | None
     """1: no segment was used later than one of its. None: unknown."""
+    owner: Mapping[str, str]
+    """What the server that used it last has noted: ``model``, ``weights``, ``tenant``, ``adapter``, as far as known."""
 
 
 class StoreView:
@@ -210,7 +215,7 @@ class StoreView:
         groups: dict[bytes, list[RunInfo]] = {}
         for run in self.runs():
             groups.setdefault(run.place.namespace_id, []).append(run)
-        ranks = self._use_ranks()
+        ranks, notes = self._use_ranks(), Notes(self._meta.get("namespaces"))
         found = []
         for namespace_id, runs in groups.items():
             segments = {run.place.segment: run.place for run in runs}
@@ -221,6 +226,8 @@ class StoreView:
                     runs=len(runs),
                     disk_bytes=sum(run.disk_bytes for run in runs),
                     written_at=self.written_at(segments[max(segments)]),
+                    oldest_at=self.written_at(segments[min(segments)]),
+                    owner=read_value(notes.get(namespace_id.hex()), _texts_of, {}),
                     use_rank=min((ranks[number] for number in segments if number in ranks), default=None),
                 )
             )
@@ -246,6 +253,10 @@ class StoreView:
 
 def _health_of(told: list[Any]) -> dict[int, tuple[str, str]]:
     return {stripe: (str(Condition(name)), str(reason)) for stripe, (name, reason) in enumerate(told)}
+
+
+def _texts_of(told: dict[str, Any]) -> dict[str, str]:
+    return {name: str(text) for name, text in told.items()}
 
 
 def _count_chunks(runs: Sequence[RunInfo]) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import DirectoryLock
-from sglang_hcache.store.volumes.preallocation import preallocate
+from sglang_hcache.store.volumes.preallocation import preallocate, zero
 from sglang_hcache.store.volumes.probing import gives_direct_reads, takes_direct_writes
 
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
@@ -219,6 +219,19 @@ class StoreDirectory:
     def unlink_segment(self, segment: int) -> None:
         """Delete a file; no matter if it is gone. Raises OSError."""
         self.segment_path(segment).unlink(missing_ok=True)
+
+    def keep_of_segment(self, segment: int, kept: Sequence[tuple[int, int]]) -> None:
+        """Durably zero a file but for bytes [begin, end) of each of ``kept``; its time stays. Raises OSError."""
+        fd = os.open(self.segment_path(segment), _flags(os.O_RDWR, False))
+        try:
+            found, at = os.fstat(fd), 0
+            for begin, end in [*sorted(kept), (found.st_size, found.st_size)]:
+                zero(fd, at, begin)
+                at = max(at, end)
+            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def read_superblock(self) -> Superblock | None:
         """The superblock; None in a directory that has none yet.

@@ -1,10 +1,14 @@
-"""Reserving the blocks of a file before they are written."""
+"""Reserving the blocks of a file before they are written, and giving them back."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_ZEROS = bytes(2**20)
 
 
 def preallocate(fd: int, size: int) -> None:
@@ -16,12 +20,29 @@ def preallocate(fd: int, size: int) -> None:
     Raises:
         OSError: no room, or the device fails.
     """
+    if not _fallocate(fd, 0, 0, size):
+        os.ftruncate(fd, size)
+
+
+def zero(fd: int, begin: int, end: int) -> None:
+    """Make bytes [begin, end) of a file zeros: a hole where the file system can do that, else they are overwritten.
+
+    Raises:
+        OSError: the device fails.
+    """
+    if begin < end and not _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin):
+        for at in range(begin, end, len(_ZEROS)):
+            os.pwrite(fd, memoryview(_ZEROS)[: end - at], at)
+
+
+def _fallocate(fd: int, mode: int, begin: int, size: int) -> bool:
+    """False if the file system cannot do that. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_longlong(0), ctypes.c_longlong(size))
+    arguments = (ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_longlong(begin), ctypes.c_longlong(size))
     while libc.fallocate(*arguments):
         number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            os.ftruncate(fd, size)
-            return
+        if number in _CANNOT:
+            return False
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,8 @@ _MEASURE_S = 60.0
 """To ask for the size of each file, of which there may be thousands."""
 _ALLOCATED_PER_S = 200e6
 """Bytes that a nearly full file system finds for a file at least: it may have to look for them in many places."""
+_ERASE_S = 600.0
+"""To overwrite a file of some gigabytes, where the file system can make no holes."""
 
 
 def storage_error(error: OSError, doing: str) -> StoreFullError | StoreIOError:
@@ -130,6 +132,10 @@ class Volume:
         """Without blame: it may be the file that cannot be deleted (``chattr +i``)."""
         unlink = partial(self.directory.unlink_segment, segment)
         self.call(unlink, "cannot delete a segment file", writing=True, blame=False)
+
+    def keep_of_segment(self, segment: int, kept: Sequence[tuple[int, int]]) -> None:
+        keep = partial(self.directory.keep_of_segment, segment, kept)
+        self.call(keep, "cannot erase parts of a segment file", writing=True, patience_s=_ERASE_S)
 
     def let_go(self, files: dict[int, OpenFile], name: int) -> None:
         """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,9 +25,12 @@ from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.testing.stored_chunks import (
+    NAMESPACE_ID,
     find_extents,
     make_key,
     make_keys,
+    make_run,
+    payload_of,
     physical_bytes,
     read_keys,
     small_config,
@@ -369,6 +373,40 @@ def test_clear_asks(hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.
     assert as_json(hcache("stat", "--json", *dirs))["segments"] == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert hcache("clear", *dirs)[0] == 0
+
+
+def test_clear_of_one_namespace(
+    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = NAMESPACE_ID.hex()
+    store = DiskStore.open(small_config(dirs[0].parent, 2), Counters())
+    run = replace(make_run(make_keys(1000, 4), LAYERS), namespace_id=b"somebody else's.")
+    store.write_run(run, payload_of(run))
+    store.namespaces.put(mine, json.dumps({"model": "llama", "weights": "0a1b2c3d", "tenant": "01234567"}))
+    store.close()
+    code, out, _ = hcache("ls", "--namespaces", *dirs)
+    assert code == 0
+    assert re.search(rf"{mine} +llama +0a1b2c3d +01234567 +23 +6 ", out)
+    assert re.search(rf"{run.namespace_id.hex()} +\? +\? +\? +4 +1 ", out)
+    spaces = as_json(hcache("ls", "--namespaces", "--json", *dirs))["namespaces"]
+    assert [space["owner"].get("tenant") for space in spaces] == ["01234567", None]
+    assert all(space["oldest_at"] <= space["written_at"] for space in spaces)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("no\n"))
+    code, _, err = hcache("clear", "--namespace", mine, *dirs)
+    assert code == 2
+    assert re.search(rf"Remove 23 chunks \(.* KB\) of llama, namespace {mine}\? \[y/N\]", err)
+    code, _, err = hcache("clear", "--yes", "--namespace", mine[:8], *dirs)
+    assert code == 2
+    assert "names no namespace; give the 32 digits that `hcache store ls --namespaces` lists" in err
+
+    code, out, _ = hcache("clear", "--yes", "--namespace", mine, *dirs)
+    assert (code, out.partition(";")[0]) == (0, f"removed 23 chunks in 6 runs of {mine}")
+    [left] = as_json(hcache("ls", "--namespaces", "--json", *dirs))["namespaces"]
+    assert left["namespace"] == run.namespace_id.hex()
+    assert hcache("verify", *dirs)[0] == 0
+    data = as_json(hcache("clear", "--yes", "--json", "--namespace", mine, *dirs))
+    assert (data["namespaces"], data["chunks_removed"], data["chunks"]) == ([mine], 0, 4)
 
 
 def test_clear_says_what_a_directory_that_is_away_keeps(

@@ -52,6 +52,7 @@ class Served:
         self.watched: list[int] = []
         model: Any = SimpleNamespace(
             row_dtype=torch.float32,
+            shape=SimpleNamespace(name="a-model"),
             attention=(),
             watch=lambda layers, _on_layer: self.watched.extend(layers),
             weights=lambda: self.weights,

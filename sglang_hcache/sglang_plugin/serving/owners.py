@@ -1,0 +1,39 @@
+"""Whose the namespaces of the disk tier are, for those who look after it: ``hcache store ls --namespaces``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from sglang_hcache.core.keys import Namespace
+from sglang_hcache.store import DiskStore
+
+_DIGITS = 8
+_MOST_KNOWN = 1000
+
+
+class Owners:
+    """Notes of each namespace that is saved its model, weights, tenant and adapter; of the last three some digits.
+
+    A tenant may be a secret or a person's name: its hash tells whoever knows it already.
+    """
+
+    def __init__(self, disk: DiskStore | None, model: str) -> None:
+        self._disk = disk
+        self._model = model
+        self._known: set[Namespace] = set()
+
+    def note(self, namespace: Namespace) -> None:
+        """``namespace`` is about to be saved. Memory only."""
+        if self._disk is None or namespace in self._known:
+            return
+        if len(self._known) >= _MOST_KNOWN:  # what is used still is noted again, as one of the latest
+            self._known.clear()
+        self._known.add(namespace)
+        owner = {"model": self._model, "weights": namespace.model.hex()[:_DIGITS]}
+        if namespace.tenant is not None:
+            tenant = namespace.tenant.encode("utf-8", "surrogatepass")
+            owner["tenant"] = hashlib.sha256(tenant).hexdigest()[:_DIGITS]
+        if namespace.adapter is not None:
+            owner["adapter"] = namespace.adapter.hex()[:_DIGITS]
+        self._disk.namespaces.put(namespace.namespace_id().hex(), json.dumps(owner))
