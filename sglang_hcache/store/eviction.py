@@ -18,7 +18,7 @@ from sglang_hcache.store.volumes.volume import Volume
 logger = logging.getLogger(__name__)
 
 _EVICTIONS_IN_VAIN = 3
-"""Segments whose files could not be deleted, before nothing more is evicted in that directory."""
+"""Segments that gained nothing, before another one is not tried now."""
 _FLOOR_WARNING_S = 600.0
 
 
@@ -144,8 +144,8 @@ class Eviction:
         more goes where files stay.
         """
         within &= mask_of(volume.stripe for volume in self._volumes if volume.health.can_delete)
-        within &= ~self._remover.stuck(_EVICTIONS_IN_VAIN)
         for _ in range(_EVICTIONS_IN_VAIN):
+            within &= ~self._remover.stopped()
             before = self._free_space.deleted_in(within)
             if not self._remover.evict_coldest(within):
                 return False

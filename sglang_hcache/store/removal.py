@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from sglang_hcache.core.errors import StoreError
@@ -19,6 +21,11 @@ from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
+
+_FAILURES_ALLOWED = 3
+"""Files in a row that could not be deleted, before nothing more is evicted in that directory for a while."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
+"""For each segment that is tried its chunks are lost, whether or not its file can be deleted."""
 
 
 class Remover:
@@ -42,16 +49,21 @@ class Remover:
         """Retired segments whose files are not gone yet."""
         self._undeletable: dict[Segment, set[int]] = {}
         """In which directories a file of theirs could not be deleted. One that is out is not asked."""
+        self._may_say_stopped = Throttle()
+        self._in_vain: Counter[int] = Counter()
+        """By directory: files in a row that could not be deleted, each counted once."""
+        self._stopped_until: dict[int, float] = {}
+        """By directory, by the monotonic clock."""
 
     @property
     def leftover_bytes(self) -> int:
         """What they count against the cap."""
         return sum(segment.accounted_bytes for segment in self.leftovers)
 
-    def stuck(self, at_least: int) -> int:
-        """Directories, as bits, in which so many files could not be deleted."""
-        counts = Counter(stripe for stripes in self._undeletable.values() for stripe in stripes)
-        return mask_of(stripe for stripe, count in counts.items() if count >= at_least)
+    def stopped(self) -> int:
+        """Directories, as bits, in which nothing is evicted now: of the last files there none could be deleted."""
+        now = time.monotonic()
+        return mask_of(stripe for stripe, until in self._stopped_until.items() if now < until)
 
     def evict_coldest(self, within: int = -1) -> bool:
         """The segment with the lowest score goes, of those with a file ``within`` directories; False if none can."""
@@ -114,7 +126,7 @@ class Remover:
             stray = Segment(number, self._volumes, (volume.stripe,), size)
             stray.measure()
             self.remember(stray)
-            self._undeletable[stray] = {volume.stripe}
+            self._note_failures(stray, {volume.stripe: error})
 
     def retry(self) -> None:
         """Delete what could not be deleted before, and what is not pinned any more."""
@@ -129,13 +141,35 @@ class Remover:
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
                 self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
+                self._in_vain.pop(stripe, None)
+                self._stopped_until.pop(stripe, None)
         if not failures:
             self.leftovers.discard(segment)
-        tried = failures.keys() - out
+        tried = {stripe: failures[stripe] for stripe in failures.keys() - out}
         if not tried:
             self._undeletable.pop(segment, None)
             return
-        self._undeletable[segment] = tried
         self._observer.count("store.unlink_failures")
+        self._note_failures(segment, tried)
         if self._may_warn():
-            logger.warning("hcache: segment %d stays for now: %s", segment.number, failures[min(tried)])
+            logger.warning("hcache: segment %d stays for now: %s", segment.number, tried[min(tried)])
+
+    def _note_failures(self, segment: Segment, failures: Mapping[int, Exception]) -> None:
+        """Files of it could not be deleted, by directory. After three in a row there, few more are tried."""
+        for stripe in failures.keys() - self._undeletable.get(segment, set()):
+            self._in_vain[stripe] += 1
+            more = self._in_vain[stripe] - _FAILURES_ALLOWED
+            if more >= 0:
+                pause_s = min(_FIRST_PAUSE_S * 2**more, _LONGEST_PAUSE_S)
+                self._stopped_until[stripe] = time.monotonic() + pause_s
+                self._say_stopped(stripe, failures[stripe], pause_s)
+        self._undeletable[segment] = {*failures}
+
+    def _say_stopped(self, stripe: int, error: Exception, pause_s: float) -> None:
+        if self._may_say_stopped():
+            cause = error if isinstance(error, OSError) else error.__cause__
+            number = cause.errno if isinstance(cause, OSError) else None
+            logger.warning(
+                "hcache: eviction stopped in %s: %d files cannot be deleted (%s); another one is tried in %.0f s",
+                self._volumes[stripe].path, self._in_vain[stripe], errno.errorcode.get(number or 0, error), pause_s,
+            )  # fmt: skip
