@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
@@ -21,6 +22,8 @@ from sglang_hcache.core.units import format_bytes
 
 HostMemory: TypeAlias = Callable[[int], npt.NDArray[np.uint8]]
 """Makes host buffers of so many bytes: page-aligned, zeroed, uint8, 1-D."""
+
+logger = logging.getLogger(__name__)
 
 _CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -122,15 +125,41 @@ def available_host_bytes() -> int:
     return available
 
 
-def _own_cgroups() -> list[Path]:
-    """Folders of cgroup v2, from this process's own to the outermost that can be seen: mostly a container's only."""
+def tell_limits() -> None:
+    """Log the limit of memory that :func:`available_host_bytes` goes by, and one that it does not know."""
+    limits = {
+        group: limit for group in _own_cgroups() if (limit := _read_number(group / "memory.max")) is not None
+    }
+    if limits:
+        group = min(limits, key=lambda item: limits[item])
+        logger.info(
+            "hcache: host memory is limited to %s (%s)", format_bytes(limits[group]), group / "memory.max"
+        )
+    for group in _own_cgroups("memory"):
+        old = _read_number(group / "memory.limit_in_bytes")
+        if old is not None and old < _meminfo("MemTotal"):
+            logger.warning(
+                "hcache: host memory is limited to %s by %s (cgroup v1), which the tier does not know: only limits of "
+                "cgroup v2 are. Keep --hcache-host-size and what SGLang takes below it, or the kernel kills the server",
+                format_bytes(old), group / "memory.limit_in_bytes",
+            )  # fmt: skip
+            break
+
+
+def _own_cgroups(controller: str = "") -> list[Path]:
+    """Folders of cgroups, from this process's own to the outermost that can be seen: mostly a container's only.
+
+    Args:
+        controller: of cgroup v1; empty: of cgroup v2.
+    """
     try:
         lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    group = _CGROUP / own
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(_CGROUP))]
+    named = (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    own = next((path for _, names, path in named if controller in names.split(",")), "").removeprefix("/")
+    root = _CGROUP / controller
+    return [root / own, *(parent for parent in (root / own).parents if parent.is_relative_to(root))]
 
 
 def _clean_file_bytes(group: Path) -> int:

@@ -6,15 +6,17 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.reader import SliceFailure
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
+from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,15 @@ def _is_of_run(failure: SliceFailure) -> bool:
 class Judge:
     """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads."""
 
-    def __init__(self, catalog: Catalog, ledger: Ledger, observer: Observer) -> None:
+    def __init__(
+        self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, observer: Observer
+    ) -> None:
+        self._volumes = volumes
         self._catalog = catalog
         self._ledger = ledger
         self._observer = observer
         self._lock = threading.Lock()
+        self._may_warn = Throttle()
 
     def judge(self, failures: Sequence[SliceFailure], began: float) -> None:
         """What one call could not read. What the device's health explains is left to that.
@@ -57,8 +63,7 @@ class Judge:
             item, run = failure.item, failure.item.run
             if isinstance(failure.error, CorruptExtentError):
                 self._observer.count("store.corrupt_extents")
-                whole = range(len(run.place.keys))
-                self._quarantine(run, dict.fromkeys(failure.bad_chunks or whole, str(failure.error)))
+                self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
             elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
                 if self._catalog.drop_run(run):
                     logger.warning("hcache: a stored run is forgotten: %s", failure.error)
@@ -66,7 +71,7 @@ class Judge:
             elif _is_of_run(failure):
                 is_hang = failure.error_number == errno.ETIMEDOUT
                 if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):
-                    self._quarantine(run, dict.fromkeys(range(item.start, item.stop), str(failure.error)))
+                    self._quarantine(failure, range(item.start, item.stop))
 
     def _count_failure(self, run: StoredRun, began: float) -> int:
         """Failures of ``run``, with this one. However many layers failed, and reads that ran together, count as one."""
@@ -84,15 +89,16 @@ class Judge:
         except StoreError as error:
             logger.warning("hcache: could not remove a run from the index: %s", error)
 
-    def _quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> None:
-        fresh = self._catalog.quarantine(run, chunks)
+    def _quarantine(self, failure: SliceFailure, chunks: Iterable[int]) -> None:
+        run, directory = failure.item.run, self._volumes[failure.stripe].path
+        fresh = self._catalog.quarantine(run, dict.fromkeys(chunks, str(failure.error)))
         if not fresh:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
-        for chunk, reason in fresh.items():
+        if self._may_warn():
             logger.warning(
-                "hcache: chunk %s in segment %d is damaged and not served again: %s",
-                run.place.keys[chunk].hex(), run.segment.number, reason,
+                "hcache: run %d, segment %d, %s: %d chunks damaged and not served again (%s); see hcache store ls "
+                "--quarantined", run.number, run.segment.number, directory, len(fresh), next(iter(fresh.values())),
             )  # fmt: skip
         try:
             self._ledger.quarantine(run.number, fresh)

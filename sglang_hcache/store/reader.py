@@ -39,11 +39,17 @@ class SliceFailure:
     """A run that could not be read, and why."""
 
     item: RunSlice
+    layer: int
     error: StoreError
     bad_chunks: tuple[int, ...] = ()
     """Chunks of the run that are damaged, if it is known which."""
     opening: bool = False
     """Its file could not be opened."""
+
+    @property
+    def stripe(self) -> int:
+        """Of the directory that it could not be read from."""
+        return self.item.run.place.shape.stripe(self.layer)
 
     @property
     def error_number(self) -> int | None:
@@ -89,11 +95,11 @@ class LayerReader:
                 bad = _verify(job)
             except StoreError as error:
                 # Its frames hold open files and memory, and whoever gets the error may keep it.
-                failures.append(SliceFailure(job.item, error.with_traceback(None)))
+                failures.append(SliceFailure(job.item, job.layer, error.with_traceback(None)))
                 continue
             if bad:
                 damage = CorruptExtentError(f"the digest of layer {job.layer} does not match")
-                failures.append(SliceFailure(job.item, damage, bad))
+                failures.append(SliceFailure(job.item, job.layer, damage, bad))
             elif job.payload.ctypes.data != job.target.ctypes.data:
                 job.target[:] = job.payload
         return failures
@@ -108,7 +114,7 @@ class LayerReader:
                 try:
                     file = item.run.segment.file(item.run.place.shape.stripe(layer))
                 except StoreError as error:
-                    failures.append(SliceFailure(item, error, opening=True))
+                    failures.append(SliceFailure(item, layer, error, opening=True))
                     continue
                 wanted.append((item, layer, target, file, _plan(item, layer, target, file)))
         scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for *_, plan in wanted))

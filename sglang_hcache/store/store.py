@@ -74,7 +74,7 @@ class DiskStore:
         transfers = Transfers(engine, volumes, config.io_timeout_s)
         self._reader = LayerReader(transfers)
         self._writer = RunWriter(transfers)
-        self._judge = Judge(self._catalog, self._ledger, tally)
+        self._judge = Judge(volumes, self._catalog, self._ledger, tally)
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))

@@ -282,8 +282,11 @@ class Demoter:
         """Tell of ``count`` chunks that could not be written for ``error``; False if they may be tried again."""
         is_full = isinstance(error, StoreFullError)
         if self._may_warn():
-            problem = "no room on disk for %d chunks" if is_full else "%d chunks could not be demoted"
-            logger.warning("hcache: " + problem + ", now and perhaps more: %s", count, error)
+            problem = "no room on disk for" if is_full else "could not write"
+            logger.warning(
+                "hcache: %s %d chunks (more may follow): %s; they stay in memory and are tried again",
+                problem, count, error,
+            )  # fmt: skip
         self._observer.count("demote.runs_failed")
         self._resting_until = time.monotonic() + _REST_S
         is_given_up = self._are_few(self._host.counts(pinned=False))

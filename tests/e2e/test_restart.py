@@ -48,7 +48,7 @@ def signal_all(server: TierServer, *numbers: int) -> int:
         os.killpg(server.process.pid, number)
     server.process.stop()  # sends another SIGTERM, which changes nothing, and waits
     log = server.process.log_text()
-    saved = re.search(r"(\d+) chunks that existed only in host memory are on disk now", log)
+    saved = re.search(r"stopping: wrote (\d+) chunks to disk since the signal; 0 were not written", log)
     assert saved is not None, log[-4000:]
     print("before:", state, "log:", log[-4000:], sep="\n")  # shown if it is another number
     return int(saved[1])

@@ -55,15 +55,17 @@ def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False
     """Sizes, counts and the health of each directory.
 
     Counts add up since the store was created. Beside a running server they are a moment old, and the health
-    is what the server says.
+    is what the server says. Exit status 1 if a directory is out or the index damaged (`healthy` of
+    --json); chunks in quarantine, which are served no more, are counted only.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView
 
     def look(places: Dirs, show: Show) -> bool:
         with StoreView.open(places) as view:
-            show(report.stat(view))
-        return True
+            found = report.stat(view)
+            show(found)
+        return bool(found.data["healthy"])
 
     for_each(_stores(dirs, config), look, as_json=as_json)
 

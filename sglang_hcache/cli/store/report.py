@@ -30,7 +30,9 @@ def stat(view: StoreView) -> Report:
     directories, runs, totals = view.directories(), view.runs(), view.totals()
     quarantined = sum(len(run.quarantined) for run in runs)
     unavailable = sum(not run.is_available for run in runs)
+    is_out = any(item.condition == Condition.OUT for item in directories)
     data = {
+        "healthy": not (is_out or view.index_problem or view.contents.bad_rows),
         "store_id": view.identity.store_id,
         "format_version": FORMAT_VERSION,
         "lock_holder": None if view.lock_holder is None else view.lock_holder.pid,

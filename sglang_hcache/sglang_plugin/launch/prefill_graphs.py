@@ -39,9 +39,11 @@ def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int) -> None:
     most = max(SIZES)
     if max(sizes) > most:
         logger.warning(
-            "hcache: CUDA graphs for prefill of more than %s tokens are left out: hidden states of all layers of the "
-            "largest have device memory, and to launch kernels one by one takes no longer than so many tokens do",
+            "hcache: CUDA graphs for prefills of more than %s tokens are not recorded: their buffers would take device "
+            "memory from the KV pool, and such prefills gain nothing from a graph. Set --cuda-graph-max-bs-prefill %d "
+            "or less to avoid this line",
             f"{most:,}",
+            most,
         )
     if tuple(sizes) == SIZES:
         enough = next((size for size in SIZES if size >= largest_pass), most)
@@ -60,6 +62,7 @@ def told(most_tokens: int) -> str:
     if most_tokens:
         return f"hcache: CUDA graphs run prefills of up to {most_tokens:,} tokens"
     return (
-        "hcache: CUDA graphs for prefill are off, so a short prefill, as behind a hit, takes as long as launching its "
-        "kernels one by one"
+        "hcache: CUDA graphs for prefill are off: a prefill of few tokens, such as the rest of a prompt behind a hit, "
+        "takes longer, up to twice as long. SGLang records none with --disable-prefill-cuda-graph, for some models, and "
+        "with less than 4 GiB of device memory free: lower --mem-fraction-static"
     )

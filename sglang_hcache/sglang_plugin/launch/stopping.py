@@ -97,7 +97,10 @@ def _stop_on_interrupt(_result: None, handler: Any, *_args: object, **_kwargs: o
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        logger.warning("hcache: Ctrl-C: stopping once running requests end; again: at once, without saving")
+        logger.warning(
+            "hcache: Ctrl-C: stopping when running requests have ended, then saving; Ctrl-C again ends at once without "
+            "saving"
+        )
         loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         handler.sigterm_handler(signal.SIGINT)

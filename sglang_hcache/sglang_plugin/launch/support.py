@@ -10,6 +10,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.device.memory import tell_limits
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.launch.prefill_graphs import limit_sizes
 from sglang_hcache.sglang_plugin.seam.budget import (
@@ -119,6 +120,7 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
     row_bytes = sizes.get(stored, min(sizes.values()))
     layout = StateLayout.of((Method.HIDDEN,) * shape.num_layers, row_bytes, row_bytes)
     if config.method is not PlanKind.RECOMPUTE:  # which holds nothing
+        tell_limits()
         passes, largest_pass = staged_passes_of(server_args), largest_pass_of(server_args)
         HostBudget.of(share, layout, largest_pass=largest_pass, staged_passes=passes, num_ranks=num_ranks)
 

@@ -73,7 +73,7 @@ def in_place(found: Sequence[F], num_stripes: int) -> list[F]:
 
 
 def _miscounted(named: int, num_stripes: int, places: dict[int, Path]) -> str:
-    known = [f"directory {stripe} is {places.get(stripe, 'missing')}" for stripe in range(num_stripes)]
+    known = [f"directory {stripe} is {places.get(stripe, 'not named')}" for stripe in range(num_stripes)]
     return (
         f"this store has {'1 directory' if num_stripes == 1 else f'{num_stripes} directories'}, but {named} "
         f"{'is' if named == 1 else 'are'} named: {', '.join(known)}; name exactly those of the store"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,27 @@ def test_every_group_that_this_process_is_in_has_a_say(
         assert available_host_bytes() == 500_000, "a container's"
     own.unlink()
     assert available_host_bytes() == 500_000
+
+
+@pytest.mark.parametrize("place", ["memory/docker/1234", "memory"])
+def test_the_log_names_the_limit_that_counts_and_the_one_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """The kernel of a machine with cgroup v1 ends a server without a word."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_meminfo", lambda name: {"MemTotal": 64_000_000_000}[name])
+    (tmp_path / "own").write_text("11:cpuset:/\n4:memory:/docker/1234\n0::/\n")
+    memory.tell_limits()
+    assert not caplog.records
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory.max").write_text("32000000000\n")
+    memory.tell_limits()
+    [record] = caplog.records
+    assert record.message == f"hcache: host memory is limited to 32.0 GB ({tmp_path}/memory.max)"
+    caplog.clear()
+    (tmp_path / place / "memory.limit_in_bytes").write_text("16000000000\n")
+    memory.tell_limits()
+    assert f"limited to 16.0 GB by {tmp_path / place}/memory.limit_in_bytes (cgroup v1)" in caplog.text

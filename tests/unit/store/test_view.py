@@ -220,10 +220,13 @@ def test_the_index_is_in_the_directory_that_is_away(closed: StoreConfig) -> None
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a/disk0"], "has 3 directories, but 1 is named: .*directory 1 is missing, directory 2 is missing"),
+        (
+            ["a/disk0"],
+            "has 3 directories, but 1 is named: .*directory 1 is not named, directory 2 is not named",
+        ),
         (
             ["a/disk2", "a/disk0"],
-            "but 2 are named: directory 0 is .*disk0, directory 1 is missing, directory 2",
+            "but 2 are named: directory 0 is .*disk0, directory 1 is not named, directory 2",
         ),
         (["a/disk0", "a/disk1", "a/disk2", "nowhere"], "has 3 directories, but 4 are named"),
         (["a/disk0", "b/disk1", "a/disk2"], "directories of different stores"),

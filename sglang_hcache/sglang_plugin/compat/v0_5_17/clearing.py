@@ -42,9 +42,9 @@ class _Call:
             return None
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(
-            "hcache: a clear call is answered with an error: after %.0f s it is not for good (%s). Mend that and call "
-            "again, or stop the server and use `hcache store clear`, which needs one directory that takes writes",
-            waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
+            "hcache: a clear call is answered with an error: after %.0f s the clear is not durable yet (%s). Mend that "
+            "and call again, or stop the server and use `hcache store clear`, which needs one directory that takes "
+            "writes", waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
         )  # fmt: skip
         return False
 

@@ -52,7 +52,7 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
     model = served_model(runner, runner.kv_cache_dtype)
     buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
-    logger.info("hcache: %s of device memory for rows on their way", format_bytes(buffers.num_bytes))
+    logger.info("hcache: %s of device memory for transfer buffers", format_bytes(buffers.num_bytes))
     return buffers
 
 

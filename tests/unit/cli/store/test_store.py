@@ -148,6 +148,7 @@ def test_stat(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     counts = ("chunks", "runs", "segments", "namespaces", "quarantined_chunks", "unavailable_runs")
     assert [data[name] for name in counts] == [23, 6, 3, 1, 1, 0]
     assert (data["lock_holder"], data["index"]["problem"]) == (None, "")
+    assert data["healthy"] is True, "what is in quarantine is served no more"
     assert data["totals"]["chunks_written"] == 24
     assert [item["path"] for item in data["directories"]] == [str(path) for path in dirs]
 
@@ -440,13 +441,14 @@ def test_beside_another_process_reading_works_and_changing_names_it(
 def test_a_missing_directory_and_a_missing_index(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     (dirs[0] / "index.sqlite").unlink()
     code, out, _ = hcache("stat", *dirs)
-    assert code == 0
+    assert code == 1
     assert "24 in 6 runs" in out
     assert "is missing; this is what the segments' headers say" in " ".join(
         out.split()
     )  # wrapped where paths are long
     dirs[1].rename(dirs[1].with_name("away"))
-    data = as_json(hcache("stat", "--json", *dirs))
+    data = as_json(hcache("stat", "--json", *dirs), status=1)
+    assert data["healthy"] is False
     assert [item["condition"] for item in data["directories"]] == ["healthy", "out"]
     assert data["directories"][1]["free_bytes"] is None
     code, out, _ = hcache("verify", *dirs)

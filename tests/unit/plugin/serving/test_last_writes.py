@@ -9,6 +9,7 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
+from sglang_hcache.tier.host import SlotCounts
 
 
 def test_a_second_signal_in_the_middle_of_the_first_one_changes_no_number(
@@ -26,9 +27,55 @@ def test_a_second_signal_in_the_middle_of_the_first_one_changes_no_number(
                 self.count(event, 14)  # the demoter, told by that call, is quick
             return super().__getitem__(event)
 
-    tiers = SimpleNamespace(write_from_now_on=lambda: None, flush=lambda _limit_s: True)
-    last = LastWrites(tiers, Interrupted(), 10.0)  # type: ignore[arg-type]
+    last = LastWrites(Tiers(SlotCounts(8, 0, 0)), Interrupted(), 10.0)  # type: ignore[arg-type]
     caplog.set_level(logging.INFO)
     last.begin()
     last.finish()
-    assert "stopping; 14 chunks" in caplog.text
+    assert (
+        "stopping: wrote 14 chunks to disk since the signal; 0 were not written and are lost" in caplog.text
+    )
+    assert "exist only in host memory" not in caplog.text
+
+
+class Tiers:
+    """With a disk that takes nothing."""
+
+    def __init__(self, counts: SlotCounts, *, has_disk: bool = True) -> None:
+        self.disk = object() if has_disk else None
+        self.host = SimpleNamespace(counts=lambda: counts)
+        self.layout = SimpleNamespace(chunk_bytes=1_700_000)
+
+    def write_from_now_on(self) -> None:
+        pass
+
+    def flush(self, _limit_s: float) -> bool:
+        return False
+
+
+def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters()
+    counters.count("demote.chunks_dropped_budget", 1000)
+    tiers = Tiers(SlotCounts(0, 7, 1234))
+    last = LastWrites(tiers, counters, 10.0)  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO)
+    last.begin()
+    counters.count("demote.chunks_written", 2000)
+    counters.count("demote.chunks_dropped_budget", 5)
+    last.finish()
+    begin, end = (record.message for record in caplog.records)
+    assert begin == (
+        "hcache: stopping: 1,234 chunks (2.1 GB) exist only in host memory; writing them to disk for at most 10 s"
+    )
+    assert (
+        end
+        == "hcache: stopping: wrote 2,000 chunks to disk since the signal; 1,239 were not written and are lost"
+    )
+
+
+def test_without_a_disk_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    last = LastWrites(Tiers(SlotCounts(8, 1234, 0), has_disk=False), Counters(), 10.0)  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO)
+    last.finish()
+    assert caplog.messages == [
+        "hcache: stopping: no disk tier: what is in host memory (1,234 chunks) is not kept"
+    ]
