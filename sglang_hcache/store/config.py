@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hcache.core.config import IOEngineName
@@ -175,8 +175,7 @@ class StoreStats:
 
     @classmethod
     def not_opened(cls, config: StoreConfig, why: str) -> StoreStats:
-        """Statistics of a store that a server does without: all of its directories are out."""
-        reason = f"not used until the next start: {why}"
+        """Statistics of a store that a server does without for now: all of its directories are out."""
         return cls(
             chunks=0,
             runs=0,
@@ -189,5 +188,15 @@ class StoreStats:
             clearing_pending=False,
             engine="none",
             totals={},
-            directories=tuple(DirectoryStats(path, "out", reason) for path in config.dirs),
+            directories=tuple(DirectoryStats(path, "out", _not_open(why)) for path in config.dirs),
         )
+
+    def still_not_opened(self, why: str) -> StoreStats:
+        """As :meth:`not_opened` said, for this reason now."""
+        return replace(
+            self, directories=tuple(replace(item, reason=_not_open(why)) for item in self.directories)
+        )
+
+
+def _not_open(why: str) -> str:
+    return f"cannot be opened, and is tried again: {why}"

@@ -273,6 +273,10 @@ class HostTier:
         begin = self.num_slots * self.layout.layer_offset(first)
         return self.memory[begin : begin + self.num_slots * count * size].reshape(count, self.num_slots, size)
 
+    def keep_dirty(self) -> None:
+        """There is a disk tier from now on. What was sealed before is not written to it."""
+        self._keep_dirty = True
+
     # -- demotion --------------------------------------------------------------------------------
 
     def dirty_info(self, key: ChunkKey) -> ChunkInfo | None:

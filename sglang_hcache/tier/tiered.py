@@ -8,8 +8,10 @@ serving thread only ever touches memory, whatever the disk does.
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -28,7 +30,10 @@ from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
 from sglang_hcache.tier.host import HostTier
+from sglang_hcache.tier.late_disk import LateDisk
 from sglang_hcache.tier.promotion import Promoter, Promotion
+
+logger = logging.getLogger(__name__)
 
 HOST, DISK = "host", "disk"
 
@@ -87,7 +92,8 @@ class TieredStore:
     Args:
         host: the host tier.
         disk: the disk tier, or None to run without one.
-        left_out: of a disk tier that could not be opened, and that the server does without.
+        left_out: of a disk tier that could not be opened, and that the server does without for now.
+        open_late: tries to open that one again.
         run_chunks: most chunks of one disk run.
         piece_chunks: a prefix whose pieces in host memory are shorter, on average, is copied together before it is
             restored.
@@ -103,6 +109,7 @@ class TieredStore:
         run_chunks: int,
         piece_chunks: int = PIECE_CHUNKS,
         left_out: StoreStats | None = None,
+        open_late: Callable[[], DiskStore] | None = None,
     ) -> None:
         self.host = host
         self._piece_chunks = piece_chunks
@@ -112,9 +119,34 @@ class TieredStore:
         self._observer = observer
         self._promoter = Promoter(host, observer)
         self._demoter: Demoter | None = None
+        self._write_through = write_policy is WritePolicy.WRITE_THROUGH
+        self._run_chunks = run_chunks
+        self._attaching = threading.Lock()
+        self._late = None if open_late is None else LateDisk(open_late, self._attach, self._still_left_out)
         if disk is not None:
-            write_through = write_policy is WritePolicy.WRITE_THROUGH
-            self._demoter = Demoter(host, disk, observer, run_chunks, write_through=write_through)
+            self._demoter = self._new_demoter(disk)
+
+    def _new_demoter(self, disk: DiskStore) -> Demoter:
+        through = self._write_through
+        return Demoter(self.host, disk, self._observer, self._run_chunks, write_through=through)
+
+    def _attach(self, disk: DiskStore) -> None:
+        """A disk tier that was left out is open now. On a thread of its own, while others use the tiers."""
+        with self._attaching:
+            demoter = self._new_demoter(disk)
+            if self._left_out is not None and self._left_out.clearing_pending:
+                demoter.clear_disk()  # what it holds must not be back
+            self._demoter, self.disk = (
+                demoter,
+                disk,
+            )  # in this order: who sees the disk asks whether it is cleared
+            self.host.keep_dirty()
+        logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
+
+    def _still_left_out(self, why: str) -> None:
+        with self._attaching:
+            if self._left_out is not None:
+                self._left_out = self._left_out.still_not_opened(why)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -155,6 +187,7 @@ class TieredStore:
 
     def write_from_now_on(self) -> None:
         """As ``write_through`` does, also what is there already. Takes no lock: a signal's handler may call it."""
+        self._write_through = True
         if self._demoter is not None:
             self._demoter.write_through = True
 
@@ -311,16 +344,18 @@ class TieredStore:
             tell: what came of it, from any thread.
         """
         self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
+        with self._attaching:
+            if self._demoter is None and self._left_out is not None:
+                self._left_out = replace(self._left_out, clearing_pending=True)
         if self._demoter is not None:
             self._demoter.clear_disk(tell)
-            return
-        if self._left_out is not None:
-            self._left_out = replace(self._left_out, clearing_pending=True)
-        if tell is not None:
+        elif tell is not None:
             tell(self._left_out is None)
 
     def close(self) -> None:
         """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""
+        if self._late is not None:
+            self._late.close()
         if self._demoter is not None:
             self._demoter.close()
         if self.disk is not None:

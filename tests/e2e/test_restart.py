@@ -118,14 +118,14 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         assert signal_all(server, signal.SIGTERM, signal.SIGHUP) == 14  # systemd with SendSIGHUP=yes
 
 
-def check_without_disk(server: TierServer) -> None:
-    """It serves, from its host tier alone, and says why."""
+def check_without_disk(server: TierServer, let_go: Callable[[], None]) -> None:
+    """It serves, from its host tier alone, and says why; from both once the other server has let the disks go."""
     with server:
         reason = f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)"
         log = server.process.log_text()
         assert log.index("this server runs without its disk tier") < log.index("Load weight begin")
-        assert re.search(rf"runs without it until its next start .*{re.escape(reason)}", log)
-        assert "no disk tier (it cannot be opened)" in log
+        assert re.search(rf"runs without it, and tries again .*{re.escape(reason)}", log)
+        assert "no disk tier (it cannot be opened yet)" in log
         prompt = random_prompt(7, 500)
         before = server.ask(prompt)
         server.to_tiers()
@@ -137,6 +137,18 @@ def check_without_disk(server: TierServer) -> None:
         assert state["host"]["dirty"] == 0
         assert [item["condition"] for item in state["disk"]["directories"]] == ["out", "out"]
         assert reason in state["disk"]["directories"][0]["reason"]
+        let_go()
+        wait_for(lambda: server.state()["disk"]["engine"] != "none", "the disk tier to be opened")
+        assert "the disk tier is open now" in server.process.log_text()
+        assert [item["condition"] for item in server.state()["disk"]["directories"]] == ["healthy", "healthy"]
+        late = random_prompt(8, 900)
+        before = server.ask(late)
+        server.to_tiers()
+        wait_for(lambda: server.state()["disk"]["chunks"] == 14, "what is new to be on disk")
+        server.assert_nothing_left()
+        server.process.stop()
+        server.process.start()
+        check_restored(server, late, before)
 
 
 def test_a_stop_writes_what_is_in_memory_before_the_last_request_is_over(
@@ -173,6 +185,8 @@ def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path
         log = server.process.log_text()
         assert log.index("if it still is when the model is loaded") < log.index("Load weight begin")
         assert f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)" in log
-        check_without_disk(server_on(tmp_path, tiny_model(), "--hcache-disk-at-start", "optional"))
+        check_without_disk(
+            server_on(tmp_path, tiny_model(), "--hcache-disk-at-start", "optional"), holder.close
+        )
     finally:
         holder.close()

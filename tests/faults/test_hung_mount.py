@@ -56,4 +56,4 @@ def test_a_start_waits_for_no_disk(
         store, left_out = _open_disk(config, 64, Counters(), Alone())
     assert store is None
     assert left_out is not None
-    assert "runs without it until its next start" in caplog.text
+    assert "runs without it, and tries again" in caplog.text

@@ -63,6 +63,6 @@ def told(most_tokens: int) -> str:
         return f"hcache: CUDA graphs run prefills of up to {most_tokens:,} tokens"
     return (
         "hcache: CUDA graphs for prefill are off: a prefill of few tokens, such as the rest of a prompt behind a hit, "
-        "takes longer, up to twice as long. SGLang records none with --disable-prefill-cuda-graph, for some models, and "
-        "with less than 4 GiB of device memory free: lower --mem-fraction-static"
+        "takes longer, up to twice as long. SGLang records none with --disable-prefill-cuda-graph, for some models, "
+        "and with less than 4 GiB of device memory free: lower --mem-fraction-static"
     )

@@ -81,7 +81,7 @@ class Bridge:
         self.adapters = device.adapters
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
-        self._owners = Owners(tiers.disk, model.shape.name)
+        self._owners = Owners(tiers, model.shape.name)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
         self._largest_pass = device.largest_pass

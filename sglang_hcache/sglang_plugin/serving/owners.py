@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from sglang_hcache.core.keys import Namespace
-from sglang_hcache.store import DiskStore
+from sglang_hcache.tier.tiered import TieredStore
 
 _DIGITS = 8
 _MOST_KNOWN = 1000
@@ -18,14 +18,15 @@ class Owners:
     A tenant may be a secret or a person's name: its hash tells whoever knows it already.
     """
 
-    def __init__(self, disk: DiskStore | None, model: str) -> None:
-        self._disk = disk
+    def __init__(self, tiers: TieredStore, model: str) -> None:
+        self._tiers = tiers
         self._model = model
         self._known: set[Namespace] = set()
 
     def note(self, namespace: Namespace) -> None:
         """``namespace`` is about to be saved. Memory only."""
-        if self._disk is None or namespace in self._known:
+        disk = self._tiers.disk
+        if disk is None or namespace in self._known:
             return
         if len(self._known) >= _MOST_KNOWN:  # what is used still is noted again, as one of the latest
             self._known.clear()
@@ -36,4 +37,4 @@ class Owners:
             owner["tenant"] = hashlib.sha256(tenant).hexdigest()[:_DIGITS]
         if namespace.adapter is not None:
             owner["adapter"] = namespace.adapter.hex()[:_DIGITS]
-        self._disk.namespaces.put(namespace.namespace_id().hex(), json.dumps(owner))
+        disk.namespaces.put(namespace.namespace_id().hex(), json.dumps(owner))

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from sglang_hcache.core.config import DiskAtStart, HCacheConfig, RestoreWhen
@@ -27,7 +28,7 @@ from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver
 from sglang_hcache.sglang_plugin.setup import selfcheck
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
+from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile, noted_mix
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
@@ -83,7 +84,10 @@ def assemble(
         stored = choose_stored(config, profile, model.shape, disk, weights)
         layout = model.layout(stored)
         budget = _budget(config, layout, device, model.context_length)
-        tiers = _tiers(config, layout, budget, disk, left_out, counters, device)
+        open_late = None
+        if left_out is not None:
+            open_late = partial(_open_late, asked, model.shape.hidden_size, counters, stored, weights)
+        tiers = _tiers(config, layout, budget, disk, left_out, open_late, counters, device)
         gate = None
         if profile is not None and _predicts(config) and model.ranks.rank == 0:
             may_recompute = config.method in _MIXED and check is not None and check.may_recompute
@@ -126,10 +130,26 @@ def _open_disk(
         disk.close()
     why_not = why_not or "that of another rank cannot be opened"
     logger.warning(
-        "hcache: the disk tier cannot be opened; this server runs without it until its next start "
+        "hcache: the disk tier cannot be opened; this server runs without it, and tries again every minute "
         "(--hcache-disk-at-start optional): %s", why_not,
     )  # fmt: skip
     return None, StoreStats.not_opened(settings, why_not)
+
+
+def _open_late(
+    config: HCacheConfig, hidden_size: int, counters: Counters, stored: Sequence[Method], weights: bytes
+) -> DiskStore:
+    """The disk tier, later than at start. Raises StoreError."""
+    settings = store_config(config, hidden_size)
+    assert settings is not None
+    disk = DiskStore.open(settings, counters)
+    noted = noted_mix(disk, weights, len(stored))
+    if config.method is PlanKind.AUTO and noted not in (None, tuple(stored)):
+        logger.warning(
+            "hcache: what is on disk is stored by another mix (%s), chosen when the disk was there: it serves again at "
+            "the next start", describe(noted or ()),
+        )  # fmt: skip
+    return disk
 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
@@ -211,6 +231,7 @@ def _tiers(
     budget: HostBudget,
     disk: DiskStore | None,
     left_out: StoreStats | None,
+    open_late: Callable[[], DiskStore] | None,
     counters: Counters,
     device: Device,
 ) -> TieredStore:
@@ -218,7 +239,8 @@ def _tiers(
     may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
     group_slots = _GROUP_SLOTS if may_group else 1
     host = HostTier(memory, layout, counters, keep_dirty=disk is not None, group_slots=group_slots)
-    run_chunks = config.run_chunks if disk is None else longest_run(config, layout, disk.stats().cap_bytes)
+    stats = left_out if disk is None else disk.stats()
+    run_chunks = config.run_chunks if stats is None else longest_run(config, layout, stats.cap_bytes)
     return TieredStore(
         host,
         disk,
@@ -227,6 +249,7 @@ def _tiers(
         run_chunks=run_chunks,
         piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
         left_out=left_out,
+        open_late=open_late,
     )
 
 
@@ -270,7 +293,7 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> 
     disk = "no disk tier (give --hcache-dirs for one)"
     stats = tiers.disk_stats
     if stats is not None and tiers.disk is None:
-        disk = "no disk tier (it cannot be opened)"
+        disk = "no disk tier (it cannot be opened yet)"
     elif stats is not None:
         disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
         budget_bytes = config.disk_write_budget

@@ -93,8 +93,7 @@ def choose_stored(
     best = (smaller,) * layers if profile is None else best_stored(profile)
     if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
         return best
-    name = f"layout {weights.hex()[:16]}"
-    noted = _parse(disk.notes.get(name), layers)
+    noted = noted_mix(disk, weights, layers)
     if profile is None or DISK not in profile.tiers:
         # Nobody knows what is best for the disk: what is there stays.
         return noted or best
@@ -107,8 +106,17 @@ def choose_stored(
             "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
             describe(best), slower, describe(noted), describe(noted),
         )  # fmt: skip
-    disk.notes.put(name, "".join(_LETTERS[method] for method in best))
+    disk.notes.put(_note_of(weights), "".join(_LETTERS[method] for method in best))
     return best
+
+
+def noted_mix(disk: DiskStore, weights: bytes, num_layers: int) -> tuple[Method, ...] | None:
+    """What each layer stores on ``disk``, as far as that was chosen."""
+    return _parse(disk.notes.get(_note_of(weights)), num_layers)
+
+
+def _note_of(weights: bytes) -> str:
+    return f"layout {weights.hex()[:16]}"
 
 
 def describe(methods: Sequence[Method]) -> str:

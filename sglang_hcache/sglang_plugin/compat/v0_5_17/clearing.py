@@ -37,14 +37,14 @@ class _Call:
             return True
         waited_s, patience_s = time.monotonic() - self.began, _FILES_S
         if is_over:
-            patience_s = 0.0 if tiers.disk is None else _NOTE_S  # one that was left out at the start stays so
+            patience_s = 0.0 if tiers.disk is None else _NOTE_S
         if waited_s < patience_s:
             return None
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(
-            "hcache: a clear call is answered with an error: after %.0f s the clear is not durable yet (%s). Mend that "
-            "and call again, or stop the server and use `hcache store clear`, which needs one directory that takes "
-            "writes", waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
+            "hcache: a clear call is answered with 400: after %.0f s the clear is not durable yet (%s). Mend that and "
+            "call again, or stop the server and use `hcache store clear`, which needs one directory that takes writes",
+            waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
         )  # fmt: skip
         return False
 

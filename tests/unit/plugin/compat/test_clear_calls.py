@@ -126,7 +126,7 @@ def test_nobody_waits_for_ever(
         assert server.round() == []
     monkeypatch.setattr(clearing, limit, 0.0)
     assert [success for success, _ in server.round()] == [False]
-    assert "it is not for good (/a is out: no device; /b is healthy)" in caplog.text
+    assert "the clear is not durable yet (/a is out: no device; /b is healthy)" in caplog.text
     assert server.round() == []
 
 

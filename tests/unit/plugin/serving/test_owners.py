@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,10 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
     store.close()
 
 
+def owners_of(disk: DiskStore) -> Owners:
+    return Owners(SimpleNamespace(disk=disk), "llama")  # type: ignore[arg-type]
+
+
 def told(disk: DiskStore, namespace: Namespace) -> object:
     return json.loads(disk.namespaces.get(namespace.namespace_id().hex()) or "null")
 
@@ -35,7 +40,7 @@ def told(disk: DiskStore, namespace: Namespace) -> object:
 def test_a_tenant_is_told_by_a_few_digits_only(disk: DiskStore) -> None:
     tenant = "alice@example.org"
     nobodys, hers = Namespace(WEIGHTS, "l"), Namespace(WEIGHTS, "l", tenant, b"\xab" * 32)
-    notes = Owners(disk, "llama")
+    notes = owners_of(disk)
     notes.note(nobodys)
     notes.note(hers)
     assert told(disk, nobodys) == {"model": "llama", "weights": "00010203"}
@@ -51,7 +56,7 @@ def test_who_is_used_still_is_not_forgotten_for_those_who_came_later(
 ) -> None:
     monkeypatch.setattr("sglang_hcache.store.notes._MOST", 4)
     monkeypatch.setattr(owners, "_MOST_KNOWN", 3)
-    notes, nobodys = Owners(disk, "llama"), Namespace(WEIGHTS, "l")
+    notes, nobodys = owners_of(disk), Namespace(WEIGHTS, "l")
     for number in range(20):
         notes.note(nobodys)
         notes.note(Namespace(WEIGHTS, "l", str(number)))

@@ -70,7 +70,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
     assert "runs without its disk tier (--hcache-disk-at-start optional): " in early
     why = early.partition("optional): ")[2]
     assert late.endswith(why)
-    assert left_out.directories[0].reason == f"not used until the next start: {why}"
+    assert left_out.directories[0].reason == f"cannot be opened, and is tried again: {why}"
 
 
 def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

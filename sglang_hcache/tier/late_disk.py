@@ -1,0 +1,67 @@
+"""A disk tier that could not be opened at start is tried again, while the server serves without it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.store import DiskStore
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 60.0
+_SHARE_OF_TIME = 1 / 60
+"""That trying takes at most: each try on a disk that hangs leaves a thread behind, which waits for it."""
+
+
+class LateDisk:
+    """Ends with the first try that goes well.
+
+    Args:
+        open_: the disk tier, or an error; on a thread of its own.
+        attach: takes it, on the same thread. Not after :meth:`close`.
+        failed: is told each time why not.
+        pause_s: before the first try; it doubles each time, up to a minute.
+    """
+
+    def __init__(
+        self,
+        open_: Callable[[], DiskStore],
+        attach: Callable[[DiskStore], None],
+        failed: Callable[[str], None],
+        pause_s: float = 2.0,
+    ) -> None:
+        self._open = open_
+        self._attach = attach
+        self._failed = failed
+        self._pause_s = pause_s
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="hcache-late-disk", daemon=True).start()
+
+    def close(self) -> None:
+        """Try no more. Waits for no disk: one that is being opened is closed at once."""
+        with self._lock:
+            self._closed.set()
+
+    def _run(self) -> None:
+        pause_s = self._pause_s
+        while not self._closed.wait(pause_s):
+            began = time.monotonic()
+            try:
+                disk = self._open()
+            except (HCacheError, OSError) as error:
+                self._failed(str(error))
+            except Exception:
+                logger.exception("hcache: the disk tier cannot be opened")
+            else:
+                with self._lock:
+                    if not self._closed.is_set():
+                        self._attach(disk)
+                        return
+                disk.close()
+                return
+            pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), (time.monotonic() - began) / _SHARE_OF_TIME)
