@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Collection
 from typing import Any
 
 from sglang_hcache.store.format.values import read_value
@@ -35,10 +36,10 @@ class Notes:
                 del texts[next(iter(texts))]
             self._texts = {**texts, name: text}  # anew, for the keeper may be writing the other one down
 
-    def drop(self, name: str) -> None:
-        """Keep it no more."""
+    def drop(self, names: Collection[str]) -> None:
+        """Keep them no more."""
         with self._lock:
-            self._texts = {key: kept for key, kept in self._texts.items() if key != name}
+            self._texts = {key: kept for key, kept in self._texts.items() if key not in names}
 
     def to_json(self) -> str:
         """All of them."""

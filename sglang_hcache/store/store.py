@@ -78,8 +78,7 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
-        self.namespaces = Notes(recovered.meta.get("namespaces"))
-        """Of each namespace, by its id in hexadecimal digits, whose it is."""
+        self.namespaces = Notes(recovered.meta.get("namespaces"))  # whose each is, by its id in hexadecimal
         self.measuring = tally.measuring
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
@@ -282,15 +281,10 @@ class DiskStore:
             return self._space.clear()
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
-        """Remove all of these namespaces, also from files that they share with others; nobody may read or write now.
-
-        Raises:
-            StoreError: something is left: see :meth:`Eraser.erase`.
-        """
+        """As :meth:`Eraser.erase`, with the notes of whose they are. Nobody may read or write meanwhile."""
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
-            for namespace_id in namespace_ids:
-                self.namespaces.drop(namespace_id.hex())
+            self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
             return erased
 
     def close(self) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from sglang_hcache.cli.main import app
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt, wait_for
 from tests.e2e.test_serving import assert_same_pool
 
@@ -54,6 +58,25 @@ def signal_all(server: TierServer, *numbers: int) -> int:
     return int(saved[1])
 
 
+def erase_the_tenant(folder: Path, model: str) -> None:
+    """There is one, and what the others have stored stays."""
+
+    def store(*arguments: str) -> Any:
+        dirs = (str(folder / "one"), str(folder / "two"))
+        result = CliRunner().invoke(app, ["store", *arguments, "--json", *dirs])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    spaces = store("ls", "--namespaces")["namespaces"]
+    assert [space["owner"]["model"] for space in spaces] == [model] * 2
+    (tenant,) = (space for space in spaces if "tenant" in space["owner"])
+    cleared = store("clear", "--yes", "--namespace", tenant["namespace"])
+    assert cleared["chunks_removed"] == tenant["chunks"] == 14
+    (left,) = store("ls", "--namespaces")["namespaces"]
+    assert "tenant" not in left["owner"]
+    assert store("verify")["damaged_chunks"] == 0
+
+
 def check_restored(server: TierServer, prompt: list[int], before: Answer) -> None:
     after = server.ask(prompt)
     assert (after.disk, after.host, after.device) == ((len(prompt) - 1) // 64 * 64, 0, 0)
@@ -70,6 +93,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         # Nothing was evicted: what is saved so far exists in host memory only. A graceful stop writes it.
         assert server.state()["disk"]["chunks"] == 0
         assert signal_all(server, signal.SIGINT) > 14
+    erase_the_tenant(tmp_path, tiny_model().name)
     with server_on(tmp_path, tiny_model()) as server:
         check_restored(server, stopped, first)
         assert chat(server) > 256

@@ -227,7 +227,7 @@ class StoreView:
                     disk_bytes=sum(run.disk_bytes for run in runs),
                     written_at=self.written_at(segments[max(segments)]),
                     oldest_at=self.written_at(segments[min(segments)]),
-                    owner=read_value(notes.get(namespace_id.hex()), _texts_of, {}),
+                    owner=read_value(notes.get(namespace_id.hex()), _texts_of),
                     use_rank=min((ranks[number] for number in segments if number in ranks), default=None),
                 )
             )
