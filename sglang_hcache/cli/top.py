@@ -33,6 +33,8 @@ _LONGEST_S = 3600
 _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("requests that looked", "lookup.requests", ""),
     ("  found something", "lookup.hits", ""),
+    ("  miss a chunk that was evicted", "lookup.missed_evicted", ""),
+    ("  miss one that was not there", "lookup.missed_new", ""),
     ("restores done", "restore.done", ""),
     ("  seconds that they saved", "restore.saved_seconds", ""),
     ("  seconds lost by restores", events_of("lost_seconds"), ""),

@@ -84,6 +84,13 @@ COUNTERS = (
         "result", {"lookup.hits": "hit", "lookup.misses": "miss"},
     ),
     CounterMetric(
+        "misses",
+        "Requests of which a chunk is in no tier, by what is known of the first such chunk. evicted: it was there, and "
+        "went for want of room; new: it was not there, as far as the last half million evictions say, or has expired "
+        "or was cleared. The end of a prompt that goes on is always new.",
+        "requests", "reason", {"lookup.missed_evicted": "evicted", "lookup.missed_new": "new"},
+    ),
+    CounterMetric(
         "restores",
         "Restores by how they ended. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
         "predicted to be faster, or the restore to run longer than restore_deadline_s. no_slots: the KV pool had no "

@@ -43,8 +43,8 @@ class Retired:
 
     rows: list[int]
     """Numbers of its runs."""
-    chunks: int
-    """Chunks that became misses."""
+    chunks: list[bytes]
+    """Those that became misses."""
 
 
 class Catalog:
@@ -224,11 +224,11 @@ class Catalog:
             del self._segments[segment.number]
             self._stale.discard(segment)
             runs = sorted(segment.runs, key=lambda run: run.number)
-            before = len(self._chunks)
+            chunks = [key for run in runs for key in run.place.keys if self._chunks.get(key) is run]
             for run in runs:
                 self._forget(run)
             segment.runs.clear()
-            return Retired([run.number for run in runs], before - len(self._chunks))
+            return Retired([run.number for run in runs], chunks)
 
     # -- eviction --------------------------------------------------------------------------------
 

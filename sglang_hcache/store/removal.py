@@ -6,7 +6,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from sglang_hcache.core.errors import StoreError
@@ -45,6 +45,8 @@ class Remover:
         self._free_space = free_space
         self._observer = observer
         self._may_warn = Throttle()
+        self.on_evicted: Callable[[bytes], object] = lambda key: None
+        """Told of each chunk that goes for want of room."""
         self.leftovers: set[Segment] = set()
         """Retired segments whose files are not gone yet."""
         self._undeletable: dict[Segment, set[int]] = {}
@@ -71,7 +73,9 @@ class Remover:
             chunks = self.retire(segment, only_unpinned=True)
             if chunks is not None:
                 self._observer.count("store.segments_evicted")
-                self._observer.count("store.chunks_evicted", chunks)
+                self._observer.count("store.chunks_evicted", len(chunks))
+                for key in chunks:
+                    self.on_evicted(key)
                 return True
         return False
 
@@ -80,9 +84,9 @@ class Remover:
         chunks = self.retire(segment, only_unpinned=False)
         if chunks is not None:
             self._observer.count("store.segments_expired")
-            self._observer.count("store.chunks_expired", chunks)
+            self._observer.count("store.chunks_expired", len(chunks))
 
-    def retire(self, segment: Segment, *, only_unpinned: bool) -> int | None:
+    def retire(self, segment: Segment, *, only_unpinned: bool) -> list[bytes] | None:
         """A segment in use goes, its files with the last pin.
 
         Returns chunks that became misses; None if it was gone already, or is pinned and must not be.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, StoreLockedError, StoreTimeoutError
 from sglang_hcache.core.observer import Observer
@@ -120,6 +120,10 @@ class Space:
                 self._eviction.relieve(segment.members)
             if self._catalog.unpin([segment]):
                 self._remover.retry()
+
+    def on_evicted(self, tell: Callable[[bytes], object]) -> None:
+        """Call ``tell`` for each chunk that is evicted from now on, while the lock is held."""
+        self._remover.on_evicted = tell
 
     def evict_one(self) -> bool:
         """Remove the segment with the lowest score; False if none can go."""

@@ -133,6 +133,10 @@ class DiskStore:
         """Count a use of those of ``keys``, the chunks of a prefix from its start, that are here."""
         self._catalog.touch(keys)
 
+    def on_evicted(self, tell: Callable[[bytes], object]) -> None:
+        """Call ``tell`` for each chunk that goes for want of room from now on; from any thread. It must not block."""
+        self._space.on_evicted(tell)
+
     # -- writing ---------------------------------------------------------------------------------
 
     def admits_new(self, num_chunks: int, chunk_layer_bytes: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +111,8 @@ class HostTier:
         self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()  # of those in _entries
         self.generation = 0
         """How often everything was forgotten."""
+        self.on_evicted: Callable[[ChunkKey], object] = lambda key: None
+        """Told of each chunk that leaves for want of slots, while the lock is held."""
 
     # -- filling ---------------------------------------------------------------------------------
 
@@ -149,6 +151,7 @@ class HostTier:
             del self._clean[key], self._entries[key]
             self._set_free(slot)
             self._observer.count("host.chunks_evicted")
+            self.on_evicted(key)
 
     def _set_free(self, slot: int) -> None:
         self._keys[slot] = None

@@ -29,6 +29,7 @@ from sglang_hcache.core.stretches import stretches
 from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
+from sglang_hcache.tier.ghosts import Ghosts
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.late_disk import LateDisk
 from sglang_hcache.tier.promotion import Promoter, Promotion
@@ -118,6 +119,8 @@ class TieredStore:
         self.layout: StateLayout = host.layout
         self._observer = observer
         self._promoter = Promoter(host, observer)
+        self._ghosts = Ghosts()
+        host.on_evicted = self._left_host
         self._demoter: Demoter | None = None
         self._write_through = write_policy is WritePolicy.WRITE_THROUGH
         self._run_chunks = run_chunks
@@ -127,6 +130,7 @@ class TieredStore:
             self._demoter = self._new_demoter(disk)
 
     def _new_demoter(self, disk: DiskStore) -> Demoter:
+        disk.on_evicted(self._ghosts.add)
         through = self._write_through
         return Demoter(self.host, disk, self._observer, self._run_chunks, write_through=through)
 
@@ -136,10 +140,8 @@ class TieredStore:
             demoter = self._new_demoter(disk)
             if self._left_out is not None and self._left_out.clearing_pending:
                 demoter.clear_disk()  # what it holds must not be back
-            self._demoter, self.disk = (
-                demoter,
-                disk,
-            )  # in this order: who sees the disk asks whether it is cleared
+            # In this order: who sees the disk asks whether it is cleared.
+            self._demoter, self.disk = demoter, disk
             self.host.keep_dirty()
         logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
 
@@ -215,6 +217,14 @@ class TieredStore:
         """How many of ``keys``, all of them in some tier, would be read from each. Memory only."""
         on_host = sum(key in self.host for key in keys)
         return {HOST: on_host, DISK: len(keys) - on_host}
+
+    def was_evicted(self, key: ChunkKey) -> bool:
+        """Whether a chunk that is in no tier was in one, and left the last one for want of room. Memory only."""
+        return key in self._ghosts
+
+    def _left_host(self, key: ChunkKey) -> None:
+        if not self._is_on_disk(key):
+            self._ghosts.add(key)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """A request begins with the chunks ``keys``, wherever they are: they are worth keeping. Memory only."""

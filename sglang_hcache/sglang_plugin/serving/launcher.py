@@ -74,6 +74,20 @@ class Launcher:
         found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
         return [int(count) for count in self._ranks.least(*found)]
 
+    def looked_up(self, ticket: Ticket, *, is_hit: bool) -> None:
+        """Count a request that looked for the chunk behind those on the device."""
+        self._observer.count("lookup.requests")
+        self._observer.count("lookup.hits" if is_hit else "lookup.misses")
+        if not is_hit:
+            self.missed(ticket, ticket.following)
+
+    def missed(self, ticket: Ticket, keys: Sequence[ChunkKey]) -> None:
+        """The first of ``keys`` was in no tier: count that once for each request; none: nothing was missing."""
+        if keys and not ticket.has_missed:
+            ticket.has_missed = True
+            was_evicted = self._tiers.was_evicted(keys[0])
+            self._observer.count("lookup.missed_evicted" if was_evicted else "lookup.missed_new")
+
     def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
         (:meth:`RestoreGate.pays`), and can be done in time.

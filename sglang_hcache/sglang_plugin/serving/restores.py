@@ -98,8 +98,7 @@ class RestoreCoordinator:
         if not is_hit and (ticket.is_unasked or not ticket.following):
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
-        self._observer.count("lookup.requests")
-        self._observer.count("lookup.hits" if is_hit else "lookup.misses")
+        self._launcher.looked_up(ticket, is_hit=is_hit)
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
     def may_be_admitted(self, rid: str) -> bool:

@@ -158,6 +158,7 @@ class Starter:
             return _Outcome.SETTLED
         (found,) = self._launcher.find([missing], in_memory=is_resting)
         keys = missing[:found]
+        self._launcher.missed(ticket, () if is_resting else missing[found : found + 1])
         ticket.on_device = len(match)
         if not keys:
             ticket.is_unasked = is_resting

@@ -169,6 +169,8 @@ class Ticket:
     """When its restore last found no room, and for how many tokens."""
     refused_since: float | None = None
     """When it was first the one that found no room (:class:`Line`)."""
+    has_missed: bool = False
+    """Whether it was counted that a chunk of it is in no tier."""
     awaits: ChunkKey | None = None
     """The chunk that another request's restore was bringing when it was last looked up."""
     awaited: int = 0

@@ -735,3 +735,33 @@ def test_long_pieces_of_host_memory_are_used_where_they_are(
 def test_a_device_takes_pieces_of_any_length_from_where_they_are() -> None:
     assert _pieces([5, 4, 3, 7, 8], 1) == ((5, 1), (4, 1), (3, 1), (7, 2))
     assert _pieces([5, None], 1) == ()
+
+
+def test_what_left_the_last_tier_for_want_of_room_is_known(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
+    assert tiers.disk is not None
+    for name in range(1, 21):
+        put(tiers, name, wait=True)
+    wait_until_saved(tiers)
+    assert key(1) not in tiers.host
+    assert not tiers.was_evicted(key(1)), "it is on disk"
+    on_disk = [name for name in range(1, 21) if tiers.disk.contains(key(name))]
+    tiers.disk._space._seal_active()
+    assert tiers.disk._space.evict_one()
+    gone = [name for name in on_disk if key(name) not in tiers]
+    assert gone
+    assert all(tiers.was_evicted(key(name)) for name in gone)
+    assert not tiers.was_evicted(key(99))
+    tiers.close()
+
+
+def test_without_a_disk_host_memory_is_the_last_tier() -> None:
+    host = HostTier(np.zeros(4 * LAYOUT.chunk_bytes, np.uint8), LAYOUT, Counters(), keep_dirty=False)
+    tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+    for name in range(1, 7):
+        put(tiers, name)
+    was_evicted = [tiers.was_evicted(key(name)) for name in range(1, 8)]
+    assert was_evicted == [key(name) not in host for name in range(1, 7)] + [False]
+    assert sum(was_evicted) == 2
+    tiers.clear()
+    assert not tiers.was_evicted(key(6)), "what is cleared has not gone for want of room"

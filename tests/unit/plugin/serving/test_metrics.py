@@ -83,7 +83,7 @@ def test_the_dashboard_counts_a_request_once() -> None:
     found = json.loads((ROOT / "configs" / "grafana" / "hcache.json").read_text())["panels"]
     queries = [target["expr"] for panel in found for target in panel.get("targets", ())]
     by_request = re.compile(
-        r"sglang:hcache_(lookups|restored_tokens|restores|saved_seconds|lost_seconds|wait_seconds|restore_seconds|restore_phase_seconds|prediction_ratio)"
+        r"sglang:hcache_(lookups|misses|restored_tokens|restores|saved_seconds|lost_seconds|wait_seconds|restore_seconds|restore_phase_seconds|prediction_ratio)"
         r"_\w+\{[^}]*\}"
     )
     selectors = [match.group() for query in queries for match in by_request.finditer(query)]

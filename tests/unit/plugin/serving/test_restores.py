@@ -1413,3 +1413,23 @@ def test_who_leaves_the_queue_has_waited_too(monkeypatch: pytest.MonkeyPatch) ->
     now = 7.0
     world.coordinator.drop("a")
     assert world.counters.measures()["wait.pending_seconds"] == {"count": 1, "sum": 7.0}
+
+
+def test_what_is_known_of_a_miss(world: World) -> None:
+    prompt = tokens(1, 4)
+    world.store(prompt)
+    for name in range(2, 18):  # 64 slots in all
+        world.store(tokens(name, 4))
+    keys = chunk_keys(ROOT, prompt)
+    assert [key in world.tiers for key in keys] == [False] * 4
+    world.queue("gone", prompt)
+    world.queue("new", tokens(99, 4))
+    assert (world.counters["lookup.missed_evicted"], world.counters["lookup.missed_new"]) == (1, 1)
+    world.queue("goes on", [*tokens(17, 4), *tokens(98, 2)])
+    world.coordinator.tick()
+    world.coordinator.tick()
+    assert (world.counters["lookup.missed_evicted"], world.counters["lookup.missed_new"]) == (1, 2)
+    world.queue("whole", tokens(16, 4))
+    world.coordinator.tick()
+    assert world.counters["lookup.missed_new"] == 2
+    assert world.counters["lookup.misses"] == 2
