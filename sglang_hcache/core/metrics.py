@@ -191,9 +191,12 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "errors", "Errors that nobody foresaw; the log has them. Any is a bug.", "errors", "where",
+        "errors",
+        "Errors that nobody foresaw; the log has them. Any is a bug. io: of the threads that read and write.",
+        "errors", "where",
         {
             "capture.errors": "capture", "restore.errors": "restore", "demote.errors": "demote",
+            "store.errors": "store", "io.errors": "io", "metrics.errors": "metrics",
         },
     ),
 )  # fmt: skip

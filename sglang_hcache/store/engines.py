@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Sequence
 
 from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.volumes.volume import Volume
 
 
-def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
+def engine_of(config: StoreConfig, volumes: Sequence[Volume], observer: Observer) -> IOEngine:
     """The engine of the configuration."""
     well_first = sorted(volumes, key=lambda volume: not volume.health.writable)
     return choose_engine(
@@ -20,6 +21,7 @@ def engine_of(config: StoreConfig, volumes: Sequence[Volume]) -> IOEngine:
         [volume.path for volume in well_first],
         [volume.directory.direct for volume in well_first],
         lambda: _spare_bytes(config, well_first),
+        lambda: observer.count("io.errors"),
     )
 
 

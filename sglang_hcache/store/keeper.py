@@ -45,6 +45,7 @@ class Keeper:
         self._call = threading.Event()
         self._stopping = False
         self._may_warn = Throttle()
+        self._may_trace = Throttle()  # of its own: what everybody expects must not hide what nobody does
         self._thread = threading.Thread(target=self._run, name="hcache-keeper", daemon=True)
 
     def start(self) -> None:
@@ -113,7 +114,7 @@ class Keeper:
                 self._ledger.welcome(volume)
         except Exception as error:
             if not isinstance(error, HCacheError | OSError):
-                logger.exception("hcache: %s cannot be taken in again", volume.path)
+                self._unforeseen("hcache: %s cannot be taken in again", volume.path)
             volume.health.still_sick(getattr(error, "strerror", None) or str(error))
             return
         if full is None:
@@ -130,5 +131,11 @@ class Keeper:
                 logger.warning("hcache: the store's upkeep failed, will try again: %s", error)
             self._observer.count("store.upkeep_failures")
         except Exception:
-            logger.exception("hcache: the store's upkeep failed, will try again")
+            self._unforeseen("hcache: the store's upkeep failed, will try again")
             self._observer.count("store.upkeep_failures")
+
+    def _unforeseen(self, message: str, *values: object) -> None:
+        """Count and log the error that is being handled."""
+        if self._may_trace():
+            logger.exception(message, *values)
+        self._observer.count("store.errors")

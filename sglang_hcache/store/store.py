@@ -107,7 +107,7 @@ class DiskStore:
         volumes: Sequence[Volume] = ()
         try:
             volumes, identity = open_volumes(config, tally)
-            engine = engine or engine_of(config, volumes)
+            engine = engine or engine_of(config, volumes, tally)
             return cls(config, volumes, engine, tally, Recovery(config, volumes, identity, tally).run())
         except BaseException as error:
             if engine is not None:

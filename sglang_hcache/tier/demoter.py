@@ -56,6 +56,7 @@ class Demoter:
         """May be set at any time, without a lock: the thread looks every half second."""
         self._resting_until = 0.0
         self._may_warn = Throttle()
+        self._may_trace = Throttle()
         self._spare_slots = max(1, int(host.num_slots * _SPARE_SHARE))
         lock = threading.Lock()
         self._wake = threading.Condition(lock)  # there is work
@@ -174,7 +175,8 @@ class Demoter:
                     self._demote(self._wanted(self._take_requests()))
             except Exception:
                 # The thread must outlive anything: what could not be written stays in host memory or is dropped.
-                logger.exception("hcache: demotion failed")
+                if self._may_trace():
+                    logger.exception("hcache: demotion failed")
                 self._observer.count("demote.errors")
                 self._resting_until = time.monotonic() + _REST_S
                 if self._stopping:

@@ -120,7 +120,7 @@ class Bridge:
             watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
             layers = [layer for layer, method in enumerate(tiers.layout.methods) if method in watched]
             model.watch(layers, self._passes.on_layer)
-        self._gauges = None if labels is None else TierGauges(labels, self.state)
+        self._gauges = None if labels is None else TierGauges(labels, self.state, counters)
 
     # -- requests --------------------------------------------------------------------------------
 

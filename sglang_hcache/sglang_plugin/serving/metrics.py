@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, NOTHING_SAVED, PREFIX, WAITING
+from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.tier.tiered import DISK, HOST
 
@@ -72,16 +73,22 @@ class TierGauges:
     Args:
         labels, registry: as for :class:`MetricsObserver`.
         state: what ``/server_info`` shows; called on that thread.
+        observer: told of errors.
     """
 
     def __init__(
-        self, labels: Mapping[str, str], state: Callable[[], Mapping[str, Any]], registry: Any = None
+        self,
+        labels: Mapping[str, str],
+        state: Callable[[], Mapping[str, Any]],
+        observer: Observer,
+        registry: Any = None,
     ) -> None:
         from prometheus_client import Gauge
 
         where = {} if registry is None else {"registry": registry}
         self._labels = dict(labels)
         self._state = state
+        self._observer = observer
         self._may_warn = Throttle()
         self._gauges = {
             gauge.name: Gauge(
@@ -109,6 +116,7 @@ class TierGauges:
             except Exception:
                 if self._may_warn():
                     logger.exception("hcache: metrics could not be updated")
+                self._observer.count("metrics.errors")
             if self._stopping.wait(_GAUGES_EVERY_S):
                 return
 

@@ -34,7 +34,11 @@ BUSY_S, FREE_S = 0.004, 0.001
 
 
 def choose_engine(
-    name: IOEngineName, directories: Sequence[Path], direct: Sequence[bool], spare_bytes: Callable[[], int]
+    name: IOEngineName,
+    directories: Sequence[Path],
+    direct: Sequence[bool],
+    spare_bytes: Callable[[], int],
+    on_error: Callable[[], object] = lambda: None,
 ) -> IOEngine:
     """The engine ``name``, for ``directories``.
 
@@ -44,14 +48,15 @@ def choose_engine(
     Args:
         direct: whether files in each directory are opened with O_DIRECT.
         spare_bytes: how large the file may be, asked if there is to be one; below 4 MiB ``posix`` is taken.
+        on_error: called after an error of the engine's threads that nobody foresaw.
 
     Raises:
         ConfigError: ``nixl`` is asked for and does not work here.
     """
     is_auto = name == IOEngineName.AUTO
     if name == IOEngineName.NIXL or (is_auto and _nixl_wins(directories[0], direct[0], spare_bytes)):
-        return NixlEngine(len(directories), NIXL_DEPTH)
-    return PosixEngine(len(directories))
+        return NixlEngine(len(directories), NIXL_DEPTH, on_error)
+    return PosixEngine(len(directories), on_error=on_error)
 
 
 def _nixl_wins(directory: Path, direct: bool, spare_bytes: Callable[[], int]) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import errno
 import functools
 import importlib.metadata
@@ -24,14 +23,16 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult, OpenFile
 from sglang_hcache.store.io.posix import run_op
+from sglang_hcache.store.io.rings import ring_fds, ring_problem
 from sglang_hcache.store.io.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def nixl_problem() -> str | None:
         return f"NIXL cannot be loaded: {error}"
     if tuple(map(int, version.split(".")[:2])) < OLDEST_NIXL:
         return f"NIXL {version} is too old, {'.'.join(map(str, OLDEST_NIXL))} or newer is needed"
-    return _ring_problem()
+    return ring_problem()
 
 
 class NixlEngine:
@@ -74,6 +75,7 @@ class NixlEngine:
     Args:
         num_stripes: directories.
         depth: operations that each directory's device sees at once.
+        on_error: called after an error that nobody foresaw.
 
     Raises:
         ConfigError: it does not work here; says why.
@@ -81,7 +83,7 @@ class NixlEngine:
 
     name = "nixl"
 
-    def __init__(self, num_stripes: int, depth: int) -> None:
+    def __init__(self, num_stripes: int, depth: int, on_error: Callable[[], object] = lambda: None) -> None:
         problem = nixl_problem()
         if problem is not None:
             raise ConfigError(f"--hcache-io-engine nixl: {problem}; allowed: auto, posix")
@@ -93,7 +95,7 @@ class NixlEngine:
             raise ConfigError(
                 f"--hcache-io-engine nixl: NIXL's POSIX plug-in does not start: {error}; allowed: auto, posix"
             ) from error
-        self._stripes = [_Stripe(stripe, agent, depth) for stripe, agent in enumerate(agents)]
+        self._stripes = [_Stripe(stripe, agent, depth, on_error) for stripe, agent in enumerate(agents)]
 
     def submit(self, batch: Batch, indices: Iterable[int]) -> None:
         groups: dict[tuple[int, IOKind], list[int]] = {}
@@ -125,12 +127,12 @@ class _Agent:
         self._nixl = nixl
         self._name = name
         self._agent = nixl.nixlAgent(name, _agent_config(nixl))
-        others = _ring_fds()
+        others = ring_fds()
         # The default pool of 65536 entries takes 12 MiB.
         self._backends = [
             self._agent.createBackend("POSIX", {"use_uring": "true", "ios_pool_size": str(8 * MAX_BUFFERS)})
         ]
-        new = _ring_fds() - others
+        new = ring_fds() - others
         self.ring_fd = new.pop() if len(new) == 1 else None
         """Becomes readable when an extent has ended. None if another thread made a ring meanwhile."""
         self._files: set[int] = set()
@@ -201,11 +203,13 @@ class _Stripe:
     operations of one transfer wait for each other, and a hung device holds on to few buffers.
     """
 
-    def __init__(self, number: int, agent: _Agent, depth: int) -> None:
+    def __init__(self, number: int, agent: _Agent, depth: int, on_error: Callable[[], object]) -> None:
         self._agent = agent
+        self._on_error = on_error
+        self._may_trace = Throttle()
         self._depth = depth
         self._group = max(1, depth // 4)
-        self._helpers = WorkerPool(f"hcache-io{number}", NUM_HELPERS)
+        self._helpers = WorkerPool(f"hcache-io{number}", NUM_HELPERS, on_error)
         self._jobs: collections.deque[tuple[Batch, IOKind, collections.deque[int]]] = collections.deque()
         self._flights: list[_Flight] = []
         self._num_running = 0
@@ -252,7 +256,9 @@ class _Stripe:
             try:
                 wait_s = self._step(wait_s)
             except Exception:  # our bug; the thread outlives it
-                logger.exception("hcache: the thread of the NIXL engine stumbled")
+                if self._may_trace():
+                    logger.exception("hcache: the thread of the NIXL engine stumbled")
+                self._on_error()
                 time.sleep(LONGEST_WAIT_S)
 
     def _step(self, wait_s: float) -> float:
@@ -374,27 +380,3 @@ def _agent_config(nixl: Any) -> Any:
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     config.captureTelemetry = False
     return config
-
-
-def _ring_fds() -> set[int]:
-    """Descriptors of this process that are io_uring instances."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if "[io_uring]" in os.readlink(f"/proc/self/fd/{name}"):
-                found.add(int(name))
-    return found
-
-
-def _ring_problem() -> str | None:
-    """Whether the kernel lets this process use io_uring. NIXL says so on stderr only, and not why."""
-    io_uring_setup = 425  # the same number on all architectures
-    parameters = ctypes.create_string_buffer(120)
-    fd = ctypes.CDLL(None, use_errno=True).syscall(io_uring_setup, 1, parameters)
-    if fd >= 0:
-        os.close(fd)
-        return None
-    return (
-        f"io_uring is not allowed here ({os.strerror(ctypes.get_errno())}): "
-        "the container's seccomp profile or the sysctl kernel.io_uring_disabled forbids it"
-    )

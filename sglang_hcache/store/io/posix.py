@@ -6,7 +6,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
@@ -25,12 +25,20 @@ class PosixEngine:
     Args:
         num_stripes: directories.
         num_threads: for each of them.
+        on_error: called after an error that nobody foresaw.
     """
 
     name = "posix"
 
-    def __init__(self, num_stripes: int, num_threads: int = NUM_THREADS) -> None:
-        self._pools = [WorkerPool(f"hcache-io{stripe}", num_threads) for stripe in range(num_stripes)]
+    def __init__(
+        self,
+        num_stripes: int,
+        num_threads: int = NUM_THREADS,
+        on_error: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._pools = [
+            WorkerPool(f"hcache-io{stripe}", num_threads, on_error) for stripe in range(num_stripes)
+        ]
 
     def submit(self, batch: Batch, indices: Iterable[int]) -> None:
         for index in indices:

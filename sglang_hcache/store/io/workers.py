@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
+from sglang_hcache.core.throttle import Throttle
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,10 @@ class WorkerPool:
 
     Args:
         name: of the threads, which are numbered if there are several.
+        on_error: called on its thread when a job raised something.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, on_error: Callable[[], object] = lambda: None) -> None:
         if num_threads < 1:
             raise ValueError(f"a pool needs a thread, got {num_threads}")
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -32,12 +35,14 @@ class WorkerPool:
             threading.Thread(target=self._work, name=thread_name, daemon=True)
             for thread_name in ([name] if num_threads == 1 else [f"{name}-{i}" for i in range(num_threads)])
         ]
+        self._on_error = on_error
+        self._may_trace = Throttle()
         self._lock = threading.Lock()
         self._unstarted = list(self._threads)
         self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue ``job``. What it raises is only logged.
+        """Queue ``job``. What it raises is logged and counted.
 
         Raises:
             OSError: the pool is closed, or the system gives it no thread.
@@ -73,7 +78,9 @@ class WorkerPool:
             try:
                 job()
             except Exception:  # our bug; the thread outlives it
-                logger.exception("hcache: a job failed")
+                if self._may_trace():
+                    logger.exception("hcache: a job failed")
+                self._on_error()
             job = None  # the next one may be long in coming, and this one holds buffers
 
 

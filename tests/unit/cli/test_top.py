@@ -150,7 +150,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, *options: str, **told: Any) -> Resu
 
 
 def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = state(capture__errors=2, restore__errors=1)
+    told = state(capture__errors=2, store__errors=1)
     told["disk"]["clearing_pending"] = True
     result = checked(monkeypatch, nothing_saved="old_weights", counters=told["counters"], disk=told["disk"])
     assert result.exit_code == 1
@@ -158,7 +158,7 @@ def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
         "/b: out: EIO",
         "nothing is saved: KV of earlier weights is on the device (POST /flush_cache)",
         "what was cleared would be back after a restart: no directory took the note",
-        "errors that nobody foresaw since the start: 2 in capture, 1 in restore; the log has them, please report",
+        "errors that nobody foresaw since the start: 2 in capture, 1 in store; the log has them, please report",
     ]
     assert json.loads(checked(monkeypatch, "--json").stdout) == {"problems": ["/b: out: EIO"]}
 

@@ -68,6 +68,18 @@ def test_a_call_begins_one_round_of_the_keeper() -> None:
     assert keeper.close(10)
 
 
+def test_what_nobody_foresaw_in_the_upkeep_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counters, nothing = Counters(), MagicMock()
+    nothing.rejoin.side_effect = ZeroDivisionError
+    keeper = Keeper((), nothing, nothing, counters, lambda: None, 600.0)
+    for _ in range(3):
+        keeper.round()
+    assert counters.snapshot() == {"store.errors": 3, "store.upkeep_failures": 3}
+    assert caplog.text.count("ZeroDivisionError") == 1
+
+
 # -- the breaker -------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.store.io import nixl
+from sglang_hcache.store.io import nixl, rings
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult, OpenFile
 from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.nixl import NixlEngine, nixl_problem
@@ -30,8 +30,8 @@ def make_engine() -> Iterator[Callable[..., NixlEngine]]:
         pytest.skip(problem)
     made: list[NixlEngine] = []
 
-    def make(num_stripes: int = 1, depth: int = 4) -> NixlEngine:
-        made.append(NixlEngine(num_stripes, depth))
+    def make(num_stripes: int = 1, depth: int = 4, **options: Any) -> NixlEngine:
+        made.append(NixlEngine(num_stripes, depth, **options))
         return made[-1]
 
     yield make
@@ -186,7 +186,7 @@ def test_without_its_ring_the_engine_polls(
     tmp_path: Path,
     hung: HungFile,
 ) -> None:
-    monkeypatch.setattr(nixl, "_ring_fds", set)
+    monkeypatch.setattr(nixl, "ring_fds", set)
     engine = make_engine()
     waiting = Batch([read(hung.file, 1)])
     engine.submit(waiting, [0])
@@ -229,7 +229,8 @@ def test_the_thread_survives_what_a_batch_raises(
     def fails(op: IOOp) -> None:
         raise RuntimeError("on_late")
 
-    engine = make_engine()
+    errors: list[None] = []
+    engine = make_engine(on_error=lambda: errors.append(None))
     batch = WatchedBatch([read(hung.file, 1)], fails)
     engine.submit(batch, [0])
     assert batch.under_way.wait(PATIENCE_S)
@@ -238,6 +239,8 @@ def test_the_thread_survives_what_a_batch_raises(
     file = opened(tmp_path / "file", b"x" * 100)
     while "stumbled" not in caplog.text:
         assert run(engine, [read(file, 100)]) == [IOResult(100)]
+    assert run(engine, [read(file, 100)]) == [IOResult(100)]
+    assert errors
 
 
 def test_it_says_nothing_on_stdout_and_stderr(
@@ -291,12 +294,12 @@ def test_old_releases_are_refused(
 
 def test_a_kernel_without_io_uring_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under a container's seccomp profile, by giving the kernel no room for a descriptor."""
-    if (problem := nixl._ring_problem()) is not None:
+    if (problem := rings.ring_problem()) is not None:
         pytest.skip(problem)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        problem = nixl._ring_problem()
+        problem = rings.ring_problem()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert problem is not None

@@ -41,6 +41,16 @@ def test_a_pool_runs_as_many_jobs_at_once_as_it_has_threads() -> None:
     assert not barrier.broken
 
 
+def test_a_job_that_raises_is_counted_and_its_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    errors: list[None] = []
+    pool = WorkerPool("test", 1, lambda: errors.append(None))
+    for _ in range(3):
+        pool.submit(lambda: 1 // 0 and None)
+    assert pool.close(LONG_S)
+    assert len(errors) == 3
+    assert caplog.text.count("a job failed") == 1
+
+
 def test_closing_a_pool_does_not_wait_for_a_job_that_hangs(hang: threading.Event) -> None:
     pool = WorkerPool("test", 2)
     pool.submit(lambda: hang.wait() and None)
