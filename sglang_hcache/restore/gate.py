@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_hcache.core.layout import Method
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
@@ -94,6 +95,11 @@ class Decision:
     def restore_s(self) -> float:
         """From the decision until the request can be admitted."""
         return self.job_s + _OVERHEAD_S
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the server starts it, where no other restore is before it."""
+        return self.restore_s < self.recompute_s
 
     @property
     def waits_for_reads(self) -> bool:
@@ -196,6 +202,19 @@ class RestoreGate:
         """
         passes = num_tokens // self._pass_tokens
         return self._pass_s(num_tokens, start) + (passes - 1) * len(self._stored) * self._fixed_s
+
+    def pays_from(self, tier: str, longest: int) -> int | None:
+        """From how many tokens in ``tier`` on histories are restored, on an idle server; None: none of up to
+        ``longest`` is.
+
+        Fixed costs count less the longer a history is, so there is one such length. Only where the mix changes, at
+        the start of another block or for a gain of 10 %, a few lengths beyond it may be recomputed again.
+        """
+        chunks = range(1, longest // CHUNK_TOKENS + 1)
+        place = bisect_left(
+            chunks, True, key=lambda count: self.decide({tier: CHUNK_TOKENS * count}, 0).is_faster
+        )
+        return CHUNK_TOKENS * chunks[place] if place < len(chunks) else None
 
     def pays(self, decision: Decision, behind_s: float) -> bool:
         """Whether to start.

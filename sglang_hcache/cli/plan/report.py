@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.plan.capacity import Sizing
-from sglang_hcache.cli.plan.server import LONGEST, ServerPlan, decision_data, restores
+from sglang_hcache.cli.plan.server import LONGEST, ServerPlan, decision_data
 from sglang_hcache.cli.report import METHOD_NAMES, counted, new_table
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.planner import (
@@ -177,7 +177,7 @@ class PlanReport:
         does = (
             f"recomputes {counted(decision.num_recompute, 'layer')} in this restore: {restore} ms with 2 ms of "
             f"overhead; recomputing all {recompute} ms"
-            if restores(decision)
+            if decision.is_faster
             else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, 2 ms of it overhead"
         )
         pays_from = server.pays_from(self.tier)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.planner import Split
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.stored import PLANNED_TOKENS, best_stored, planned_tier
@@ -40,17 +39,14 @@ class ServerPlan:
 
     def restore(self, tier: str, num_tokens: int) -> Decision:
         """How ``num_tokens`` tokens that are all in ``tier`` would come back."""
-        return RestoreGate(self.profile, self.stored, _BLOCK_TOKENS).decide({tier: num_tokens}, 0)
+        return self._gate().decide({tier: num_tokens}, 0)
 
     def pays_from(self, tier: str) -> int | None:
-        """From how many tokens in ``tier`` on histories are restored; None: none of up to :data:`LONGEST` is.
+        """As :meth:`RestoreGate.pays_from`, of up to :data:`LONGEST` tokens."""
+        return self._gate().pays_from(tier, LONGEST)
 
-        Fixed costs count less the longer a history is, so there is one such length. Only where the mix changes, at
-        the start of another block or for a gain of 10 %, a few lengths beyond it may be recomputed again.
-        """
-        chunks = range(1, LONGEST // CHUNK_TOKENS + 1)
-        place = bisect_left(chunks, True, key=lambda n: restores(self.restore(tier, n * CHUNK_TOKENS)))
-        return chunks[place] * CHUNK_TOKENS if place < len(chunks) else None
+    def _gate(self) -> RestoreGate:
+        return RestoreGate(self.profile, self.stored, _BLOCK_TOKENS)
 
     def data(self) -> dict[str, Any]:
         """For programs: what is stored, and for which case it is best."""
@@ -64,13 +60,8 @@ class ServerPlan:
 def decision_data(decision: Decision) -> Mapping[str, Any]:
     """For programs. Times in milliseconds."""
     return {
-        "restores": restores(decision),
+        "restores": decision.is_faster,
         "recomputed_layers": decision.num_recompute,
         "restore_ms": 1e3 * decision.restore_s,
         "recompute_ms": 1e3 * decision.recompute_s,
     }
-
-
-def restores(decision: Decision) -> bool:
-    """Whether the server starts this restore, where no other one is before it."""
-    return decision.restore_s < decision.recompute_s

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.plan.report import shape_text, split_text, text_ms
-from sglang_hcache.cli.plan.server import ServerPlan, decision_data, restores
+from sglang_hcache.cli.plan.server import ServerPlan, decision_data
 from sglang_hcache.cli.profile.run import Measured
 from sglang_hcache.cli.report import METHOD_NAMES, Report, new_table
 from sglang_hcache.core.layout import Method
@@ -176,7 +176,7 @@ def _plan_parts(profile: Profile) -> Iterator[Text | Table]:
             str(decision.num_recompute),
             text_ms(decision.restore_s),
             text_ms(decision.recompute_s),
-            f"restore, {_digits(ratio)} times faster" if restores(decision) else "recompute",
+            f"restore, {_digits(ratio)} times faster" if decision.is_faster else "recompute",
         )
     yield table
     if any(_is_beyond(profile, length) for _, length in _cases(profile)):

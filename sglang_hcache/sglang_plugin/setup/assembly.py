@@ -104,7 +104,7 @@ def assemble(
         _log_tiers(config, tiers, budget)
     logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
     if gate is not None:
-        _log_prediction(gate)
+        logger.info("hcache: %s", prediction_text(gate, model.context_length))
     return bridge
 
 
@@ -311,10 +311,16 @@ def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> 
     )  # fmt: skip
 
 
-def _log_prediction(gate: RestoreGate) -> None:
+def prediction_text(gate: RestoreGate, longest: int) -> str:
+    """What is predicted on an idle server, and from which length on restores pay, of up to ``longest`` tokens."""
     tier = planned_tier(gate.profile)
     decision = gate.decide({tier: PLANNED_TOKENS}, 0)
-    logger.info(
-        "hcache: %d tokens from %s: restoring %.1f ms with the first %d layers recomputed; recomputing all %.1f ms",
-        PLANNED_TOKENS, tier, 1e3 * decision.restore_s, decision.num_recompute, 1e3 * decision.recompute_s,
-    )  # fmt: skip
+    recomputed = f" (first {decision.num_recompute} layers recomputed)" if decision.num_recompute else ""
+    lengths = {tier: gate.pays_from(tier, longest) for tier in gate.profile.tiers}
+    pays = [
+        f"from {least:,} tokens ({tier})" if least else f"never ({tier})" for tier, least in lengths.items()
+    ]
+    return (
+        f"predicted for {PLANNED_TOKENS:,} tokens from {tier}: restore {1e3 * decision.restore_s:.1f} ms{recomputed}, "
+        f"recompute {1e3 * decision.recompute_s:.1f} ms; restores pay {', '.join(pays)}"
+    )

@@ -12,6 +12,7 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
+from sglang_hcache.sglang_plugin.setup.assembly import prediction_text
 
 LAYERS = 10
 SHAPE = ModelShape(
@@ -295,3 +296,20 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     assert before.bottleneck == "recomputing"
     some.restored(before, 2 * before.restore_s)
     assert decide(some, 0, 1024).recompute_s > 1.1 * before.recompute_s
+
+
+def test_pays_from_the_first_length_that_is_restored() -> None:
+    """2 ms of overhead against 20 us a token from host memory; the disk is slower than recomputing."""
+    found = gate(disk=40e-6)
+    first = found.pays_from("host", 8192)
+    assert first is not None
+    assert [decide(found, count, 0).is_faster for count in (first - 64, first, 8192)] == [False, True, True]
+    assert found.pays_from("host", first - 64) is None
+    assert found.pays_from("disk", 8192) is None
+
+
+def test_what_a_start_says() -> None:
+    found = gate(disk=40e-6)
+    text = prediction_text(found, 8192)
+    assert text.startswith("predicted for 4,096 tokens from disk: restore ")
+    assert text.endswith(f"; restores pay from {found.pays_from('host', 8192)} tokens (host), never (disk)")
