@@ -64,6 +64,9 @@ def test_nothing_is_saved_or_restored_while_it_is_off(server: TierServer) -> Non
     assert server.switch_off().status_code == 200
     assert server.state()["nothing_saved"] == "switched_off"
     assert "switched off: nothing is saved or restored" in shown_by_top(server)
+    checked = CliRunner().invoke(app, ["top", "--check", "--url", server.process.url])
+    assert checked.exit_code == 1
+    assert checked.output.startswith("switched off: ")
     counted = looks_and_saves(server)
     off = server.ask(stored)
     assert (off.cached, is_as(off, first)) == (0, True)

@@ -1,0 +1,81 @@
+"""The alerts of ``configs/prometheus``: they name metrics that there are, and fire when they should."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_hcache.core.metrics import describe
+
+RULES = Path(__file__).parents[2] / "configs" / "prometheus" / "hcache-alerts.yml"
+
+
+def rules() -> dict[str, dict[str, Any]]:
+    return {rule["alert"]: rule for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]}
+
+
+def test_they_name_metrics_that_there_are() -> None:
+    known = {metric.name for metric in describe()}
+    for alert, rule in rules().items():
+        names = re.findall(r"sglang:\w+", rule["expr"])
+        assert names, alert
+        assert {re.sub("_(sum|count|bucket)$", "", name) for name in names} <= known, alert
+
+
+def test_the_docs_list_them() -> None:
+    text = (RULES.parents[2] / "docs" / "dashboard.md").read_text()
+    assert set(re.findall(r"^\| `(HCache\w+)`", text, re.MULTILINE)) == set(rules())
+
+
+SWITCHED_OFF = {'nothing_saved{instance="a", reason="switched_off"}': "1x120"}
+PENDING = {'clearing_pending{instance="a"}': "1x120"}
+STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
+HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
+SLOWER = {'restores_total{instance="a", tp_rank="0", result="predicted_slower"}': "0+1x120"}
+
+
+def ended(result: str, values: str) -> dict[str, str]:
+    return {f'restores_total{{instance="a", tp_rank="0", result="{result}"}}': values}
+
+
+@pytest.mark.parametrize(
+    ("alert", "series", "minutes", "fires"),
+    [
+        ("HCacheSwitchedOff", SWITCHED_OFF, 59, False),
+        ("HCacheSwitchedOff", SWITCHED_OFF, 61, True),
+        ("HCacheClearingPending", PENDING, 14, False),
+        ("HCacheClearingPending", PENDING, 16, True),
+        ("HCacheFilesStay", STAYS, 30, True),
+        ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
+        ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
+        ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),
+        ("HCacheRestoresFail", ended("done", "0+4x120") | ended("late", "0+1x120"), 60, True),
+        ("HCacheRestoresFail", ended("done", "0+20x120") | ended("late", "0+1x120"), 60, False),
+        ("HCacheRestoresFail", ended("done", "0x120") | ended("failed", "0x50 2x70"), 60, False),
+    ],
+)  # fmt: skip
+def test_when_they_fire(
+    tmp_path: Path, alert: str, series: dict[str, str], minutes: int, fires: bool
+) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    found = [{"series": f"sglang:hcache_{name}", "values": values} for name, values in series.items()]
+    labels = f'{{alertname="{alert}", alertstate="firing", instance="a"}}'
+    asked = {
+        "expr": f"max by (alertname, alertstate, instance) (ALERTS{labels})",
+        "eval_time": f"{minutes}m",
+        "exp_samples": [{"labels": labels, "value": 1}] if fires else [],
+    }
+    case = {"interval": "1m", "input_series": found, "promql_expr_test": [asked]}
+    path = tmp_path / "test.yml"
+    path.write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [case]})
+    )
+    result = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
