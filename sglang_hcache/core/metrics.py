@@ -209,9 +209,9 @@ HISTOGRAMS = (
     ),
     HistogramMetric(
         "wait_seconds",
-        "How long requests wait for a restore, each time they do. pending: until it starts, for room in the KV pool "
-        "or for another request's restore of the same chunks; running; pinned: from its end until SGLang admits the "
-        "request.",
+        "How long requests wait for a restore, each time they do. pending: until it starts, for room in the KV pool, "
+        "for another request's restore of the same chunks, or because it would be over long before SGLang can admit "
+        "the request; running; pinned: from its end until SGLang admits the request.",
         "seconds", "phase", {f"wait.{phase}_seconds": phase for phase in WAITING if phase != "resolved"}, _SECONDS,
     ),
     HistogramMetric(
@@ -266,7 +266,7 @@ GAUGES = (
     ),
     GaugeMetric(
         "waiting_requests",
-        "Requests in SGLang's queue by what their restore is at. pending: it waits for room; running; pinned: over, "
+        "Requests in SGLang's queue by what their restore is at. pending: it waits to start; running; pinned: over, "
         "and kept until the request is admitted; resolved: there is none.",
         "requests", ("phase",), WAITING,
     ),
