@@ -80,6 +80,7 @@ class DiskStore:
         self.notes = Notes(recovered.meta.get("notes"))
         self.namespaces = Notes(recovered.meta.get("namespaces"))  # whose each is, by its id in hexadecimal
         self.measuring = tally.measuring
+        self.has_max_age = config.max_age_s is not None
         self._saved: dict[str, str] = {}
         self._keeper = Keeper(
             volumes, self._ledger, self._space, tally, self._write_down, min(_ROUND_S, config.retry_s)
@@ -117,11 +118,6 @@ class DiskStore:
             if isinstance(error, OSError):
                 raise StoreIOError(f"cannot open the store: {error}") from error
             raise
-
-    @property
-    def has_max_age(self) -> bool:
-        """Whether chunks are deleted for their age."""
-        return self._config.max_age_s is not None
 
     # -- finding ---------------------------------------------------------------------------------
 

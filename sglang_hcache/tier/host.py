@@ -92,7 +92,7 @@ class HostTier:
         self.layout = layout
         self.num_slots = memory.size // layout.chunk_bytes
         self._observer = observer
-        self._keep_dirty = keep_dirty
+        self.keep_dirty = keep_dirty
         self._layers: list[npt.NDArray[np.uint8]] = [
             self.layers(layer, 1)[0] for layer in range(layout.num_layers)
         ]
@@ -165,9 +165,9 @@ class HostTier:
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
         with self._lock:
-            if not self._enter(slot, info.key, info if self._keep_dirty else None):
+            if not self._enter(slot, info.key, info):
                 return False
-            if self._keep_dirty and not on_disk:
+            if self.keep_dirty and not on_disk:
                 self._dirty[info.key] = info
             else:
                 self._add_clean(info.key)
@@ -275,10 +275,6 @@ class HostTier:
         size = self.layout.chunk_layer_bytes[first]
         begin = self.num_slots * self.layout.layer_offset(first)
         return self.memory[begin : begin + self.num_slots * count * size].reshape(count, self.num_slots, size)
-
-    def keep_dirty(self) -> None:
-        """There is a disk tier from now on. What was sealed before is not written to it."""
-        self._keep_dirty = True
 
     # -- demotion --------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class TieredStore:
                 demoter.clear_disk()  # what it holds must not be back
             # In this order: who sees the disk asks whether it is cleared.
             self._demoter, self.disk = demoter, disk
-            self.host.keep_dirty()
+            self.host.keep_dirty = True
         logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
 
     def _still_left_out(self, why: str) -> None:

@@ -112,7 +112,7 @@ class HostModel(RuleBasedStateMachine):
         slot, _ = self.opened.pop()
         info = ChunkInfo(key(name), bytes(32), 0, bytes(16))
         assert self.tier.seal(slot, info, on_disk=on_disk) == (name not in self.slots)
-        if self.keep_dirty and name not in self.slots:
+        if name not in self.slots:
             self.writable.add(name)
         self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.clean)
 

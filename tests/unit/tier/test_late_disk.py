@@ -83,6 +83,10 @@ def test_what_another_server_has_let_go_is_served(tmp_path: Path) -> None:
     wait_until_saved(tiers)
     assert tiers.disk is not None
     assert [tiers.disk.contains(key(name)) for name in (11, 12)] == [False, True]
+    tiers.touch([key(11)])
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert tiers.disk.contains(key(11)), "it was used again"
     tiers.close()
     again = open_tiers(tmp_path / "store")
     assert read(again, [12]) == (DISK,)
