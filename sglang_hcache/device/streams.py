@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeAlias
 
 import torch
@@ -41,6 +43,19 @@ class Stamp(Protocol):
 
     def seconds_since(self, earlier: Self) -> float:
         """Seconds between two events that are reached, and were taken by one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStamp:
+    """Of a CPU, which has done what it was asked for by the time that it says so."""
+
+    at: float = field(default_factory=time.monotonic)
+
+    def is_reached(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: ClockStamp) -> float:
+        return self.at - earlier.at
 
 
 class Streams(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +157,7 @@ def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object
 
 def _will_decode(batch: Any, *_args: object, **_kwargs: object) -> None:
     bridge = batch.tree_cache.bridge
-    if bridge.saves_decoded_later:
+    if bridge.saving.saves_decoded_later:
         batches.save_decoded(batch, bridge)
 
 
@@ -182,7 +181,7 @@ def _pages_taken(
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set when the tier is built
-    if bridge is not None and bridge.saves_decoded_later and forward_batch.forward_mode.is_decode():
+    if bridge is not None and bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
         bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)
     requests = batches.rows_of(forward_batch) if bridge is not None else None
@@ -193,16 +192,13 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     if not bridge.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
         return original(runner, forward_batch, *args, **kwargs)
     try:
-        began = time.monotonic()
         output = original(runner, forward_batch, *args, **kwargs)
-        seconds = time.monotonic() - began
     except BaseException:
-        bridge.abandon_pass()
+        bridge.saving.abandon_pass()
         raise
-    is_typical = batches.is_typical(forward_batch)
-    bridge.end_pass(
+    bridge.saving.end_pass(
         requests,
-        seconds if is_typical else None,
+        is_typical=batches.is_typical(forward_batch),
         is_replayed=bool(output.can_run_graph),
         is_prefill=not forward_batch.forward_mode.is_decode(),
     )

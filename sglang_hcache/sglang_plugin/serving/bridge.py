@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,23 +13,10 @@ from typing import Any
 import torch
 
 from sglang_hcache import __version__
-from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.copiers import copiers_for
-from sglang_hcache.capture.events import (
-    RequestBegins,
-    RequestEnds,
-    RequestRows,
-    TiersCleared,
-    WeightsReplaced,
-)
-from sglang_hcache.capture.passes import PassCapture
-from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.kv_gather import load_gather
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
@@ -43,10 +29,9 @@ from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
 from sglang_hcache.sglang_plugin.serving.owners import Owners
-from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
-from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
+from sglang_hcache.sglang_plugin.serving.saving import Saving
 from sglang_hcache.sglang_plugin.serving.state import tier_state, why_nothing_is_saved
 from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from sglang_hcache.tier.tiered import TieredStore
@@ -79,47 +64,24 @@ class Bridge:
         self.tiers = tiers
         self.gate = gate
         self.adapters = device.adapters
+        self._beside = device.beside
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owners = Owners(tiers, model.shape.name)
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
-        self._largest_pass = device.largest_pass
-        self.captured: dict[str, int] = {}
-        """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
-        self.saves_decoded_later = device.is_cpu and self._captures and {*tiers.layout.methods} == {Method.KV}
-        """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
-        they would be read there before the pass that writes them is over."""
-        self.ids = RequestIds()
-        memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
-        # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
-        copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
-        self._assembler = Assembler(ring, tiers, counters, copiers)
-        self._beside = beside = device.beside
-        tap = Tap(ring, self._assembler.publish, counters, None if beside is None else beside.ring)
-        replayed = None if beside is None else beside.replayed
-        gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
-        self._passes = PassCapture(tap, tiers.layout.methods, gather, replayed)
+        self.saving = Saving(model, tiers, budget, device, counters, gate, captures=self._captures)
         running = Running(device.ranks)
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
         self._launcher = launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, config, counters, launcher, self._engine, running)
-        self._idling = Idling(self.restores, lambda: self.is_saving)
-        self._prefill_times = (
-            PrefillTimes(gate, beside.stage) if gate is not None and beside is not None else None
-        )
+        self._idling = Idling(self.restores, self.saving)
         self._closed = threading.Event()
         self.last_writes = LastWrites(tiers, counters, config.shutdown_flush_s)
         self._stored = (
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
-        if self._captures:
-            # On a device, K and V of earlier layers are on their way beside later ones.
-            watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
-            layers = [layer for layer, method in enumerate(tiers.layout.methods) if method in watched]
-            model.watch(layers, self._passes.on_layer)
         self._gauges = None if labels is None else TierGauges(labels, self.state, counters)
 
     # -- requests --------------------------------------------------------------------------------
@@ -150,7 +112,7 @@ class Bridge:
         if chunks > len(keys):
             return False
         parent = keys[chunks - 1] if chunks else namespace.root_key()
-        return self._assembler.beginnings.covers(parent, tail)
+        return self.saving.covers(parent, tail)
 
     def begin_capture(self, rid: str, tenant: str | None, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
@@ -161,77 +123,14 @@ class Bridge:
             # KV of earlier weights must not be continued into chunks of the present ones. Not without a prefix either:
             # after each piece SGLang puts what the tree has in the place of what the request computed.
             return
-        self.captured[rid] = len(prefix)
         self._owners.note(namespace)
-        self._assembler.publish(RequestBegins(rid, namespace, prefix))
-
-    def end_capture(self, rid: str) -> None:
-        """A request is over, retracted or aborted, or cannot be told from another one."""
-        if self.captured.pop(rid, None) is not None:
-            self._assembler.publish(RequestEnds(rid))
-
-    # -- forward passes --------------------------------------------------------------------------
+        self.saving.begin(rid, namespace, prefix)
 
     def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
-        """A forward pass starts; False if nothing of it is captured (then do not end it either).
-
-        Args:
-            tokens: (rows,) int64.
-            slots: where it writes K and V, (rows,) int64.
-        """
+        """As :meth:`Saving.begin_pass`, whose other methods follow."""
         if self._captures:
             self.kv_arrives()  # whoever's pass it is: its KV may stay on the device
-        is_wanted = any(rid in self.captured for rid in rids)
-        if is_wanted:
-            self._passes.begin(tokens, slots)
-            if self._prefill_times is not None:
-                self._prefill_times.begin()
-        return is_wanted
-
-    def end_pass(
-        self,
-        requests: Sequence[RequestRows],
-        seconds: float | None,
-        *,
-        is_replayed: bool,
-        is_prefill: bool = False,
-    ) -> None:
-        """The pass succeeded.
-
-        Args:
-            seconds: that it took, or that a GPU was asked in; None where others like it do not take as long.
-            is_replayed: by a CUDA graph: no hook of Python's ran.
-            is_prefill: that graph is one of those for prefill.
-        """
-        # A graph launches no kernels one by one: its time would be taken for that of all passes. As it is where one
-        # runs the largest pass, of which computing a long prompt consists.
-        is_usual = not is_replayed or (is_prefill and requests[0].count == self._largest_pass)
-        tells_of_time = len(requests) == 1 and requests[0].count >= CHUNK_TOKENS and is_usual
-        if self.gate is not None and seconds is not None and tells_of_time:
-            if self._prefill_times is not None:
-                self._prefill_times.end(requests[0].count, requests[0].position)  # without what saving adds
-            else:
-                self.gate.prefilled(requests[0].count, requests[0].position, seconds)
-        if self.saves_decoded_later:
-            # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
-            requests = [rows for rows in requests if self.captured.get(rows.rid) == rows.position]
-            self.captured.update({rows.rid: rows.position + rows.count for rows in requests})
-        self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
-
-    def abandon_pass(self) -> None:
-        """The pass failed."""
-        self._passes.abandon()
-
-    def has_room(self, count: int) -> bool:
-        """Whether so many rows can be saved now. Others are dropped."""
-        return self._ring.has_room(count)
-
-    def save_from_pool(self, rid: str, tokens: array[int], slots: torch.Tensor) -> None:
-        """The next rows of a captured request, which earlier passes have left in the pool."""
-        begin = self.captured[rid]
-        self.captured[rid] = begin + len(tokens)
-        self._passes.begin(torch.tensor(tokens), slots)
-        self._passes.end([RequestRows(rid, begin, 0, len(tokens))], is_replayed=False)
+        return self.saving.begin_pass(rids, tokens, slots)
 
     # -- the device tree -------------------------------------------------------------------------
 
@@ -268,24 +167,17 @@ class Bridge:
         if self._beside is not None:
             # What is captured of a pass that the device still computes is taken for what the old weights make of it.
             self._beside.stage.fence().wait()
-        self.captured.clear()
-        self._assembler.publish(RequestEnds(None))
+        self.saving.end_all()
         self.weights.will_change()  # read anew at the next use: some trainers send weights in many pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted."""
-        if self._prefill_times is not None:
-            self._prefill_times.look()
+        self.saving.tick()
         self._launcher.keep_pace(self.restores.waiting)
         self.restores.tick()
         self._idling.pause()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether captured rows or demotions are being worked on."""
-        return self._assembler.is_busy or self.tiers.is_saving
 
     def switch(self, *, on: bool) -> None:
         """Off: nothing is saved, looked up or restored. What is stored stays, and is written as if the tier was on."""
@@ -293,8 +185,7 @@ class Bridge:
         self._is_on = on
         if not on:
             self.restores.stop()
-            self.captured.clear()
-            self._assembler.publish(RequestEnds(None))
+            self.saving.end_all()
 
     def clear(self) -> Future[bool]:
         """Empty both tiers. What they hold is a miss at once.
@@ -304,7 +195,7 @@ class Bridge:
         """
         cleared = Future[bool]()
         self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
-        self._assembler.publish(TiersCleared(cleared.set_result))
+        self.saving.tiers_cleared(cleared.set_result)
         return cleared
 
     def close(self) -> None:
@@ -315,7 +206,7 @@ class Bridge:
         if self._gauges is not None:
             self._gauges.close()
         self._engine.close()
-        self._assembler.close()
+        self.saving.close()
         self.last_writes.finish()
         self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
@@ -329,11 +220,11 @@ class Bridge:
             "counters": self.counters.snapshot(),
             "measures": self.counters.measures(),
             "namespace": None if namespace is None else namespace.namespace_id().hex(),
-            "saving": self.is_saving,
+            "saving": self.saving.is_busy,
             "nothing_saved": why_nothing_is_saved(self._is_on, self._captures, self.weights.device_is_stale),
             "layers": [str(method) for method in self._stored],
             "requests": self.restores.waiting.phases(),
-            "captured_requests": self._assembler.open_requests,
+            "captured_requests": self.saving.open_requests,
             "in_flight_tokens": self.restores.running.tokens,
         }
 
@@ -349,7 +240,7 @@ class Bridge:
             return self.weights.namespace
         namespace, are_others = self.weights.read()
         if are_others:
-            self._assembler.publish(WeightsReplaced())
+            self.saving.weights_replaced()
         elif self._owes_demotion:
             self.tiers.demote_all()
         self._owes_demotion = False

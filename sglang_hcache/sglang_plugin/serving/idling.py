@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
+from sglang_hcache.sglang_plugin.serving.saving import Saving
 
 _SAVING_PAUSE_S = 0.001
 
 
 class Idling:
-    """Yields the interpreter to the other threads. Used on the scheduler's.
+    """Yields the interpreter to the other threads. Used on the scheduler's."""
 
-    Args:
-        is_saving: whether captured rows or demotions are being worked on.
-    """
-
-    def __init__(self, restores: RestoreCoordinator, is_saving: Callable[[], bool]) -> None:
+    def __init__(self, restores: RestoreCoordinator, saving: Saving) -> None:
         self._restores = restores
-        self._is_saving = is_saving
+        self._saving = saving
         self._let_in = False
         """Whether the last time was skipped for somebody in the queue."""
         self._let_save = True
@@ -36,7 +32,7 @@ class Idling:
             if not self._let_in:
                 running.wait()
                 restores.reap()  # whose restore is over by now is admitted in this round
-        elif self._is_saving():
+        elif self._saving.is_busy:
             self._let_save = not self._let_save or not any(True for _ in restores.scheduler.waiting())
             if self._let_save:
                 time.sleep(_SAVING_PAUSE_S)  # short, for a request may arrive

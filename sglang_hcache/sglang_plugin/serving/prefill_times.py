@@ -1,32 +1,49 @@
-"""How long prefills take on a device that works beside the CPU, where a pass is only asked for."""
+"""How long prefills take: of the device, beside the CPU, a pass is only asked for."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
+from sglang_hcache.capture.events import RequestRows
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import Stamp
 from sglang_hcache.restore.gate import RestoreGate
-from sglang_hcache.restore.stage import DeviceStage
 
 
 class PrefillTimes:
-    """Tells ``gate``, some time after a pass, how long the device took for it. All on the scheduler's thread."""
+    """Tells ``gate`` how long the device took for a pass, once it is over. All on the scheduler's thread.
 
-    def __init__(self, gate: RestoreGate, stage: DeviceStage) -> None:
+    Args:
+        stamp: when the device has done what it was asked for until now.
+        largest_pass: most tokens of a pass.
+    """
+
+    def __init__(self, gate: RestoreGate, stamp: Callable[[], Stamp], largest_pass: int) -> None:
         self._gate = gate
-        self._stage = stage
+        self._stamp = stamp
+        self._largest_pass = largest_pass
         self._began: Stamp | None = None
         self._asked: deque[tuple[int, int, Stamp, Stamp]] = deque()
 
     def begin(self) -> None:
         """A pass is about to be asked for."""
-        self._began = self._stage.stamp()
+        self._began = self._stamp()
 
-    def end(self, num_tokens: int, start: int) -> None:
-        """It was a prefill of ``num_tokens`` tokens from position ``start`` on, and is asked for."""
-        if self._began is not None:
-            self._asked.append((num_tokens, start, self._began, self._stage.stamp()))
-            self._began = None
+    def end(self, requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool) -> None:
+        """It is asked for. One tells of prefills if it was of a single prompt.
+
+        Args:
+            is_replayed: by a CUDA graph, which launches no kernels one by one: its time would be taken for that of all
+                passes. As it is where one runs the largest pass, of which computing a long prompt consists.
+            is_prefill: that graph is one of those for prefill.
+        """
+        began, self._began = self._began, None
+        if began is None or len(requests) != 1 or requests[0].count < CHUNK_TOKENS:
+            return
+        rows = requests[0]
+        if not is_replayed or (is_prefill and rows.count == self._largest_pass):
+            self._asked.append((rows.count, rows.position, began, self._stamp()))
 
     def look(self) -> None:
         """Tell of those that are over."""

@@ -23,6 +23,7 @@ from sglang_hcache.sglang_plugin.launch.support import determinism_problems, dev
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
+from sglang_hcache.sglang_plugin.serving.saving import Saving
 from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from tests.unit.restore.delayed_streams import DelayedStreams
 
@@ -261,13 +262,20 @@ class _Passes:
         self.begun.append(len(tokens))
 
 
+def saving_of(passes: object, times: object) -> Saving:
+    saving = object.__new__(Saving)
+    saving.captured, saving.saves_decoded_later = {"a": 0}, False
+    saving._passes, saving._prefill_times = passes, times  # type: ignore[assignment]
+    saving._has_failed = False
+    return saving
+
+
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
-    bridge, passes = object.__new__(Bridge), _Passes()
-    bridge.captured, bridge._passes = {"a": 0}, passes  # type: ignore[assignment]
+    passes, timed = _Passes(), list[object]()
+    bridge = object.__new__(Bridge)
     bridge._captures = True
     bridge.weights = WeightsInUse(None, None, Namespace(bytes(32), "weights that did not change"))  # type: ignore[arg-type]
-    timed: list[object] = []
-    bridge._prefill_times = SimpleNamespace(begin=partial(timed.append, "begin"))  # type: ignore[assignment]
+    bridge.saving = saving_of(passes, SimpleNamespace(begin=partial(timed.append, "begin")))
     assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
     assert bridge.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
     assert not bridge.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
@@ -278,21 +286,11 @@ def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
 def test_a_gpus_prefills_are_timed_by_the_gpu_before_they_are_saved() -> None:
     """What it takes to ask for one says nothing of how long it takes."""
     done: list[object] = []
-    bridge = object.__new__(Bridge)
-    bridge.saves_decoded_later, bridge.gate = False, object()  # type: ignore[assignment]
-    bridge._passes = SimpleNamespace(  # type: ignore[assignment]
-        end=lambda _requests, *, is_replayed, is_prefill: done.append(is_replayed)
+    saving = saving_of(
+        SimpleNamespace(end=lambda _requests, *, is_replayed, is_prefill: done.append("saved")),
+        SimpleNamespace(end=lambda requests, **_: done.append(requests[0].count)),
     )
-    bridge._prefill_times = SimpleNamespace(end=lambda count, start: done.append((count, start)))  # type: ignore[assignment]
-    bridge._largest_pass = 512
-    bridge.end_pass([RequestRows("a", 128, 0, 64)], 0.001, is_replayed=False)
-    bridge.end_pass([RequestRows("a", 192, 0, 1)], 0.001, is_replayed=True)  # decoding
-    bridge.end_pass(
-        [RequestRows("a", 128, 0, 64)], 0.001, is_replayed=True, is_prefill=True
-    )  # launches little
-    bridge.end_pass([RequestRows("a", 0, 0, 64)], None, is_replayed=False)  # with logprobs of the prompt
-    bridge.end_pass([RequestRows("a", 0, 0, 64), RequestRows("b", 0, 64, 64)], 0.001, is_replayed=False)
-    assert done == [(64, 128), False, True, True, False, False]
-    done.clear()
-    bridge.end_pass([RequestRows("a", 512, 0, 512)], 0.001, is_replayed=True, is_prefill=True)
-    assert done == [(512, 512), True], "so are all others of a long prompt"
+    rows = [RequestRows("a", 128, 0, 64)]
+    saving.end_pass(rows, is_typical=True, is_replayed=False)
+    saving.end_pass(rows, is_typical=False, is_replayed=False)  # with logprobs of the prompt
+    assert done == [64, "saved", "saved"]

@@ -58,9 +58,9 @@ def is_matched_anew(req: Req, bridge: Bridge) -> bool:
 def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Announce the requests of a new extend batch to the save path."""
     for req in batch.reqs:
-        if not bridge.ids.enters(req.rid, id(req)):
-            bridge.end_capture(req.rid)  # rows come with an id: one's would be taken for the other's
-        elif is_saved(req) and req.rid not in bridge.captured:  # else a prompt in several pieces
+        if not bridge.saving.ids.enters(req.rid, id(req)):
+            bridge.saving.end(req.rid)  # rows come with an id: one's would be taken for the other's
+        elif is_saved(req) and req.rid not in bridge.saving.captured:  # else a prompt in several pieces
             prefix = req.full_untruncated_fill_ids[: len(req.prefix_indices)]
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 
@@ -68,18 +68,20 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
 def save_decoded(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Of requests that decode, those chunks that are whole now; called before each pass, so that most have none."""
     for req in batch.reqs:
-        saved = bridge.captured.get(req.rid)
+        saved = bridge.saving.captured.get(req.rid)
         if saved is not None and req.kv_committed_len // CHUNK_TOKENS > saved // CHUNK_TOKENS:
             end = saved - saved % CHUNK_TOKENS + CHUNK_TOKENS
-            if bridge.has_room(end - saved):  # else before a later pass
-                bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, batch.req_to_token_pool))
+            if bridge.saving.has_room(end - saved):  # else before a later pass
+                bridge.saving.save_from_pool(
+                    req.rid, *_rows_in_pool(req, saved, end, batch.req_to_token_pool)
+                )
 
 
 def save_rest(req: Req, end: int, pool: ReqToTokenPool, bridge: Bridge) -> None:
     """What a request has computed before position ``end``, as far as it is not saved yet: its slots go now."""
-    saved = bridge.captured.get(req.rid, end)
-    if bridge.saves_decoded_later and saved < end:
-        bridge.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, pool))
+    saved = bridge.saving.captured.get(req.rid, end)
+    if bridge.saving.saves_decoded_later and saved < end:
+        bridge.saving.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, pool))
 
 
 def _rows_in_pool(req: Req, begin: int, end: int, pool: ReqToTokenPool) -> tuple[array[int], torch.Tensor]:

@@ -45,6 +45,7 @@ from sglang_hcache.sglang_plugin.setup.measuring import machine_name
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,19 @@ def errors_in_a_line() -> Iterator[None]:
     except HCacheError as error:
         logger.error("hcache: error: %s", error)
         raise
+
+
+@contextmanager
+def _freed_together(allocator: BaseTokenToKVPoolAllocator) -> Iterator[None]:
+    """What is freed meanwhile is free at the end. Not within another such group, which this one would end."""
+    if not allocator.is_not_in_free_group:
+        yield
+        return
+    allocator.free_group_begin()
+    try:
+        yield
+    finally:
+        allocator.free_group_end()
 
 
 class HCacheRadixCache(RadixCache):
@@ -153,8 +167,8 @@ class HCacheRadixCache(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         save_rest(req, kv_len_to_handle, self.req_to_token_pool, self.bridge)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        self.bridge.end_capture(req.rid)
-        self.bridge.ids.leaves(req.rid, id(req))
+        self.bridge.saving.end(req.rid)
+        self.bridge.saving.ids.leaves(req.rid, id(req))
         log_life(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -222,12 +236,15 @@ class HCacheRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         lacking = count - allocator.available_size()
         if lacking > 0:
-            self._evict(EvictParams(num_tokens=lacking))  # a restore does not take the pins of another
+            # Hundreds of leaves may go: their slots are added to the free ones in one piece.
+            with _freed_together(allocator):
+                self._evict(EvictParams(num_tokens=lacking))  # a restore does not take the pins of another
         slots: torch.Tensor | None = allocator.alloc(count)
         return slots
 
     def free(self, slots: torch.Tensor) -> None:
-        self.token_to_kv_pool_allocator.free(slots)
+        # They are whole pages in order: then the device need not be asked which pages these are.
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
 
     def insert_tokens(
         self, tokens: array[int], tenant: str | None, slots: torch.Tensor

@@ -94,8 +94,8 @@ class Scheduler(Served):
         from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import save_rest
 
         save_rest(req, req.kv_committed_len, SimpleNamespace(req_to_token=self._table), self.bridge)  # type: ignore[arg-type]
-        self.bridge.end_capture(req.rid)
-        self.bridge.ids.leaves(req.rid, id(req))
+        self.bridge.saving.end(req.rid)
+        self.bridge.saving.ids.leaves(req.rid, id(req))
         slots = self._table[req.req_pool_idx, : req.kv_committed_len].long()
         for buffers in self.pool:
             for buffer in buffers:
@@ -311,13 +311,13 @@ def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
     one = scheduler.request("one", prompt(1, 64))
     scheduler.prefill(one)
     wait_until_staged(scheduler)
-    taken = scheduler.bridge._ring.reserve(1)
+    taken = scheduler.bridge.saving._ring.reserve(1)
     assert taken is not None
     with Calls() as names:
         scheduler.decode(one, passes=70)
     assert "has_room" in names
     assert "_rows_in_pool" not in names, "nobody wants them yet"
-    scheduler.bridge._ring.release(taken)
+    scheduler.bridge.saving._ring.release(taken)
     scheduler.decode(one, passes=2)
     wait_until_staged(scheduler)
     scheduler.finish(one)
@@ -326,7 +326,7 @@ def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
 
 
 def wait_until_staged(scheduler: Scheduler) -> None:
-    wait_until(lambda: not scheduler.bridge.is_saving, step_s=0.001)
+    wait_until(lambda: not scheduler.bridge.saving.is_busy, step_s=0.001)
 
 
 class Calls:

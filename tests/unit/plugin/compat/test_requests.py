@@ -88,7 +88,7 @@ def test_more_than_tokens(request_with: Callable[..., Any], field: str, value: C
     setattr(req, field, value())
     assert prompt_of(req) is None
 
-    bridge: Any = SimpleNamespace(ids=RequestIds())
+    bridge: Any = SimpleNamespace(saving=SimpleNamespace(ids=RequestIds()))
     begin_captures(SimpleNamespace(reqs=[req]), bridge)  # type: ignore[arg-type]  # nothing is begun
 
 

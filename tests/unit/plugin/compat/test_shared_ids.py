@@ -46,8 +46,8 @@ class Serving(Served):
 
     def end(self, request: Any) -> None:
         """As the radix cache does for a request that is over."""
-        self.bridge.end_capture("again")
-        self.bridge.ids.leaves("again", id(request))
+        self.bridge.saving.end("again")
+        self.bridge.saving.ids.leaves("again", id(request))
 
     def prefill(self, request: Any) -> None:
         from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import begin_captures
@@ -61,8 +61,10 @@ class Serving(Served):
         ids = torch.tensor(tokens)
         if self.bridge.begin_pass(["again"], ids, ids):
             for layer in range(LAYOUT.num_layers):
-                self.bridge._passes.on_layer(layer, torch.zeros(len(tokens), 1))
-            self.bridge.end_pass([RequestRows("again", first, 0, len(tokens))], None, is_replayed=False)
+                self.bridge.saving._passes.on_layer(layer, torch.zeros(len(tokens), 1))
+            self.bridge.saving.end_pass(
+                [RequestRows("again", first, 0, len(tokens))], is_typical=True, is_replayed=False
+            )
 
     def stored_chunks(self, tokens: array[int]) -> int:
         self.bridge.close()

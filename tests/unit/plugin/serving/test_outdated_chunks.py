@@ -37,7 +37,7 @@ class ServedFromDisk(Served):
         return keys[1:]
 
     def written(self) -> int:
-        wait_for(lambda: not self.bridge.is_saving, "saving to end")
+        wait_for(lambda: not self.bridge.saving.is_busy, "saving to end")
         return self.bridge.counters["demote.chunks_written"]
 
 

@@ -21,10 +21,8 @@ class Round:
         self.admits = False
         self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
         self.bridge: Any = object.__new__(Bridge)
-        self.bridge._prefill_times = None
         self.bridge._launcher = SimpleNamespace(keep_pace=lambda waiting: None)
-        self.bridge._assembler = SimpleNamespace(is_busy=False)
-        self.bridge.tiers = SimpleNamespace(is_saving=False)
+        self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
             reap=lambda: self.calls.append("reap"),
@@ -35,7 +33,7 @@ class Round:
                 is_running=lambda: self.is_running, waiting=lambda: [SimpleNamespace(rid="b")]
             ),
         )
-        self.bridge._idling = Idling(self.bridge.restores, lambda: self.bridge.is_saving)
+        self.bridge._idling = Idling(self.bridge.restores, self.bridge.saving)
 
     def round(self) -> list[str]:
         """The calls of one."""
@@ -75,7 +73,7 @@ def test_nobody_waits_for_another_ones_restore_before_a_request_is_admitted() ->
 
 def test_nobody_pauses_for_what_is_saved_before_a_request_is_admitted(pauses: list[float]) -> None:
     world = Round()
-    world.bridge.tiers.is_saving, world.admits = True, True
+    world.bridge.saving.is_busy, world.admits = True, True
     assert world.round() == ["tick"]
     assert not pauses
     world.admits = False
@@ -85,7 +83,7 @@ def test_nobody_pauses_for_what_is_saved_before_a_request_is_admitted(pauses: li
 
 def test_nobody_waits_while_requests_run_or_layers_are_recomputed(pauses: list[float]) -> None:
     world = Round()
-    world.running.tokens, world.bridge.tiers.is_saving = 64, True
+    world.running.tokens, world.bridge.saving.is_busy = 64, True
     world.is_running = True
     assert world.round() == ["tick"]
     world.is_running, world.running.is_recomputing = False, True

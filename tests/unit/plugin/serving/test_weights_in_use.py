@@ -87,8 +87,8 @@ class Served:
 
     def saves_behind_the_device(self) -> bool:
         self.bridge.begin_capture("r", None, PREFIX)
-        is_saved = "r" in self.bridge.captured
-        self.bridge.end_capture("r")
+        is_saved = "r" in self.bridge.saving.captured
+        self.bridge.saving.end("r")
         return is_saved
 
 
@@ -179,7 +179,7 @@ def test_a_tier_that_is_switched_off_saves_nothing(served: Served) -> None:
     bridge.begin_capture("runs", None, PREFIX)
     assert not bridge.may_begin_at("runs", None, 65, PREFIX[:1])
     bridge.switch(on=False)
-    assert (stopped, bridge.captured, bridge.state()["nothing_saved"]) == ([True], {}, "switched_off")
+    assert (stopped, bridge.saving.captured, bridge.state()["nothing_saved"]) == ([True], {}, "switched_off")
     assert not served.saves_behind_the_device()
     assert bridge.may_begin_at("runs", None, 65, PREFIX[:1])
     bridge.queue(Prompt("waits", PREFIX, None))

@@ -1,0 +1,216 @@
+"""What requests compute, from forward passes to sealed chunks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_hcache.capture.assembler import Assembler
+from sglang_hcache.capture.copiers import copiers_for
+from sglang_hcache.capture.events import (
+    RequestBegins,
+    RequestEnds,
+    RequestRows,
+    TiersCleared,
+    WeightsReplaced,
+)
+from sglang_hcache.capture.passes import PassCapture
+from sglang_hcache.capture.staging import StagingRing
+from sglang_hcache.capture.tap import Tap
+from sglang_hcache.core.keys import ChunkKey, Namespace
+from sglang_hcache.core.layout import Method
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.device.kv_gather import load_gather
+from sglang_hcache.device.streams import ClockStamp
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.serving.prefill_times import PrefillTimes
+from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+
+class Saving:
+    """Everything runs on the scheduler's thread, in the middle of SGLang's forward passes: an error of ours ends the
+    saving of the requests that it hits, and nothing else.
+
+    Args:
+        captures: whether the method stores anything.
+        gate: is told how long prefills take; None: nobody predicts anything.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tiers: TieredStore,
+        budget: HostBudget,
+        device: Device,
+        observer: Observer,
+        gate: RestoreGate | None,
+        *,
+        captures: bool,
+    ) -> None:
+        methods, beside = tiers.layout.methods, device.beside
+        self._tiers = tiers
+        self._observer = observer
+        self._may_trace = Throttle()
+        self.ids = RequestIds()
+        self.captured: dict[str, int] = {}
+        """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
+        self.saves_decoded_later = device.is_cpu and captures and {*methods} == {Method.KV}
+        """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
+        they would be read there before the pass that writes them is over."""
+        memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
+        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
+        # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
+        copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
+        self._assembler = Assembler(ring, tiers, observer, copiers)
+        tap = Tap(ring, self._assembler.publish, observer, None if beside is None else beside.ring)
+        gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
+        self._passes = PassCapture(tap, methods, gather, None if beside is None else beside.replayed)
+        self._has_failed = False
+        """Of the present pass nothing can be saved."""
+        stamp = ClockStamp if beside is None else beside.stage.stamp
+        self._prefill_times = None if gate is None else PrefillTimes(gate, stamp, device.largest_pass)
+        if captures:
+            # On a device, K and V of earlier layers are on their way beside later ones.
+            watched = (Method.HIDDEN,) if device.is_cpu else (Method.HIDDEN, Method.KV)
+            model.watch([layer for layer, method in enumerate(methods) if method in watched], self._on_layer)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def begin(self, rid: str, namespace: Namespace, prefix: array[int]) -> None:
+        """A request is about to be computed from position ``len(prefix)`` on."""
+        self.captured[rid] = len(prefix)
+        self._assembler.publish(RequestBegins(rid, namespace, prefix))
+
+    def end(self, rid: str) -> None:
+        """A request is over, retracted or aborted, or cannot be told from another one."""
+        if self.captured.pop(rid, None) is not None:
+            self._assembler.publish(RequestEnds(rid))
+
+    def end_all(self) -> None:
+        """Nothing more is saved of any request that runs."""
+        self.captured.clear()
+        self._assembler.publish(RequestEnds(None))
+
+    def covers(self, parent: ChunkKey, tail: array[int]) -> bool:
+        """Whether the rows of ``tail``, which begins the chunk behind ``parent``, are there from an earlier request."""
+        return self._assembler.beginnings.covers(parent, tail)
+
+    # -- forward passes --------------------------------------------------------------------------
+
+    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
+        """A forward pass starts; False if nothing of it is captured (then do not end it either).
+
+        Args:
+            tokens: (rows,) int64.
+            slots: where it writes K and V, (rows,) int64.
+        """
+        if not any(rid in self.captured for rid in rids):
+            return False
+        self._try(lambda: self._passes.begin(tokens, slots))
+        if self._prefill_times is not None:
+            self._prefill_times.begin()
+        return True
+
+    def end_pass(
+        self,
+        requests: Sequence[RequestRows],
+        *,
+        is_typical: bool,
+        is_replayed: bool,
+        is_prefill: bool = False,
+    ) -> None:
+        """The pass succeeded.
+
+        Args:
+            is_typical: it took as long as others of so many tokens.
+            is_replayed: by a CUDA graph: no hook of Python's ran.
+            is_prefill: that graph is one of those for prefill.
+        """
+        if self._prefill_times is not None and is_typical:
+            self._prefill_times.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
+        rids = [rows.rid for rows in requests]
+        if self.saves_decoded_later:
+            # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
+            requests = [rows for rows in requests if self.captured.get(rows.rid) == rows.position]
+            self.captured.update({rows.rid: rows.position + rows.count for rows in requests})
+        self._end_pass(rids, requests, is_replayed=is_replayed, is_prefill=is_prefill)
+
+    def abandon_pass(self) -> None:
+        """The pass failed."""
+        self._has_failed = False
+        self._passes.abandon()
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows can be saved now. Others are dropped."""
+        return self._ring.has_room(count)
+
+    def save_from_pool(self, rid: str, tokens: array[int], slots: torch.Tensor) -> None:
+        """The next rows of a captured request, which earlier passes have left in the pool."""
+        begin = self.captured[rid]
+        self.captured[rid] = begin + len(tokens)
+        self._try(lambda: self._passes.begin(torch.tensor(tokens), slots))
+        self._end_pass([rid], [RequestRows(rid, begin, 0, len(tokens))], is_replayed=False, is_prefill=False)
+
+    def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
+        self._try(lambda: self._passes.on_layer(layer, hidden))
+
+    def _end_pass(
+        self, rids: Sequence[str], requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool
+    ) -> None:
+        self._try(lambda: self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill))
+        if self._has_failed:
+            self._has_failed = False
+            for rid in rids:
+                self.end(rid)  # there is a gap in what is saved of it
+
+    def _try(self, step: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            step()
+        except Exception:
+            self._has_failed = True
+            self._passes.abandon()
+            self._observer.count("capture.errors")
+            if self._may_trace():
+                logger.exception("hcache: a pass cannot be saved, nor what its requests compute later")
+
+    # -- the whole -------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a scheduler round."""
+        if self._prefill_times is not None:
+            self._prefill_times.look()
+
+    def weights_replaced(self) -> None:
+        """What is computed from now on is of other weights."""
+        self._assembler.publish(WeightsReplaced())
+
+    def tiers_cleared(self, tell: Callable[[bool], object]) -> None:
+        """What was computed before is cleared with the tiers; then tell whether that is durable."""
+        self._assembler.publish(TiersCleared(tell))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether captured rows or demotions are being worked on."""
+        return self._assembler.is_busy or self._tiers.is_saving
+
+    @property
+    def open_requests(self) -> int:
+        """Requests of which more may be saved. From any thread."""
+        return self._assembler.open_requests
+
+    def close(self) -> None:
+        """Seal what is whole, and stop."""
+        self._assembler.close()

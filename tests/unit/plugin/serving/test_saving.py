@@ -1,0 +1,63 @@
+"""An error of ours in a forward pass ends the saving of its requests, and never the pass."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hcache.capture.events import RequestRows
+from tests.unit.plugin.serving.test_weights_in_use import LAYOUT, Served
+
+TOKENS = torch.arange(64)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise MemoryError("no memory for rows")
+
+
+@pytest.mark.parametrize("step", ["begin", "on_layer", "end"])
+def test_a_pass_that_cannot_be_saved_goes_on(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served()
+    bridge: Any = served.bridge
+    for rid in ("hit", "other"):
+        bridge.begin_capture(rid, None, array("q"))
+    with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+        broken.setattr(bridge.saving._passes, step, fail)
+        run_pass(bridge, "hit")
+    assert bridge.counters["capture.errors"] == 1
+    assert "cannot be saved" in caplog.text
+    assert set(bridge.saving.captured) == {"other"}
+    run_pass(bridge, "other")
+    assert bridge.counters["capture.errors"] == 1
+    bridge.saving.end("other")
+    bridge.close()
+    assert bridge.counters["host.chunks_sealed"] == 1
+
+
+def run_pass(bridge: Any, rid: str) -> None:
+    """One over a whole chunk."""
+    assert bridge.begin_pass([rid], TOKENS, TOKENS)
+    hook: Callable[[int, torch.Tensor], None] = bridge.saving._on_layer
+    for layer in range(LAYOUT.num_layers):
+        hook(layer, torch.zeros(len(TOKENS), 1))
+    bridge.saving.end_pass([RequestRows(rid, 0, 0, len(TOKENS))], is_typical=True, is_replayed=False)
+
+
+def test_a_pass_that_fails_by_itself_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge: Any = Served().bridge
+    bridge.begin_capture("r", None, array("q"))
+    with monkeypatch.context() as broken:
+        broken.setattr(bridge.saving._passes, "begin", fail)
+        assert bridge.begin_pass(["r"], TOKENS, TOKENS)
+    bridge.saving.abandon_pass()
+    run_pass(bridge, "r")
+    bridge.saving.end("r")
+    bridge.close()
+    assert bridge.counters["host.chunks_sealed"] == 1
