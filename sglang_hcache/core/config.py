@@ -168,6 +168,9 @@ class HCacheConfig(BaseModel):
     longer does not start. With ``restore`` always, and where there are no costs to predict with, waiting for earlier
     restores counts too. At most 3600. After a restore from disk that was itself too slow, nothing is
     restored from there for up to 30 s."""
+    slow_request_s: Number = Field(default=10.0, gt=0, le=3600)
+    """Seconds after which the log says what a request waited for in the tier, at most 3600; one request a minute. With
+    ``--log-level debug`` it says so of each request."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
     15 s after it asked them to stop."""
@@ -254,6 +257,7 @@ FILE_ONLY_FIELDS = frozenset(
         "run_chunks",
         "max_inflight_fraction",
         "restore_deadline_s",
+        "slow_request_s",
         "shutdown_flush_s",
     }
 )

@@ -36,6 +36,7 @@ import torch
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.serving.launcher import Launcher
@@ -82,6 +83,8 @@ class RestoreCoordinator:
             device, config, observer, launcher, engine, running, self.waiting, _PIN_LIMIT_S / 2
         )
         self._stalled = 0
+        self._slow_s = config.slow_request_s
+        self._may_tell = Throttle()
 
     # -- called by the scheduler -----------------------------------------------------------------
 
@@ -122,6 +125,7 @@ class RestoreCoordinator:
             return Admission()
         host, disk = ticket.restore.tokens_within(prefix_tokens) if ticket.restore is not None else (0, 0)
         ticket.note("admitted with %d cached tokens", prefix_tokens)
+        self._tell_if_slow(ticket)
         self.waiting.let_go(ticket)
         return Admission(host, disk, ticket.life)
 
@@ -133,6 +137,16 @@ class RestoreCoordinator:
             logger.debug("hcache: request %s: %s", rid, ticket.life)
             self.waiting.let_go(ticket)
             ticket.enter(Phase.RESOLVED)  # it waits no longer
+            self._tell_if_slow(ticket)
+
+    def _tell_if_slow(self, ticket: Ticket) -> None:
+        if ticket.held_s > self._slow_s and self._may_tell():
+            logger.info(
+                "hcache: request %s waited %.1f s for a restore: %s",
+                ticket.prompt.rid,
+                ticket.held_s,
+                ticket.life,
+            )
 
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.

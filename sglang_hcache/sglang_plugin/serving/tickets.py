@@ -158,6 +158,8 @@ class Ticket:
     """By the clock of :class:`Waiting`."""
     entered: float = field(init=False)
     """When its phase began."""
+    held_s: float = 0.0
+    """For how long it has waited for a restore to start or to end."""
     attempts: int = 0
     is_given_up: bool = False
     on_device: int = 0
@@ -186,6 +188,8 @@ class Ticket:
     def enter(self, phase: Phase) -> None:
         if self.observer is not None and self.phase not in (phase, Phase.RESOLVED):
             self.observer.observe(f"wait.{self.phase.value}_seconds", self.in_phase_s)
+        if self.phase in (Phase.PENDING, Phase.RUNNING):
+            self.held_s += self.in_phase_s
         self.phase = phase
         self.entered = self.clock()
 

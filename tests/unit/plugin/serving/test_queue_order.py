@@ -197,6 +197,21 @@ def test_what_is_restored_survives_a_pause_of_the_scheduler(clock: Clock) -> Non
     assert not world.coordinator.waiting.pinned_tokens, "but not to wait for ever"
 
 
+def test_the_log_says_what_a_slow_request_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(config=HCacheConfig(slow_request_s=3.0))
+    with caplog.at_level("INFO"):
+        for rid, seconds in (("quick", 2.9), ("slow", 3.1), ("slow too, in the same minute", 9.0)):
+            start(world, rid, tokens(len(rid), 2))
+            clock.now += seconds
+            world.engine.end(RestoreState.DONE)
+            world.coordinator.tick()
+            clock.now += 9.0  # SGLang has no room for it
+            world.coordinator.admitted(rid, 2 * CHUNK_TOKENS)
+    (line,) = [record.message for record in caplog.records if "waited" in record.message]
+    assert line.startswith("hcache: request slow waited 3.1 s for a restore: +0.000 queued")
+    assert "restored in" in line
+
+
 def test_patience_counts_what_rounds_take() -> None:
     clock = Clock()
     patience = Patience(clock)
