@@ -287,8 +287,9 @@ class Variant:
         """Seconds to bring the first ``length`` tokens back into other slots, and what was predicted."""
         keys = self.keys[: length // CHUNK_TOKENS]
         began = time.monotonic()
-        decision, pays = self.launcher.decide(keys, 0, 0.0)
-        if self._may_decline and not pays:
+        verdict = self.launcher.decide(keys, 0, 0.0)
+        decision = verdict.decision
+        if self._may_decline and not verdict.pays:
             self.launcher.declined()
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
