@@ -17,13 +17,14 @@ from ablation.row_places import places
 from restoring.counted_disk import open_disk
 from restoring.rig import RUN_CHUNKS, Rig
 from sglang_hcache.capture.assembler import Assembler
-from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows, complete_no_chunk
+from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
+from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.kv_gather import load_gather
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.tier.host import HostTier
@@ -85,7 +86,10 @@ class TwoStageSaver:
         )
         ring = StagingRing(torch.from_numpy(staging), self._layout, rig.model.dtype)
         self._assembler = Assembler(ring, self._tiers, self._observer)
-        self._tap = Tap(ring, self._assembler.publish, self._observer)
+        self._passes = PassCapture(
+            *(ring, self._assembler.publish, self._observer, self._layout.methods),
+            load_gather(rig.device.pool, rig.num_layers, is_cpu=True),
+        )
         self._rows: Sequence[RequestRows] = ()
         self._rids: Sequence[str] = ()
         self._sessions = 0
@@ -101,13 +105,14 @@ class TwoStageSaver:
 
     def begin_pass(self, rows: Sequence[RequestRows], tokens: array[int]) -> None:
         self._rows = rows
-        self._tap.begin_pass(torch.frombuffer(tokens, dtype=torch.int64))
+        of_rows = torch.frombuffer(tokens, dtype=torch.int64)
+        self._passes.begin(of_rows, of_rows)  # no layer stores K and V: nobody looks at slots
 
     def layer(self, index: int, hidden: torch.Tensor) -> None:
-        self._tap.layer(index, hidden)
+        self._passes.on_layer(index, hidden)
 
     def end_pass(self) -> None:
-        self._tap.end_pass(self._rows, can_wait=complete_no_chunk(self._rows))
+        self._passes.end(self._rows, is_replayed=False)
 
     def settle(self) -> None:
         while self._assembler.is_busy or self._tiers.is_saving:

@@ -20,7 +20,6 @@ from sglang_hcache.capture.events import Event, RowsCaptured
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
@@ -64,7 +63,6 @@ class SavingCheck:
         device_ring = DeviceRing(streams, min(ROWS_AT_ONCE, prefill // 2) * width * dtype.itemsize)
         self._events: list[RowsCaptured] = []
         self._prefill = prefill
-        tap = Tap(self._ring, self._take, Counters(), device_ring)
         self.replayed = ReplayedRows(streams, len(methods), width, max(sizes), dtype, lambda: False)
         new = partial(torch.zeros, device=streams.device)
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)
@@ -72,7 +70,9 @@ class SavingCheck:
         self.pool = new(2, len(methods), 2 * most, 1, width // 2, dtype=dtype)
         self._num_slots = 2 * most - 1
         gather = TritonGather(list(zip(*self.pool, strict=True)))
-        self._passes = PassCapture(tap, methods, gather, self.replayed)
+        self._passes = PassCapture(
+            *(self._ring, self._take, Counters(), methods, gather, device_ring, self.replayed)
+        )
         self._columns = torch.arange(width, device=streams.device)
         self._graphs = {
             size: record(partial(self._model, size, True)) for size in sorted(sizes, reverse=True)

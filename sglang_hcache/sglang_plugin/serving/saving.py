@@ -20,7 +20,6 @@ from sglang_hcache.capture.events import (
 )
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.keys import ChunkKey, Namespace
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Observer
@@ -73,9 +72,9 @@ class Saving:
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)
-        tap = Tap(ring, self._assembler.publish, observer, None if beside is None else beside.ring)
+        on_device = (None, None) if beside is None else (beside.ring, beside.replayed)
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
-        self._passes = PassCapture(tap, methods, gather, None if beside is None else beside.replayed)
+        self._passes = PassCapture(ring, self._assembler.publish, observer, methods, gather, *on_device)
         self._has_failed = False
         """Of the present pass nothing can be saved."""
         stamp = ClockStamp if beside is None else beside.stage.stamp

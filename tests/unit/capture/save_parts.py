@@ -1,4 +1,4 @@
-"""The save path without a server: from a tap to chunks in a host tier."""
+"""The save path without a server: from a forward pass to chunks in a host tier."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import torch
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.device_ring import DeviceRing
+from sglang_hcache.capture.passes import PassCapture
+from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.capture.staging import StagingRing
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.kv_gather import KVGather
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 TrueRows = Callable[[int, int, int], torch.Tensor]
 """What a layer has of the tokens at positions [first, end): (end - first, width)."""
+
+
+def no_gather(into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+    raise AssertionError("no layer stores K and V")
 
 
 class SaveParts:
@@ -33,14 +39,7 @@ class SaveParts:
 
     copying_threads = 1
 
-    def __init__(
-        self,
-        layout: StateLayout,
-        slots: int,
-        rows: int,
-        device_ring: DeviceRing | None = None,
-        group_slots: int = 1,
-    ) -> None:
+    def __init__(self, layout: StateLayout, slots: int, rows: int, group_slots: int = 1) -> None:
         self._layout = layout
         self.counters = Counters()
         memory = np.zeros(slots * layout.chunk_bytes, np.uint8)
@@ -50,7 +49,22 @@ class SaveParts:
         self.ring = StagingRing(staging, layout, torch.float32)
         copiers = Copiers(self.copying_threads) if self.copying_threads > 1 else None
         self.assembler = Assembler(self.ring, self.tiers, self.counters, copiers)
-        self.tap = Tap(self.ring, self.assembler.publish, self.counters, device_ring)
+
+    def capture(
+        self,
+        methods: Sequence[Method] | None = None,
+        gather: KVGather = no_gather,
+        device: DeviceRing | None = None,
+        replayed: ReplayedRows | None = None,
+    ) -> PassCapture:
+        """
+        Args:
+            methods: None: a hook shows all that each layer stores, whatever its layout.
+        """
+        methods = methods or (Method.HIDDEN,) * self._layout.num_layers
+        return PassCapture(
+            *(self.ring, self.assembler.publish, self.counters, methods, gather, device, replayed)
+        )
 
     def chunks(
         self, namespace: Namespace, tokens: Sequence[int], true_rows: TrueRows

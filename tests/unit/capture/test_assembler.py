@@ -1,4 +1,4 @@
-"""From rows of forward passes to sealed chunks: tap, staging and assembler together."""
+"""From rows of forward passes to sealed chunks: capture, staging and assembler together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hcache.capture import passes
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
-from sglang_hcache.capture.sources import kv_source
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.device.kv_gather import TorchGather
@@ -30,7 +30,8 @@ class SavePath(SaveParts):
     """Plays the serving thread: forward passes whose hidden states say which request and position they are."""
 
     def __init__(self, slots: int = 64, rows: int = 512, group_slots: int = 1) -> None:
-        super().__init__(LAYOUT, slots, rows, group_slots=group_slots)
+        super().__init__(LAYOUT, slots, rows, group_slots)
+        self.passes = self.capture()
 
     def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
         self.assembler.publish(RequestBegins(rid, Namespace(b"m", "test", tenant), array("q", prefix)))
@@ -43,15 +44,16 @@ class SavePath(SaveParts):
     ) -> None:
         """One pass over (request, first position, tokens) parts."""
         tokens = array("q", [token for _, _, part in parts for token in part])
-        self.tap.begin_pass(torch.frombuffer(tokens, dtype=torch.int64))
+        of_rows = torch.frombuffer(tokens, dtype=torch.int64)
+        self.passes.begin(of_rows, of_rows)
         for layer in range(layers):
             rows = [state(layer, position + i, t) for _, position, part in parts for i, t in enumerate(part)]
-            self.tap.layer(layer, torch.stack(rows))
+            self.passes.on_layer(layer, torch.stack(rows))
         requests, row = [], 0
         for rid, position, part in parts:
             requests.append(RequestRows(rid, position, row, len(part)))
             row += len(part)
-        self.tap.end_pass(requests, can_wait=can_wait)
+        self.passes.end(requests, is_replayed=False, is_prefill=not can_wait)
 
     def settle(self) -> None:
         """Until everything so far is saved."""
@@ -126,7 +128,8 @@ def test_decoded_rows_that_can_wait_wake_nobody(path: SavePath, monkeypatch: pyt
     assert path.sealed(tokens) == [True] * 3
 
 
-def test_rows_that_wait_are_saved_at_the_end(path: SavePath) -> None:
+def test_rows_that_wait_are_saved_at_the_end(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "complete_no_chunk", lambda _: True)
     path.begin("a", [])
     path.forward([("a", 0, list(range(63)))])
     path.forward([("a", 63, [63])], can_wait=True)
@@ -319,12 +322,10 @@ def test_k_and_v_are_stored_side_by_side() -> None:
             assert layer == 0
             return written[:, None, :half], written[:, None, half:]
 
-    path.tap.begin_pass(torch.tensor(tokens))
-    assert path.tap.rows_wanted == CHUNK_TOKENS
-    path.tap.layers(0, 1, kv_source(TorchGather(Pool()), 0, slots))  # type: ignore[arg-type]
+    capture = path.capture(LAYOUT.methods, TorchGather(Pool()))  # type: ignore[arg-type]
+    capture.begin(torch.tensor(tokens), slots)
     for layer in range(1, LAYERS):
-        path.tap.layer(layer, rows[layer])
-    path.tap.end_pass([RequestRows("a", 0, 0, len(tokens))])
+        capture.on_layer(layer, rows[layer])
+    capture.end([RequestRows("a", 0, 0, len(tokens))], is_replayed=False)
     path.finish()
     assert path.sealed(tokens) == [True]
-    assert path.tap.rows_wanted == 0, "no pass is under way"

@@ -16,7 +16,6 @@ import torch
 
 from sglang_hcache.capture.device_ring import NUM_BUFFERS, DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
-from sglang_hcache.capture.sources import hidden_source
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.capture.save_parts import SaveParts
@@ -32,7 +31,8 @@ class SavePath(SaveParts):
     """The serving thread of a model on ``streams``, which saves one prompt."""
 
     def __init__(self, streams: DelayedStreams) -> None:
-        super().__init__(LAYOUT, 8, 256, DeviceRing(streams, ROWS_AT_ONCE * max(LAYOUT.row_bytes)))
+        super().__init__(LAYOUT, 8, 256)
+        self.passes = self.capture(device=DeviceRing(streams, ROWS_AT_ONCE * max(LAYOUT.row_bytes)))
         self.streams = streams
         self.tokens = torch.zeros(len(PROMPT), dtype=torch.int64)
         self.shared = torch.zeros(len(PROMPT), 2 * WIDTH)
@@ -44,22 +44,19 @@ class SavePath(SaveParts):
             self._begin_pass(first, end)
             for layer in range(LAYERS):
                 self._layer(layer, first, end)
-            self.tap.end_pass([RequestRows("a", first, 0, end - first)])
+            self.passes.end([RequestRows("a", first, 0, end - first)], is_replayed=False)
 
     def _begin_pass(self, first: int, end: int) -> None:
         """With tokens that the device has, and that the next pass overwrites."""
         self.streams.put(MODEL, lambda: self.tokens[: end - first].copy_(torch.tensor(PROMPT[first:end])))
-        self.tap.begin_pass(self.tokens[: end - first])
+        tokens = self.tokens[: end - first]
+        self.passes.begin(tokens, tokens)
         self.streams.put(MODEL, lambda: self.tokens.fill_(-1))
 
     def _layer(self, layer: int, first: int, end: int) -> None:
         rows = self.shared[: end - first]
         self.streams.put(MODEL, lambda: rows.copy_(true_rows(layer, first, end)))
-        is_kv = LAYOUT.methods[layer] is Method.KV
-        if is_kv:
-            self.tap.layers(layer, 1, hidden_source(rows[None]))  # wherever they are: in one piece
-        else:
-            self.tap.layer(layer, rows[:, :WIDTH])
+        self.passes.on_layer(layer, rows[:, : LAYOUT.row_bytes[layer] // 4])
         self.streams.put(MODEL, lambda: rows.fill_(torch.nan))  # the model's memory is somebody else's now
 
     def wrong(self) -> list[str]:

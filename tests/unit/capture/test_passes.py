@@ -14,8 +14,7 @@ import torch
 
 from sglang_hcache.capture import passes
 from sglang_hcache.capture.device_ring import DeviceRing
-from sglang_hcache.capture.events import RequestBegins, RequestRows
-from sglang_hcache.capture.passes import PassCapture
+from sglang_hcache.capture.events import RequestBegins, RequestRows, RowsCaptured
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.capture.save_parts import SaveParts
@@ -36,12 +35,12 @@ class PrefillingServer(SaveParts):
     """
 
     def __init__(self, streams: DelayedStreams, *, loses: bool) -> None:
-        super().__init__(LAYOUT, 8, 256, DeviceRing(streams, 40 * 4 * WIDTH))
+        super().__init__(LAYOUT, 8, 256)
         self.streams = streams
         self._loses = loses
         self.pool = torch.full((len(METHODS), SLOTS, WIDTH), torch.nan)
         self.gathered: list[tuple[int, int]] = []
-        self.passes = PassCapture(self.tap, METHODS, self._gather, None)
+        self.passes = self.capture(METHODS, self._gather, DeviceRing(streams, 40 * 4 * WIDTH))
 
     def save(self, *ends: int) -> None:
         """Passes over the prompt, up to each of ``ends``."""
@@ -105,12 +104,12 @@ def test_a_small_pass_is_taken_in_the_fewest_pieces() -> None:
 )
 def test_which_rows_can_wait(rows: list[tuple[int, int]], is_prefill: bool, can_wait: bool) -> None:
     server = PrefillingServer(DelayedStreams(), loses=False)
-    ended: list[bool] = []
-    server.tap.end_pass = lambda _requests, *, can_wait: ended.append(can_wait)  # type: ignore[method-assign]
+    published: list[RowsCaptured] = []
+    server.passes._publish = published.append  # type: ignore[assignment]
     server.passes.begin(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     requests = [RequestRows("a", position, row, count) for row, (position, count) in enumerate(rows)]
     server.passes.end(requests, is_replayed=False, is_prefill=is_prefill)
-    assert ended == [can_wait]
+    assert [event.can_wait for event in published] == [can_wait]
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

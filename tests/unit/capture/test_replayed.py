@@ -16,7 +16,6 @@ import torch
 
 from sglang_hcache.capture.device_ring import DeviceRing
 from sglang_hcache.capture.events import RequestBegins, RequestRows
-from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
@@ -46,14 +45,15 @@ class DecodingServer(SaveParts):
 
     def __init__(self, streams: DelayedStreams, most_rows: int = MOST_ROWS) -> None:
         # A buffer holds two layers of a full pass: it goes to the host in pieces.
-        super().__init__(LAYOUT, 32, 1024, DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH))
+        device_ring = DeviceRing(streams, 2 * MOST_ROWS * 4 * WIDTH)
+        super().__init__(LAYOUT, 32, 1024)
         self.streams = streams
         self.is_prefill = False
         self.replayed = ReplayedRows(
             streams, len(METHODS), WIDTH, most_rows, torch.float32, lambda: self.is_prefill
         )
         self.pool = Pool()
-        self.passes = PassCapture(self.tap, METHODS, self.pool.gather, self.replayed)
+        self.passes = self.capture(METHODS, self.pool.gather, device_ring, self.replayed)
         self.inputs = torch.zeros(8, dtype=torch.int64)
         self.slots = torch.zeros(8, dtype=torch.int64)
         self.hidden = torch.zeros(8, WIDTH)

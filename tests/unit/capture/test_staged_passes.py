@@ -13,7 +13,6 @@ import torch
 
 from sglang_hcache.capture.events import RequestBegins, RequestRows
 from sglang_hcache.capture.sources import RowSource
-from sglang_hcache.capture.tap import Tap
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.sglang_plugin.seam.budget import staged_passes_of
@@ -49,7 +48,7 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0
         decoding: requests whose rows are staged when the prompt comes.
     """
     parts, device = SaveParts(LAYOUT, slots=64, rows=staged_passes * ROWS), Device()
-    tap = Tap(parts.ring, parts.assembler.publish, parts.counters, device)  # type: ignore[arg-type]
+    capture = parts.capture(device=device)  # type: ignore[arg-type]
     before = parts.ring.reserve(decoding) if decoding else None
     parts.assembler.publish(RequestBegins("a", NAMESPACE, array("q")))
     tokens = list(range(passes * ROWS))
@@ -65,10 +64,10 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0
         if number >= 3:  # what ended a whole pass ago has been copied meanwhile
             wait_until_assembled(number - 3)
         part = slice(number * ROWS, (number + 1) * ROWS)
-        tap.begin_pass(torch.tensor(tokens[part]))
+        capture.begin(torch.tensor(tokens[part]), torch.tensor(tokens[part]))
         for layer in range(2):
-            tap.layer(layer, rows[part])
-        tap.end_pass([RequestRows("a", part.start, 0, ROWS)])
+            capture.on_layer(layer, rows[part])
+        capture.end([RequestRows("a", part.start, 0, ROWS)], is_replayed=False)
         if before is not None:
             parts.ring.release(before)
         if number >= 2:  # the last but one has just ended: that is why this one was begun
