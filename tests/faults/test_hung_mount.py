@@ -15,7 +15,7 @@ from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
-from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
+from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk
 
 _MNT_DETACH = 2
 
@@ -50,10 +50,10 @@ def test_a_start_waits_for_no_disk(
     config = HCacheConfig.from_settings(given)
     tier_arguments._look_ahead(config, 1)  # it may answer when the model is loaded
     with pytest.raises(StoreIOError, match=r"cannot use .* \(--hcache-dirs\): no answer within 0.2 s"):
-        _open_disk(config, 64, Counters(), Alone())
+        open_disk(config, 64, Counters(), Alone())
     config = HCacheConfig.from_settings({**given, "disk_at_start": "optional"})
     with caplog.at_level(logging.WARNING):
-        store, left_out = _open_disk(config, 64, Counters(), Alone())
+        store, left_out = open_disk(config, 64, Counters(), Alone())
     assert store is None
     assert left_out is not None
     assert "runs without it, and tries again" in caplog.text

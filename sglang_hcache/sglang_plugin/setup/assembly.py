@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from sglang_hcache.core.config import DiskAtStart, HCacheConfig, RestoreWhen
-from sglang_hcache.core.errors import ConfigError, StoreError
+from sglang_hcache.core.config import HCacheConfig, RestoreWhen
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.core.units import format_bytes, format_duration
 from sglang_hcache.device.row_writers import load_row_writer
 from sglang_hcache.plan.profile import Profile
-from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run, store_config
+from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
-from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver
 from sglang_hcache.sglang_plugin.setup import selfcheck
+from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk, open_late
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile, noted_mix
+from sglang_hcache.sglang_plugin.setup.planning import choose_stored, find_profile
+from sglang_hcache.sglang_plugin.setup.start_lines import log_model, log_tiers, prediction_text
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
@@ -64,92 +62,117 @@ def assemble(
         SelfCheckError: what is restored is not what the model wrote.
         StoreError: the disk tier cannot be opened, and the server shall not start without.
     """
-    labels = device.scheduler.metric_labels()
-    counters = Counters(MetricsObserver(labels) if labels is not None else None)
-    restorer, asked = restorer_of(model, device), config
-    config = _without_hidden_states(config, model)
-    check = _check(config, model, restorer, device)
-    if check is not None:
-        restorer = check.restorer
-        if restorer.projector is None:
-            config = config.without_hidden_states()
-    with ExitStack() as undo:
-        disk, left_out = _open_disk(config, model.shape.hidden_size, counters, model.ranks)
-        if disk is not None:
-            undo.callback(disk.close)
-        if left_out is not None:
-            config = config.model_copy(update={"dirs": ()})
-        profile = _profile(config, model, device, restorer, disk, machine(config.dirs))
+    return _Assembly(config, model, device).run(machine)
+
+
+class _Assembly:
+    """What the steps of :func:`assemble` share."""
+
+    def __init__(self, config: HCacheConfig, model: ServedModel, device: Device) -> None:
+        self._asked = config
+        self._config = _without_hidden_states(config, model)
+        """What was asked for, without what turned out not to work."""
+        self._model = model
+        self._device = device
+        self._labels = device.scheduler.metric_labels()
+        self._counters = Counters(MetricsObserver(self._labels) if self._labels is not None else None)
+        self._restorer = restorer_of(model, device)
+        self._check: selfcheck.SelfCheckResult | None = None
+        self._disk: DiskStore | None = None
+        self._left_out: StoreStats | None = None
+        """What to tell of the disk tier that this server does without."""
+
+    def run(self, machine: Callable[[Sequence[Path]], str]) -> Bridge:
+        """Once. Raises as :func:`assemble`."""
+        self._run_check()
+        self._open_disk()
+        try:
+            return self._build(machine)
+        except BaseException:
+            if self._disk is not None:
+                self._disk.close()
+            raise
+
+    def _run_check(self) -> None:
+        methods = _TRIED[self._config.method]
+        if not methods:
+            return
+        model, device = self._model, self._device
+        projectors = dict(model.projectors())
+        self._check = selfcheck.run(model, self._restorer, projectors, device.pool, device.forward, methods)
+        self._restorer = self._check.restorer
+        if self._restorer.projector is None:
+            self._config = self._config.without_hidden_states()
+
+    def _open_disk(self) -> None:
+        model = self._model
+        self._disk, self._left_out = open_disk(
+            self._config, model.shape.hidden_size, self._counters, model.ranks
+        )
+        if self._left_out is not None:
+            self._config = self._config.model_copy(update={"dirs": ()})
+
+    def _build(self, machine: Callable[[Sequence[Path]], str]) -> Bridge:
+        config, model, device = self._config, self._model, self._device
+        restorer, counters, labels = self._restorer, self._counters, self._labels
+        profile = self._profile(machine(config.dirs))
         weights = model.weights()
-        stored = choose_stored(config, profile, model.shape, disk, weights)
+        stored = choose_stored(config, profile, model.shape, self._disk, weights)
         layout = model.layout(stored)
-        budget = _budget(config, layout, device, model.context_length)
-        open_late = None
-        if left_out is not None:
-            open_late = partial(_open_late, asked, model.shape.hidden_size, counters, stored, weights)
-        tiers = _tiers(config, layout, budget, disk, left_out, open_late, counters, device)
-        gate = None
-        if profile is not None and _predicts(config) and model.ranks.rank == 0:
-            may_recompute = config.method in _MIXED and check is not None and check.may_recompute
-            block_tokens = CHUNK_TOKENS * budget.block_chunks
-            pass_tokens = device.largest_pass if device.cuts_prompts else math.inf
-            gate = RestoreGate(
-                profile, stored, block_tokens, may_recompute=may_recompute, pass_tokens=pass_tokens
-            )
+        budget = budget_of(config, layout, device, model.context_length)
+        tiers = self._tiers(layout, budget, weights)
+        gate = None if profile is None else self._gate(profile, stored, budget.block_chunks)
         namespace = model.namespace(layout, weights)
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
-        undo.pop_all()
-    _log_model(asked, model, stored, check)
-    if config.method is not PlanKind.RECOMPUTE:
-        _log_tiers(config, tiers, budget)
-    logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
-    if gate is not None:
-        logger.info("hcache: %s", prediction_text(gate, model.context_length))
-    return bridge
+        log_model(self._asked, model, stored, self._check)
+        if config.method is not PlanKind.RECOMPUTE:
+            log_tiers(config, tiers, budget)
+        logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
+        if gate is not None:
+            logger.info("hcache: %s", prediction_text(gate, model.context_length))
+        return bridge
 
+    def _profile(self, machine: str) -> Profile | None:
+        config, model, device, restorer = self._config, self._model, self._device, self._restorer
+        if not _predicts(config) and config.save_profile is None:
+            return None
+        longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
+        bench = Bench(
+            model, restorer, device.forward, self._disk, longest, config.measure_s, config.run_chunks, machine
+        )
+        return find_profile(config, bench)
 
-def _open_disk(
-    config: HCacheConfig, hidden_size: int, counters: Counters, ranks: Ranks
-) -> tuple[DiskStore | None, StoreStats | None]:
-    """The disk tier, or what to tell of the one that this server does without."""
-    settings = store_config(config, hidden_size)
-    if settings is None or config.method is PlanKind.RECOMPUTE:
-        return None, None
-    disk, why_not = None, None
-    try:
-        disk = DiskStore.open(settings, counters)
-    except StoreError as error:
-        is_to_be_measured = config.save_profile is not None
-        if config.disk_at_start is DiskAtStart.REQUIRED or is_to_be_measured:
-            raise
-        why_not = str(error)
-    (all_are_open,) = ranks.least(disk is not None)
-    if all_are_open:
-        return disk, None
-    if disk is not None:
-        disk.close()
-    why_not = why_not or "that of another rank cannot be opened"
-    logger.warning(
-        "hcache: the disk tier cannot be opened; this server runs without it, and tries again every minute "
-        "(--hcache-disk-at-start optional): %s", why_not,
-    )  # fmt: skip
-    return None, StoreStats.not_opened(settings, why_not)
+    def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:
+        config, device, disk, left_out = self._config, self._device, self._disk, self._left_out
+        memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
+        may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
+        group_slots = _GROUP_SLOTS if may_group else 1
+        host = HostTier(memory, layout, self._counters, keep_dirty=disk is not None, group_slots=group_slots)
+        stats = left_out if disk is None else disk.stats()
+        hidden_size = self._model.shape.hidden_size
+        late = partial(open_late, self._asked, hidden_size, self._counters, layout.methods, weights)
+        return TieredStore(
+            host,
+            disk,
+            self._counters,
+            write_policy=config.write_policy,
+            run_chunks=config.run_chunks if stats is None else longest_run(config, layout, stats.cap_bytes),
+            piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
+            left_out=left_out,
+            open_late=None if left_out is None else late,
+        )
 
-
-def _open_late(
-    config: HCacheConfig, hidden_size: int, counters: Counters, stored: Sequence[Method], weights: bytes
-) -> DiskStore:
-    """The disk tier, later than at start. Raises StoreError."""
-    settings = store_config(config, hidden_size)
-    assert settings is not None
-    disk = DiskStore.open(settings, counters)
-    noted = noted_mix(disk, weights, len(stored))
-    if config.method is PlanKind.AUTO and noted not in (None, tuple(stored)):
-        logger.warning(
-            "hcache: what is on disk is stored by another mix (%s), chosen when the disk was there: it serves again at "
-            "the next start", describe(noted or ()),
-        )  # fmt: skip
-    return disk
+    def _gate(self, profile: Profile, stored: Sequence[Method], block_chunks: int) -> RestoreGate | None:
+        config, device, check = self._config, self._device, self._check
+        if not _predicts(config) or self._model.ranks.rank != 0:
+            return None
+        return RestoreGate(
+            profile,
+            stored,
+            CHUNK_TOKENS * block_chunks,
+            may_recompute=config.method in _MIXED and check is not None and check.may_recompute,
+            pass_tokens=device.largest_pass if device.cuts_prompts else math.inf,
+        )
 
 
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
@@ -175,34 +198,7 @@ def _predicts(config: HCacheConfig) -> bool:
     return config.method in _MIXED or config.restore is RestoreWhen.FASTER
 
 
-def _check(
-    config: HCacheConfig, model: ServedModel, restorer: LayerRestorer, device: Device
-) -> selfcheck.SelfCheckResult | None:
-    methods = _TRIED[config.method]
-    if not methods:
-        return None
-    projectors = dict(model.projectors())
-    return selfcheck.run(model, restorer, projectors, device.pool, device.forward, methods)
-
-
-def _profile(
-    config: HCacheConfig,
-    model: ServedModel,
-    device: Device,
-    restorer: LayerRestorer,
-    disk: DiskStore | None,
-    machine: str,
-) -> Profile | None:
-    if not _predicts(config) and config.save_profile is None:
-        return None
-    longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
-    bench = Bench(
-        model, restorer, device.forward, disk, longest, config.measure_s, config.run_chunks, machine
-    )
-    return find_profile(config, bench)
-
-
-def _budget(config: HCacheConfig, layout: StateLayout, device: Device, context_length: int) -> HostBudget:
+def budget_of(config: HCacheConfig, layout: StateLayout, device: Device, context_length: int) -> HostBudget:
     if config.method is PlanKind.RECOMPUTE:
         return HostBudget.least()
     largest_pass, staged_passes = device.largest_pass, device.staged_passes
@@ -223,104 +219,3 @@ def _budget(config: HCacheConfig, layout: StateLayout, device: Device, context_l
             "saved; %s", budget.ring_rows, staged_passes, largest_pass, remedy,
         )  # fmt: skip
     return budget
-
-
-def _tiers(
-    config: HCacheConfig,
-    layout: StateLayout,
-    budget: HostBudget,
-    disk: DiskStore | None,
-    left_out: StoreStats | None,
-    open_late: Callable[[], DiskStore] | None,
-    counters: Counters,
-    device: Device,
-) -> TieredStore:
-    memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
-    may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
-    group_slots = _GROUP_SLOTS if may_group else 1
-    host = HostTier(memory, layout, counters, keep_dirty=disk is not None, group_slots=group_slots)
-    stats = left_out if disk is None else disk.stats()
-    run_chunks = config.run_chunks if stats is None else longest_run(config, layout, stats.cap_bytes)
-    return TieredStore(
-        host,
-        disk,
-        counters,
-        write_policy=config.write_policy,
-        run_chunks=run_chunks,
-        piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
-        left_out=left_out,
-        open_late=open_late,
-    )
-
-
-def _log_model(
-    config: HCacheConfig,
-    model: ServedModel,
-    stored: Sequence[Method],
-    check: selfcheck.SelfCheckResult | None,
-) -> None:
-    shape = model.shape
-    sizes = (
-        format_bytes(shape.num_layers * shape.hidden_row_bytes),
-        format_bytes(shape.num_layers * shape.kv_row_bytes),
-    )
-    if check is None:
-        logger.info(
-            "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method recompute: nothing is "
-            "stored or restored", model.architecture, shape.num_layers, *sizes,
-        )  # fmt: skip
-        return
-    if check.why_not_hidden is not None:
-        logger.warning("hcache: hidden states are not used: %s", check.why_not_hidden)
-    logger.info(
-        "hcache: %s, %d layers; hidden states %s a token, K and V %s a token; method %s%s; "
-        "self-check error %.2g (tolerance %.2g)%s%s",
-        model.architecture, shape.num_layers, *sizes, describe(stored),
-        "" if config.method in (PlanKind.HIDDEN, PlanKind.KV) else f" ({config.method})",
-        check.error, check.tolerance,
-        "" if check.projector is None else f"; projector {check.projector}",
-        "" if check.may_recompute or config.method in (PlanKind.HIDDEN, PlanKind.KV)
-        else "; the first layers are not recomputed",
-    )  # fmt: skip
-    if config.method is PlanKind.HIDDEN and shape.hidden_row_bytes > shape.kv_row_bytes:
-        logger.warning(
-            "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
-            "attention); --hcache-method auto stores K and V", shape.hidden_row_bytes / shape.kv_row_bytes,
-        )  # fmt: skip
-
-
-def _log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> None:
-    disk = "no disk tier (give --hcache-dirs for one)"
-    stats = tiers.disk_stats
-    if stats is not None and tiers.disk is None:
-        disk = "no disk tier (it cannot be opened yet)"
-    elif stats is not None:
-        disk = f"disk tier {format_bytes(stats.cap_bytes)} with {stats.chunks} chunks in it"
-        budget_bytes = config.disk_write_budget
-        disk += (
-            ", no write budget"
-            if budget_bytes is None
-            else f", {format_bytes(budget_bytes)} written a day at most"
-        )
-        if config.disk_max_age is not None:
-            disk += f", each kept for {format_duration(config.disk_max_age)} at most"
-    logger.info(
-        "hcache: host tier %s for %d tokens, staging for %d; %s; %s",
-        format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, budget.ring_rows, disk,
-        config.write_policy,
-    )  # fmt: skip
-
-
-def prediction_text(gate: RestoreGate, longest: int) -> str:
-    """What is predicted on an idle server, and from which length on restores pay, of up to ``longest`` tokens."""
-    tier = planned_tier(gate.profile)
-    decision = gate.decide({tier: PLANNED_TOKENS}, 0)
-    recomputed = f" (first {decision.num_recompute} layers recomputed)" if decision.num_recompute else ""
-    lengths = {tier: gate.pays_from(tier, longest) for tier in gate.profile.tiers}
-    pays = [
-        f"from {least:,} tokens ({tier})" if least else f"never ({tier})" for tier, least in lengths.items()
-    ]
-    return (
-        f"predicted for {PLANNED_TOKENS:,} tokens from {tier}: restore {1e3 * decision.restore_s:.1f} ms{recomputed}, "
-        f"recompute {1e3 * decision.recompute_s:.1f} ms; restores pay {', '.join(pays)}"
-    )

@@ -12,7 +12,7 @@ from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.restore.gate import IDLE, LOADED, Decision, Load, RestoreGate
-from sglang_hcache.sglang_plugin.setup.assembly import prediction_text
+from sglang_hcache.sglang_plugin.setup.start_lines import prediction_text
 
 LAYERS = 10
 SHAPE = ModelShape(

@@ -20,7 +20,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     staged_passes_of,
     store_config,
 )
-from sglang_hcache.sglang_plugin.setup.assembly import _budget
+from sglang_hcache.sglang_plugin.setup.assembly import budget_of
 from sglang_hcache.store import StoreConfig
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
@@ -101,7 +101,7 @@ def test_a_gpu_begins_a_pass_before_the_last_one_has_ended(
 def test_the_log_says_where_staging_is_too_small(
     largest_pass: int, passes: int, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, device(largest_pass, passes), 8192)
+    budget_of(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, device(largest_pass, passes), 8192)
     assert [warning in message for message in caplog.messages if warning] == [True] * (warning is not None)
     assert bool(caplog.messages) is (warning is not None)
 
@@ -115,7 +115,7 @@ def test_a_pass_may_have_a_whole_prompt_where_none_is_cut(
 ) -> None:
     """``--chunked-prefill-size -1``: SGLang takes the first prompt, whatever ``--max-prefill-tokens`` says."""
     whole = device(1500, 2, cuts_prompts=False, pool=pool)
-    _budget(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, whole, context_length)
+    budget_of(HCacheConfig.from_settings({"host_size": "4GB"}), LAYOUT, whole, context_length)
     if not most:
         assert not caplog.messages
         return

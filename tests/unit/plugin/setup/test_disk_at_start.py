@@ -14,7 +14,7 @@ from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError,
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
-from sglang_hcache.sglang_plugin.setup.assembly import _open_disk
+from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.volumes.directory import StoreDirectory
 
@@ -25,15 +25,15 @@ def settings(folder: Path, **more: object) -> HCacheConfig:
     return HCacheConfig.from_settings({"dirs": dirs, "io_engine": "posix", **sizes, **more})
 
 
-def open_disk(config: HCacheConfig) -> DiskStore:
-    store, left_out = _open_disk(config, 64, Counters(), Alone())
+def opened(config: HCacheConfig) -> DiskStore:
+    store, left_out = open_disk(config, 64, Counters(), Alone())
     assert store is not None
     assert left_out is None
     return store
 
 
 def of_another_format(folder: Path) -> None:
-    open_disk(settings(folder)).close()
+    opened(settings(folder)).close()
     for path in folder.glob("*/superblock.json"):
         path.write_bytes(path.read_bytes().replace(b'"format_version": ', b'"format_version": 9'))
 
@@ -56,11 +56,11 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
     with pytest.raises(ConfigError):
         tier_arguments._look_ahead(settings(tmp_path), 1)
     with pytest.raises(StoreFormatError):
-        _open_disk(settings(tmp_path), 64, Counters(), Alone())
+        open_disk(settings(tmp_path), 64, Counters(), Alone())
     config = settings(tmp_path, disk_at_start="optional")
     with caplog.at_level(logging.WARNING):
         tier_arguments._look_ahead(config, 1)
-        store, left_out = _open_disk(config, 64, Counters(), Alone())
+        store, left_out = open_disk(config, 64, Counters(), Alone())
     assert store is None
     assert left_out is not None
     assert [(item.path, item.condition) for item in left_out.directories] == [
@@ -74,16 +74,16 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded_and_ends_the_start_or_
 
 
 def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    holder = open_disk(settings(tmp_path))
+    holder = opened(settings(tmp_path))
     config = settings(tmp_path, disk_at_start="optional")
     tier_arguments._look_ahead(config, 1)
     assert "if it still is when the model is loaded, this server runs without its disk tier" in caplog.text
-    assert _open_disk(config, 64, Counters(), Alone())[0] is None
+    assert open_disk(config, 64, Counters(), Alone())[0] is None
     for strict in (settings(tmp_path), settings(tmp_path, disk_at_start="optional", save_profile="/x.json")):
         with pytest.raises(StoreLockedError):
-            _open_disk(strict, 64, Counters(), Alone())
+            open_disk(strict, 64, Counters(), Alone())
     holder.close()
-    open_disk(config).close()
+    opened(config).close()
 
 
 def gone(_: object) -> None:
@@ -107,14 +107,14 @@ def test_disks_that_fail_while_the_tier_is_opened(
 ) -> None:
     """Wherever it happens, the error is one that the start knows."""
     if is_known:
-        open_disk(settings(tmp_path)).close()
+        opened(settings(tmp_path)).close()
     monkeypatch.setattr(StoreDirectory, method, fails)
     config = settings(tmp_path, disk_at_start="optional")
-    store, left_out = _open_disk(config, 64, Counters(), Alone())
+    store, left_out = open_disk(config, 64, Counters(), Alone())
     if store is None:
         assert left_out is not None
         with pytest.raises(StoreError):
-            _open_disk(settings(tmp_path), 64, Counters(), Alone())
+            open_disk(settings(tmp_path), 64, Counters(), Alone())
     else:
         store.close()
         assert is_known, method
@@ -124,7 +124,7 @@ def test_wrong_values_are_refused_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hcache-disk-free-floor"):
         tier_arguments._look_ahead(settings(tmp_path, disk_at_start="optional", disk_free_floor="9999TB"), 1)
     with pytest.raises(ConfigError, match="--hcache-disk-size"):
-        _open_disk(
+        open_disk(
             settings(tmp_path, disk_at_start="optional", disk_size="4MB", segment_size="1MiB"), 64, Counters()
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
-from sglang_hcache.sglang_plugin.setup.assembly import _log_tiers
+from sglang_hcache.sglang_plugin.setup.start_lines import log_tiers
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_the_write_budget_of_a_disk_tier(
         host=SimpleNamespace(num_slots=9),
     )
     with caplog.at_level(logging.INFO):
-        _log_tiers(HCacheConfig.from_settings(settings), tiers, HostBudget.least())
+        log_tiers(HCacheConfig.from_settings(settings), tiers, HostBudget.least())
     assert said in caplog.text

@@ -1,0 +1,61 @@
+"""The disk tier when the server starts, or later where it could not be opened then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sglang_hcache.core.config import DiskAtStart, HCacheConfig
+from sglang_hcache.core.errors import StoreError
+from sglang_hcache.core.layout import Method, PlanKind
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.sglang_plugin.seam.budget import store_config
+from sglang_hcache.sglang_plugin.seam.ranks import Ranks
+from sglang_hcache.sglang_plugin.setup.planning import describe, noted_mix
+from sglang_hcache.store import DiskStore, StoreStats
+
+logger = logging.getLogger(__name__)
+
+
+def open_disk(
+    config: HCacheConfig, hidden_size: int, counters: Counters, ranks: Ranks
+) -> tuple[DiskStore | None, StoreStats | None]:
+    """The disk tier, or what to tell of the one that this server does without."""
+    settings = store_config(config, hidden_size)
+    if settings is None or config.method is PlanKind.RECOMPUTE:
+        return None, None
+    disk, why_not = None, None
+    try:
+        disk = DiskStore.open(settings, counters)
+    except StoreError as error:
+        is_to_be_measured = config.save_profile is not None
+        if config.disk_at_start is DiskAtStart.REQUIRED or is_to_be_measured:
+            raise
+        why_not = str(error)
+    (all_are_open,) = ranks.least(disk is not None)
+    if all_are_open:
+        return disk, None
+    if disk is not None:
+        disk.close()
+    why_not = why_not or "that of another rank cannot be opened"
+    logger.warning(
+        "hcache: the disk tier cannot be opened; this server runs without it, and tries again every minute "
+        "(--hcache-disk-at-start optional): %s", why_not,
+    )  # fmt: skip
+    return None, StoreStats.not_opened(settings, why_not)
+
+
+def open_late(
+    config: HCacheConfig, hidden_size: int, counters: Counters, stored: Sequence[Method], weights: bytes
+) -> DiskStore:
+    """The disk tier, later than at start. Raises StoreError."""
+    settings = store_config(config, hidden_size)
+    assert settings is not None
+    disk = DiskStore.open(settings, counters)
+    noted = noted_mix(disk, weights, len(stored))
+    if config.method is PlanKind.AUTO and noted not in (None, tuple(stored)):
+        logger.warning(
+            "hcache: what is on disk is stored by another mix (%s), chosen when the disk was there: it serves again at "
+            "the next start", describe(noted or ()),
+        )  # fmt: skip
+    return disk
