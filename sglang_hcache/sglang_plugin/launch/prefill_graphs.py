@@ -53,8 +53,8 @@ def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int) -> None:
         prefill.backend = "disabled"
 
 
-def told(most_tokens: int) -> str:
-    """For the log.
+def log_line(most_tokens: int) -> str:
+    """What CUDA graphs do for prefill.
 
     Args:
         most_tokens: of the longest prefill that a graph runs; 0: none does.

@@ -33,17 +33,17 @@ class Ranks(Protocol):
     """Of this process, from 0 on."""
     size: int
 
-    def least(self, *values: float) -> tuple[float, ...]:
+    def minimum(self, *values: float) -> tuple[float, ...]:
         """Element-wise minimum over ranks (AND for booleans)."""
 
-    def first(self, value: _Value) -> _Value:
+    def from_first(self, value: _Value) -> _Value:
         """The value of rank 0; those of the others do not matter."""
 
     def all_of(self, value: _Value) -> list[_Value]:
         """The value of each rank, in order."""
 
-    def meet(self, **state: float) -> None:
-        """Set the clock.
+    def sync(self, **state: float) -> None:
+        """Set the clock by that of rank 0.
 
         Args:
             state: names and numbers that should be the same on all.
@@ -53,7 +53,7 @@ class Ranks(Protocol):
         """
 
     def now(self) -> float:
-        """Seconds by a clock that shows the same on all ranks; between two meetings of several it stands still."""
+        """Seconds by a clock that shows the same on all ranks; that of several stands still until :meth:`sync`."""
 
 
 class Alone:
@@ -61,16 +61,16 @@ class Alone:
 
     rank, size = 0, 1
 
-    def least(self, *values: float) -> tuple[float, ...]:
+    def minimum(self, *values: float) -> tuple[float, ...]:
         return values
 
-    def first(self, value: _Value) -> _Value:
+    def from_first(self, value: _Value) -> _Value:
         return value
 
     def all_of(self, value: _Value) -> list[_Value]:
         return [value]
 
-    def meet(self, **state: float) -> None: ...
+    def sync(self, **state: float) -> None: ...
 
     def now(self) -> float:
         return time.monotonic()
@@ -90,16 +90,16 @@ class Together:
         self.size = distributed.get_world_size(group)
         self._root = distributed.get_global_rank(group, 0)
         self._now = 0.0
-        self.meet()
+        self.sync()
 
-    def least(self, *values: float) -> tuple[float, ...]:
+    def minimum(self, *values: float) -> tuple[float, ...]:
         if not values:
             return ()
         found = torch.tensor(values, dtype=torch.float64)
         distributed.all_reduce(found, distributed.ReduceOp.MIN, group=self._group)
         return tuple(found.tolist())
 
-    def first(self, value: _Value) -> _Value:
+    def from_first(self, value: _Value) -> _Value:
         message = [value]
         distributed.broadcast_object_list(message, self._root, group=self._group)
         return message[0]
@@ -109,7 +109,7 @@ class Together:
         distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def meet(self, **state: float) -> None:
+    def sync(self, **state: float) -> None:
         told = torch.tensor([time.monotonic(), *state.values()], dtype=torch.float64)
         distributed.broadcast(told, self._root, group=self._group)
         self._now, *numbers = told.tolist()

@@ -72,7 +72,7 @@ class Launcher:
     def find(self, prompts: Sequence[Sequence[ChunkKey]], *, in_memory: bool) -> list[int]:
         """How many chunks of each are in some tier, or ``in_memory``, from the first one on. Looks into memory only."""
         found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
-        return [int(count) for count in self._ranks.least(*found)]
+        return [int(count) for count in self._ranks.minimum(*found)]
 
     def looked_up(self, ticket: Ticket, *, is_hit: bool) -> None:
         """Count a request that looked for the chunk behind those on the device."""
@@ -92,8 +92,8 @@ class Launcher:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
         (:meth:`RestoreGate.pays`), and can be done in time.
         """
-        (on_host,) = self._ranks.least(self._tiers.sources(keys)[HOST])  # the slowest counts
-        return self._ranks.first(self._decide(len(keys), int(on_host), start, behind_s))
+        (on_host,) = self._ranks.minimum(self._tiers.sources(keys)[HOST])  # the slowest counts
+        return self._ranks.from_first(self._decide(len(keys), int(on_host), start, behind_s))
 
     def _decide(self, num_chunks: int, on_host: int, start: int, behind_s: float) -> Verdict:
         if self._gate is None:
@@ -110,7 +110,7 @@ class Launcher:
         """Whether ``num_tokens`` from position ``start`` on are there sooner by a restore of somebody else, which takes
         ``left_s`` more, than by computing them. Where nobody can tell, they are.
         """
-        return self._ranks.first(self._gate is None or left_s < self.prefill_s(num_tokens, start))
+        return self._ranks.from_first(self._gate is None or left_s < self.prefill_s(num_tokens, start))
 
     def may_overtake(self, left_s: float) -> float:
         """How many tokens may be computed before a request whose restore has ``left_s`` to go.
@@ -120,7 +120,7 @@ class Launcher:
         pass_tokens = self._device.largest_pass
         pass_s = self.prefill_s(pass_tokens, 0)
         most = pass_tokens * max(1.0, 2 * left_s / pass_s) if pass_s else math.inf
-        return self._ranks.first(most)
+        return self._ranks.from_first(most)
 
     def keep_pace(self, waiting: Waiting) -> None:
         """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
@@ -179,7 +179,7 @@ class Launcher:
         only busy.
         """
         is_slow = restore.is_late and self._had_its_pace(restore) and DISK in restore.job.sources
-        all_quick, slowest_s = self._ranks.least(not is_slow, -restore.seconds)
+        all_quick, slowest_s = self._ranks.minimum(not is_slow, -restore.seconds)
         restore.slowest_s = -slowest_s
         return not all_quick
 
@@ -289,7 +289,7 @@ class Launcher:
             leases = self._lease_here(keys, promote=promote)
         except (TierMissError, StoreError) as error:
             gone = error
-        (all_hold,) = self._ranks.least(gone is None)
+        (all_hold,) = self._ranks.minimum(gone is None)
         if not all_hold:
             for lease in leases:
                 lease.close()

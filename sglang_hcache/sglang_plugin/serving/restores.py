@@ -93,7 +93,7 @@ class RestoreCoordinator:
         self.drop(prompt.rid)
         if not keys:
             return
-        self._ranks.meet()
+        self._ranks.sync()
         ticket = Ticket(prompt, keys, self._ranks.now, self._observer)
         self.waiting.add(ticket)
         self._starter.look_up(ticket)
@@ -201,7 +201,7 @@ class RestoreCoordinator:
         if not self.waiting and not self.running:
             return
         device = {"evictions": self._tree.evictions, "room": self._tree.room()}
-        self._ranks.meet(waiting=len(self.waiting), restoring=self.running.tokens, **device)
+        self._ranks.sync(waiting=len(self.waiting), restoring=self.running.tokens, **device)
         self._launcher.give_up_late(self.running)
         self.reap()
         for rid in self.waiting.gone():
@@ -237,14 +237,14 @@ class RestoreCoordinator:
 
     def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
         """Wait until none of ``restores`` runs; False if they take longer."""
-        self._ranks.meet()
+        self._ranks.sync()
         deadline = self._ranks.now() + limit_s
         while (
             left := any(restore in self.running for restore in restores)
         ) and self._ranks.now() <= deadline:
             self.running.wait()
             self.reap()
-            self._ranks.meet()
+            self._ranks.sync()
         return not left
 
     def _insert(self, ticket: Ticket, restore: Restore) -> None:

@@ -94,7 +94,7 @@ class Running:
         over = [restore.is_over for restore in restores]
         # Asked after the other: of one that is over it is final.
         well = [not _has_failed(restore) for restore in restores]
-        agreed = self._ranks.least(*over, *well)
+        agreed = self._ranks.minimum(*over, *well)
         ended = []
         for restore, is_well, all_over, all_well in zip(
             restores, well, agreed[: len(over)], agreed[len(over) :], strict=True

@@ -32,7 +32,7 @@ def open_disk(
         if config.disk_at_start is DiskAtStart.REQUIRED or is_to_be_measured:
             raise
         why_not = str(error)
-    (all_are_open,) = ranks.least(disk is not None)
+    (all_are_open,) = ranks.minimum(disk is not None)
     if all_are_open:
         return disk, None
     if disk is not None:

@@ -163,11 +163,11 @@ class Bench:
         slots = self.forward.allocate(len(tokens))
         seconds = self.forward.extend(tokens, slots[: len(tokens)], start, self.model.shape.num_layers)
         self.forward.release(slots)
-        return self.model.ranks.first(seconds)
+        return self.model.ranks.from_first(seconds)
 
     def _common_clock(self) -> float:
         """Seconds, the same on all ranks: they compute together, so they stop together."""
-        self.model.ranks.meet()
+        self.model.ranks.sync()
         return self.model.ranks.now()
 
     @torch.inference_mode()

@@ -46,7 +46,7 @@ def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
     if config.profile is not None:
         return _named(config.profile, bench)
     ranks = bench.model.ranks
-    found = ranks.first(_saved_one(bench) if ranks.rank == 0 else None)
+    found = ranks.from_first(_saved_one(bench) if ranks.rank == 0 else None)
     if found is not None:
         return found
     if bench.is_possible:

@@ -14,7 +14,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
 from sglang_hcache.sglang_plugin.launch import tier_arguments
-from sglang_hcache.sglang_plugin.launch.prefill_graphs import SIZES, limit_sizes, told
+from sglang_hcache.sglang_plugin.launch.prefill_graphs import SIZES, limit_sizes, log_line
 
 
 def _mapped(device: str | None, **given: object) -> argparse.Namespace:
@@ -146,5 +146,5 @@ def test_the_log_says_what_sglang_has_recorded() -> None:
     graphs.max_num_tokens = 1024
     for recorded, most in ((graphs, 1024), (EagerRunner.__new__(EagerRunner), 0), (None, 0)):
         assert runner.longest_replayed_prefill(SimpleNamespace(prefill_cuda_graph_runner=recorded)) == most
-    assert "up to 1,024 tokens" in told(1024)
-    assert "are off" in told(0)
+    assert "up to 1,024 tokens" in log_line(1024)
+    assert "are off" in log_line(0)

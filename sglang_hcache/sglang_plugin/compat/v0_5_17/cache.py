@@ -30,7 +30,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_lif
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
 from sglang_hcache.sglang_plugin.launch.flags import config_of
-from sglang_hcache.sglang_plugin.launch.prefill_graphs import told
+from sglang_hcache.sglang_plugin.launch.prefill_graphs import log_line
 from sglang_hcache.sglang_plugin.seam.budget import cuts_prompts, largest_pass_of, staged_passes_of
 from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of
 from sglang_hcache.sglang_plugin.seam.protocols import (
@@ -136,7 +136,7 @@ class HCacheRadixCache(RadixCache):
         machine = partial(machine_name, device_is, ", ".join(filter(None, computes_by)))
         self._bridge = assemble(config, model, device, machine)
         if not device.is_cpu:
-            logger.info(told(longest_replayed_prefill(self._runner)))
+            logger.info(log_line(longest_replayed_prefill(self._runner)))
         self._runner.hcache_bridge = self._bridge  # where the hook on ModelRunner.forward finds it
         self.token_to_kv_pool_host = HostTierView(self._bridge)
 

@@ -51,7 +51,7 @@ class _Call:
 
 def _agreed(outcome: bool | None, ranks: Ranks) -> bool | None:
     """What all ranks answer: that it is for good only if it is so on each of them."""
-    (worst,) = ranks.least(_OUTCOMES.index(outcome))
+    (worst,) = ranks.minimum(_OUTCOMES.index(outcome))
     return _OUTCOMES[int(worst)]
 
 

@@ -22,17 +22,17 @@ def serve(rank: int, meeting_place: Path, answers: Any) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=SIZE)
     ranks = Together(distributed.new_group(list(range(SIZE)), backend="gloo"))
     told: list[Any] = [(ranks.rank, ranks.size)]
-    told.append(ranks.least(3 - rank, rank, True, rank == 0))
-    told.append(ranks.least())
-    told.append(ranks.first({"of": rank}))
+    told.append(ranks.minimum(3 - rank, rank, True, rank == 0))
+    told.append(ranks.minimum())
+    told.append(ranks.from_first({"of": rank}))
     told.append(ranks.all_of(bytes([rank])))
     time.sleep(0.05 * (1 - rank))
     before = time.monotonic()
-    ranks.meet(one=1, other=2.5)
+    ranks.sync(one=1, other=2.5)
     told.append(ranks.now())
     told.append(ranks.now() == told[-1] and (rank == 1 or ranks.now() >= before))
     try:
-        ranks.meet(seven=7, rank=rank)
+        ranks.sync(seven=7, rank=rank)
         told.append(None)
     except RanksDifferError as error:
         told.append(str(error))
@@ -73,10 +73,10 @@ def test_processes_agree(tmp_path: Path) -> None:
 def test_one_alone_finds_what_it_finds() -> None:
     alone, before = Alone(), time.monotonic()
     assert (alone.rank, alone.size) == (0, 1)
-    assert alone.least(3, False) == (3, False)
-    assert alone.first("a") == "a"
+    assert alone.minimum(3, False) == (3, False)
+    assert alone.from_first("a") == "a"
     assert alone.all_of("a") == ["a"]
-    alone.meet(number=1)
+    alone.sync(number=1)
     assert before <= alone.now() <= time.monotonic()
 
 

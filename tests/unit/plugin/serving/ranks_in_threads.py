@@ -40,26 +40,26 @@ class ThreadRank:
     def __init__(self, rank: int, table: _Table) -> None:
         self.rank, self.size, self._table = rank, table.size, table
         self._now = 0.0
-        self.meetings = 0
+        self.num_asked = 0
         """How often it has asked the others."""
 
     def _ask(self, question: str, value: Any) -> list[Any]:
-        self.meetings += 1
+        self.num_asked += 1
         return self._table.exchange(self.rank, question, value)
 
-    def least(self, *values: float) -> tuple[float, ...]:
+    def minimum(self, *values: float) -> tuple[float, ...]:
         if not values:
             return ()
-        return tuple(min(column) for column in zip(*self._ask("least", values), strict=True))
+        return tuple(min(column) for column in zip(*self._ask("minimum", values), strict=True))
 
-    def first(self, value: Any) -> Any:
-        return self._ask("first", value)[0]
+    def from_first(self, value: Any) -> Any:
+        return self._ask("from_first", value)[0]
 
     def all_of(self, value: Any) -> list[Any]:
         return self._ask("all", value)
 
-    def meet(self, **state: float) -> None:
-        told = self._ask("meet", (time.monotonic(), state))
+    def sync(self, **state: float) -> None:
+        told = self._ask("sync", (time.monotonic(), state))
         assert [other for _, other in told] == [state] * self.size
         self._now = told[0][0]
 

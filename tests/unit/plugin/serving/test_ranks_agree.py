@@ -195,15 +195,15 @@ def test_one_that_fails_while_the_ranks_agree() -> None:
         if rank == 1:
             end(world)
         ranks, ends = world.coordinator._ranks, iter((RestoreState.FAILED,) if rank == 0 else ())
-        least = ranks.least
+        minimum = ranks.minimum
 
         def then_fail(*values: float) -> tuple[float, ...]:
-            agreed = least(*values)
+            agreed = minimum(*values)
             for state in ends:
                 end(world, state)
             return agreed
 
-        ranks.least = then_fail  # type: ignore[method-assign]
+        ranks.minimum = then_fail  # type: ignore[method-assign]
         world.coordinator.tick()
         world.coordinator.tick()
         assert not world.tree.cached
@@ -288,11 +288,11 @@ def test_who_waits_for_nothing_is_looked_up_in_one_question() -> None:
         for name in range(30):
             world.queue(f"{name}", tokens(name, 2))
         world.tree.evictions += 1
-        before = world.coordinator._ranks.meetings  # type: ignore[attr-defined]
+        before = world.coordinator._ranks.num_asked  # type: ignore[attr-defined]
         world.coordinator.tick()
         for name in range(30):
             assert world.coordinator.may_be_admitted(f"{name}")
-        return int(world.coordinator._ranks.meetings - before)  # type: ignore[attr-defined]
+        return int(world.coordinator._ranks.num_asked - before)  # type: ignore[attr-defined]
 
     assert max(on_two(work)) == 2
 
