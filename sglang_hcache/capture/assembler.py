@@ -41,7 +41,7 @@ from sglang_hcache.tier.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _SHARE_HELD = 1 / 16
-"""Of the staging ring, for rows that wait until something else makes the assembler wake."""
+"""The share of the staging ring for rows that wait until something else makes the assembler wake."""
 _COPIED_TOGETHER = 8
 """Whole chunks, at most, that several threads copy before the first of them is sealed: to hand them work takes a tenth
 of a millisecond, and more where the interpreter is busy."""

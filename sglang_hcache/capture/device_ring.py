@@ -55,7 +55,7 @@ class DeviceRing:
         return self._streams.copied()
 
     def _pieces(self, into: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-        """Of layers and rows: what fits into a buffer. Whole layers if they do, else rows of one."""
+        """Layers and rows that fit into a buffer: whole layers if they do, else rows of one."""
         num_layers, num_rows, _ = into.shape
         row_bytes = into.nbytes // (num_layers * num_rows)
         rows_at_once = min(num_rows, self._buffer_bytes // row_bytes)

@@ -57,7 +57,7 @@ class ReplayedRows:
             layers[layer] += 1
 
     def _recorded(self, *, is_prefill: bool) -> dict[int, Counter[int]]:
-        """Of one phase: where its hooks were not seen, what lies here is of the other's last pass."""
+        """What was recorded of one phase. Where its hooks were not seen, the rows are of the other's last pass."""
         return self._prefills if is_prefill else self._decodes
 
     def holds(self, count: int, *, is_prefill: bool) -> bool:

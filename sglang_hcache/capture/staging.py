@@ -13,8 +13,8 @@ import torch
 from sglang_hcache.core.layout import StateLayout
 
 _SMALL = 1 / 16
-"""Of all rows: a span of no more goes as far to the end as it can, a larger one as far to the beginning. Else a few
-decoded rows at the beginning leave two gaps where a pass of a long prompt needs one."""
+"""A share of all rows: a span of no more goes as far to the end as it can, a larger one as far to the beginning. Else a
+few decoded rows at the beginning leave two gaps where a pass of a long prompt needs one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,7 +59,7 @@ def counted(number: int, what: str) -> str:
 
 
 Measures: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Of ``/server_info``: ``count`` and ``sum`` of each since the server started."""
+"""Those of ``/server_info``: ``count`` and ``sum`` of each since the server started."""
 
 
 def restore_times(measures: Measures, before: Measures | None = None) -> list[tuple[str, float]]:

@@ -40,7 +40,7 @@ _SWITCH_S = 5e-4
 scheduler gives it up in many of torch's calls, and launches nothing until it has it back."""
 
 _READING_CHECKS = ("snapshot", "compare", "checksum")
-"""Of ``/weights_checker``; its other action, ``reset_tensors``, overwrites the weights with random ones."""
+"""Actions of ``/weights_checker``; the other one, ``reset_tensors``, overwrites the weights with random ones."""
 
 
 def install(device: str) -> None:

@@ -57,7 +57,7 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def tier_folders(dirs: Sequence[Path], folder: Path) -> tuple[Path, ...]:
-    """Of the disk tier: ``dirs``, or one in the demo's ``folder``.
+    """The disk tier's: ``dirs``, or one in the demo's ``folder``.
 
     Raises:
         ConfigError: one of ``dirs`` cannot be made or written into.

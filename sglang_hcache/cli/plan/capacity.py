@@ -17,7 +17,7 @@ class Sizing:
     load: Load | None
     """None: it is not known, and nothing is said of the disk."""
     drive_bytes: int | None
-    """Of all drives of the disk tier together; None: it is not known."""
+    """Size of all drives of the disk tier together; None: it is not known."""
 
     def data(self, bytes_per_token: int) -> dict[str, Any] | None:
         """For programs. Sizes in bytes; None if nothing is stored."""

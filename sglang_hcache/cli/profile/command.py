@@ -168,7 +168,7 @@ def file_name(profile: Profile) -> str:
 
 
 def _identity(profile: Profile) -> str:
-    """Of all that a server compares."""
+    """A digest of all that a server compares."""
     sizes = {field: value for field, value in asdict(profile.model).items() if field != "name"}
     text = json.dumps([sizes, profile.machine, dict(profile.versions)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -28,7 +28,7 @@ def _wants_cpu(arguments: Sequence[str], *, has_gpu: bool) -> bool:
 
 
 def _num_ranks(arguments: Sequence[str]) -> int:
-    """Of ``--tp-size``; 1 where SGLang will refuse what it says."""
+    """The number that ``--tp-size`` says; 1 where SGLang will refuse what it says."""
     sizes = values_of(arguments, "--tp-size", "--tensor-parallel-size", "--tp")
     last = (sizes or ["1"])[-1] or ""
     return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else 1

@@ -95,7 +95,7 @@ class Summary:
     unequal: int
     """Requests whose two answers differ."""
     largest_difference: float
-    """Of the logprobs."""
+    """The largest one of logprobs."""
 
     @classmethod
     def of(cls, answers: Sequence[PairedAnswer]) -> Summary:

@@ -15,7 +15,7 @@ from sglang_hcache.cli.terminal import OutputError
 from sglang_hcache.core.errors import HCacheError
 
 Dirs = tuple[Path, ...]
-"""Of one store."""
+"""The directories of one store."""
 Show = Callable[[Report], None]
 Work = Callable[[Dirs, Show], bool]
 """Does it for one store, and shows what it has to say; returns whether all is well."""

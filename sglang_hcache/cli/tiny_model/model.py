@@ -14,7 +14,7 @@ class Family:
     """A family's classes in transformers, and what its configuration says besides the sizes that all have."""
 
     prefix: str
-    """Of its classes."""
+    """What the names of its classes begin with."""
     more: Mapping[str, Any] = field(default_factory=dict)
     ffn: str = "intermediate_size"
     """What the width of the feed forward network is called."""

@@ -14,7 +14,7 @@ from sglang_hcache.restore.stage import DeviceStage, rows_at_once
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 
 _SAVED_ROWS = 2048
-"""Of a buffer of saving."""
+"""Rows that a buffer of saving holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class DeviceBuffers:
     """What rows go through on their way to and from such a device."""
 
     stage: DeviceStage
-    """Of restores."""
+    """What restores go through."""
     ring: DeviceRing
-    """Of saving."""
+    """What saved rows go through."""
     replayed: ReplayedRows | None
-    """Of passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
+    """Hidden states of passes that CUDA graphs replay; None: there are none, or no hidden states of them are stored."""
     host_memory: HostMemory
     """Makes the host buffers that the device copies from and to."""
 

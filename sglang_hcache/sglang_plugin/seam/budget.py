@@ -23,7 +23,7 @@ from sglang_hcache.store import StoreConfig
 
 _FEWEST_SLOTS = 16
 _RUN_SHARE = 1 / 8
-"""Of the disk tier: what one run may take."""
+"""The share of the disk tier that one run may take."""
 _MOST_BLOCK_CHUNKS = 64  # 4,096 tokens: one layer of them is a large read
 
 

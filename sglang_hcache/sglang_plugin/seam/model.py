@@ -70,14 +70,14 @@ class ServedModel:
 
     module: nn.Module
     attention: tuple[Attention, ...]
-    """Of every layer, in order; empty where a layer has none, or several."""
+    """Each layer's, in order; empty where a layer has none, or several."""
     architecture: str
     shape: ModelShape
-    """Of what this rank holds of it: its part of the heads of K and V."""
+    """Sizes of what this rank holds: its part of the heads of K and V."""
     dtype: torch.dtype
-    """Of hidden states."""
+    """Element type of hidden states."""
     kv_dtype: torch.dtype
-    """Of K and V in the pool."""
+    """Element type of K and V in the pool."""
     context_length: int
     """Most tokens of a sequence."""
     vocabulary: int
@@ -168,7 +168,7 @@ class ServedModel:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of the rows that are stored."""
+        """Element type of the rows that are stored."""
         return torch.uint8 if self.keeps_rounded_kv else self.dtype
 
     def row_bytes(self, method: Method) -> int:

@@ -30,7 +30,7 @@ class Ranks(Protocol):
     """All of them call the same methods in the same order, on the scheduler's thread."""
 
     rank: int
-    """Of this process, from 0 on."""
+    """This process's number, from 0 on."""
     size: int
 
     def minimum(self, *values: float) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ _GIVEN_UP = ("demote.chunks_dropped_budget", "demote.chunks_dropped_error", "dem
 
 
 class LastWrites:
-    """Of one server, from the first word of its end on.
+    """One server's, from the first word of its end on.
 
     Args:
         limit_s: for what is left when nothing runs any more.

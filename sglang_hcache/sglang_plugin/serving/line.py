@@ -33,7 +33,7 @@ class Ahead:
         self.tokens = 0
         """Slots."""
         self.seconds = 0.0
-        """Of computing what does not come back, but for those whose restore has not started."""
+        """Time to compute what does not come back, but for those whose restore has not started."""
         self._prefill_s = prefill_s
         self._keys: set[ChunkKey] = set()
 

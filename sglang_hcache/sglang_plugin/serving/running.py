@@ -32,7 +32,7 @@ class Running:
         self.tokens = 0
         """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
         self._predicted_s = 0.0
-        """Of all of them, from the first one's beginning on."""
+        """What all of them take, from the first one's beginning on."""
 
     def __len__(self) -> int:
         return len(self._restores)
@@ -76,7 +76,7 @@ class Running:
 
     @property
     def _done_s(self) -> float:
-        """Of the predicted seconds, those that have passed: restores run one after the other."""
+        """Those of the predicted seconds that have passed: restores run one after the other."""
         first = next(iter(self._restores), None)
         if first is None:
             return 0.0

@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come f
 
 
 class _Outcome(Enum):
-    """Of an attempt to start a restore."""
+    """How an attempt to start a restore went."""
 
     SETTLED = "it runs, or is not needed, or waits for another request's restore"
     NO_ROOM = "it waits for slots, and so do those behind it"

@@ -44,7 +44,7 @@ class Restore:
     decision: Decision | None
     """Why it was started; None if nobody predicted anything."""
     recomputation: Recomputation | None
-    """Of the layers that the job does not bring; None if it brings all."""
+    """Computes the layers that the job does not bring; None if it brings all."""
     turns: int | None = None
     """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
     missing_elsewhere: bool = False
@@ -116,7 +116,7 @@ class Restore:
         return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
-        """Of the first ``prefix_tokens`` of the prompt: those that came from host memory, and from disk."""
+        """How many of the prompt's first ``prefix_tokens`` came from host memory, and from disk."""
         used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_complete else 0
         on_host = sum(source == HOST for source in self.job.sources[:used])
         return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)

@@ -72,7 +72,7 @@ class Waiting:
         return self._tickets.pop(rid, None)
 
     def keys_of(self, rid: str) -> Sequence[ChunkKey]:
-        """Of the whole chunks of a request's prompt; empty if it has no ticket."""
+        """The keys of the whole chunks of a request's prompt; empty if it has no ticket."""
         ticket = self.get(rid)
         return () if ticket is None else ticket.keys
 

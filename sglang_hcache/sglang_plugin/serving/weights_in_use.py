@@ -19,7 +19,7 @@ class WeightsInUse:
     _model: ServedModel
     _layout: StateLayout
     namespace: Namespace | None
-    """Of requests without a tenant. None: it must be read anew, for the weights may be others now, or away."""
+    """That of requests without a tenant. None: it must be read anew, for the weights may be others now, or away."""
     _last: Namespace | None = None
     """What was known of them last."""
     on_device: Namespace | None = None

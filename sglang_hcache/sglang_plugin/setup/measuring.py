@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SHORT_LENGTHS = (16, 64, 128)
-"""Of passes, where one of 64 tokens takes longer than ``_SLOW_BUDGETS``."""
+"""Tokens of passes, where one of 64 tokens takes longer than ``_SLOW_BUDGETS``."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
-"""Of the longest pass: the piece that is measured behind a prefix."""
+"""The share of the longest pass that is measured behind a prefix."""
 _SLOW_BUDGETS, _MOST_BUDGETS = 2.0, 7.0
 """A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
 for minutes at every start."""
@@ -53,10 +53,10 @@ _COMPANY_TOKENS = 1024
 
 _MOST_SCRATCH_BYTES = 64 * 2**20
 _SCRATCH_SHARE = 1 / 32
-"""Of the disk tier: what may be filled for it, for as long as it takes."""
+"""The share of the disk tier that may be filled for it, for as long as it takes."""
 _PACKAGES = ("sglang-hcache", "sglang", "torch")
 _REVISION = 1
-"""Of how it is measured: raised when the same machine would get other numbers, between two releases as well."""
+"""How it is measured: raised when the same machine would get other numbers, between two releases as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Bench:
 
     @property
     def _prefill_lengths(self) -> list[int]:
-        """Of forward passes. A device beside the CPU takes as long for a short one as launching its kernels, which says
-        nothing of what a token costs."""
+        """Tokens of forward passes. A device beside the CPU takes as long for a short one as launching its kernels,
+        which says nothing of what a token costs."""
         return self._lengths[-_FEWEST_LENGTHS:] if self._is_beside else self._lengths
 
     @property
@@ -135,7 +135,7 @@ class Bench:
     # -- computing -------------------------------------------------------------------------------
 
     def _pass_times(self) -> Mapping[Piece, float]:
-        """Of prompts, and of a piece behind a prefix: attention to what comes before is what long histories cost."""
+        """Seconds of prompts, and of a piece behind a prefix: attention to what is before it makes it slow."""
         known: dict[Piece, float] = {}
         lengths: Sequence[int] = self._prefill_lengths
         if not self._is_beside:
@@ -218,7 +218,7 @@ class Bench:
         return found
 
     def _host_curves(self, holds: ExitStack) -> TierCurves:
-        """Of host memory: a device beside the CPU copies most prefixes from where they lie."""
+        """Costs of host memory: a device beside the CPU copies most prefixes from where they lie."""
         if self.restorer.stage is not None:
             return self._tier_curves(partial(self._bus_curve, self.restorer.stage))
         reads = self._scratch_in(None, holds)
@@ -260,7 +260,7 @@ class Bench:
         return self._fit(lengths, copy)
 
     def _contention(self, reads: ScratchReads) -> float:
-        """Of reading while rows are restored: as a restore does it, about as much of the one as of the other."""
+        """Which share of reading and restoring, of about as much each as in a restore, does not go on side by side."""
         method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
         layer_s = self._restore_one(method, length, 1)
@@ -314,7 +314,7 @@ def machine_name(device: str, computes_by: str, directories: Sequence[os.PathLik
 
 
 def _seconds(work: Callable[[], object], times: int = 1) -> float:
-    """Of doing ``work`` so many times."""
+    """Seconds of doing ``work`` so many times."""
     began = time.monotonic()
     for _ in range(times):
         work()

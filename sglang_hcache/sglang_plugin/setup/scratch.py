@@ -19,7 +19,7 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 NUM_LAYERS = 6
-"""Of what is read or computed to measure one: a restore works on several at once."""
+"""Layers that are read or computed to measure one: a restore works on several at once."""
 
 
 class ScratchReads:

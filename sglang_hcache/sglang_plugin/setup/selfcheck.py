@@ -27,7 +27,7 @@ _ALONE = 8
 """Rows that are projected with and without another one beside them."""
 _ULPS = 8  # rounding that a different shape of the same matrix product may cause in one value
 _OFTEN = 4
-"""Of all values together it causes a so many-th of that: K that is 5 % too large shows in bfloat16 too."""
+"""In all values together it causes a so many-th of that: K that is 5 % too large shows in bfloat16 too."""
 _FLOAT32_TOLERANCE = 1e-4
 
 
@@ -44,7 +44,7 @@ class SelfCheckResult:
     """What was found to be right."""
 
     errors: Mapping[Method, Worst]
-    """Of the methods that may be used."""
+    """Those of the methods that may be used."""
     tolerance: float
     restorer: LayerRestorer
     """With the projector that is right; without one where hidden states may not be used."""

@@ -11,7 +11,8 @@ Piece = tuple[int, int]
 """Tokens of a pass, and the position of the first of them."""
 
 _LONG_SHARE = 1 / 2
-"""Of the budget: what takes longer is done once. What disturbs it is short, and so is what the first time costs."""
+"""The share of the budget above which something is done once: what disturbs it is short, and so is what the first time
+costs."""
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 15
 

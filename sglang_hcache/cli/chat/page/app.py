@@ -55,7 +55,7 @@ class PageSettings:
 
     @property
     def address(self) -> str:
-        """Of the page."""
+        """The page's."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _ID_LETTERS = 32
-"""Of a ``lora_id``: a UUID in hexadecimal."""
+"""Letters of a ``lora_id``: a UUID in hexadecimal."""
 _MOST_REMEMBERED = 4096
 """Adapters, of those unloaded as well: their KV may be evicted later than they are."""
 

@@ -66,7 +66,7 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
 
 
 def save_decoded(batch: ScheduleBatch, bridge: Bridge) -> None:
-    """Of requests that decode, those chunks that are whole now; called before each pass, so that most have none."""
+    """Save the chunks of decoding requests that are whole now; called before each pass, so that most have none."""
     for req in batch.reqs:
         saved = bridge.saving.captured.get(req.rid)
         if saved is not None and req.kv_committed_len // CHUNK_TOKENS > saved // CHUNK_TOKENS:

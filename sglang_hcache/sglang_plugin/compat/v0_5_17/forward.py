@@ -15,7 +15,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
 from sglang_hcache.sglang_plugin.seam.model import attention_cores, decoder_layer
 
 _PADDING_ROW = 0
-"""Of the request table: no request gets it, and what padded requests read there is thrown away."""
+"""A row of the request table: no request gets it, and what padded requests read there is thrown away."""
 
 
 class _FarEnough(Exception):  # noqa: N818 (no error)
