@@ -13,8 +13,8 @@ from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.open_store import Inside
 from tests.faults.damage import HANG_S
 from tests.faults.small_disk import SmallDisk, small_disk
-from tests.faults.test_small_disk import OpenStore, conditions, config_on, served, takes_writes, write
-from tests.unit.store.conftest import sick, wait_until
+from tests.faults.test_small_disk import OpenStore, config_on, served, takes_writes, write
+from tests.unit.store.conftest import conditions, sick, wait_until
 
 FIRST = range(10)
 FOR_OTHERS = 3 * 2**19

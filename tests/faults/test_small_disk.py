@@ -28,8 +28,8 @@ from sglang_hcache.testing.stored_chunks import (
 )
 from tests.faults.damage import HANG_S
 from tests.faults.small_disk import SmallDisk, small_disk
-from tests.faults.traffic import Habits, Traffic, Watch
-from tests.unit.store.conftest import wait_until
+from tests.faults.traffic import Habits, Traffic, Watch, over_cap
+from tests.unit.store.conftest import conditions, is_healthy, wait_until
 
 OpenStore = Callable[..., DiskStore]
 MIB = 2**20
@@ -83,14 +83,6 @@ def served(store: DiskStore, runs: range) -> list[int]:
     return found
 
 
-def conditions(store: DiskStore) -> list[str]:
-    return [item.condition for item in store.stats().directories]
-
-
-def is_healthy(store: DiskStore) -> bool:
-    return set(conditions(store)) == {"healthy"}
-
-
 @contextmanager
 def greedy_neighbour(disk: SmallDisk) -> Iterator[None]:
     """Somebody who takes whatever is free, and whatever the store gives up."""
@@ -133,11 +125,6 @@ def test_a_disk_that_others_fill_up_under_load(disk: SmallDisk, open_store: Open
     store.close()
     store = open_store(config)
     assert served(store, range(200, 204)) == [200, 201, 202, 203]
-
-
-def over_cap(config: StoreConfig) -> str | None:
-    used = physical_bytes(config.dirs)
-    return f"{used} of {config.size_bytes}" if used > config.size_bytes else None
 
 
 def test_the_floor_holds_while_we_write_and_when_others_do(disk: SmallDisk, open_store: OpenStore) -> None:

@@ -30,8 +30,8 @@ from sglang_hcache.testing.io_faults import Fault, FaultEngine, HangingEngine
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
 from tests.faults.damage import HANG_S, in_time
-from tests.faults.traffic import SHAPES, Habits, Traffic, Watch
-from tests.unit.store.conftest import wait_until
+from tests.faults.traffic import SHAPES, Habits, Traffic, Watch, over_cap
+from tests.unit.store.conftest import is_healthy, wait_until
 
 MIB = 2**20
 SOAK_S = 8.0
@@ -129,15 +129,6 @@ def test_after_everything_that_can_happen_all_is_well(
     finally:
         store.close()
     assert not open_segments(tmp_path)
-
-
-def over_cap(config: StoreConfig) -> str | None:
-    used = physical_bytes(config.dirs)
-    return f"{used} of {config.size_bytes}" if used > config.size_bytes else None
-
-
-def is_healthy(store: DiskStore) -> bool:
-    return {item.condition for item in store.stats().directories} == {"healthy"}
 
 
 def be_patient(store: DiskStore) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError, TierMissError
-from sglang_hcache.store import DiskStore, ReadLease
-from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, write_keys
+from sglang_hcache.store import DiskStore, ReadLease, StoreConfig
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, physical_bytes, read_keys, write_keys
 
 SHAPES = ((8192, 5000, 4096, 100), (4096, 3000, 8192), (12_288,))
 """Layers of the runs, bytes a chunk."""
@@ -184,3 +184,9 @@ class Watch:
                 time.sleep(self._interval_s)
         except BaseException:
             self.found = traceback.format_exc()
+
+
+def over_cap(config: StoreConfig) -> str | None:
+    """For a :class:`Watch`: the store takes more than it may."""
+    used = physical_bytes(config.dirs)
+    return f"{used} of {config.size_bytes}" if used > config.size_bytes else None

@@ -17,7 +17,10 @@ from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys
 from tests.waiting import wait_until as wait_until
+
+CHUNKS = 4
 
 
 def ask_index(path: Path, question: str) -> list[tuple[object, ...]]:
@@ -48,6 +51,36 @@ def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
         acquire(self)
 
     monkeypatch.setattr(StoreDirectory, "acquire", fail)
+
+
+def keys_of(number: int) -> tuple[bytes, ...]:
+    """A run of ``CHUNKS``."""
+    return make_keys(10 * number, CHUNKS)
+
+
+def served(config: StoreConfig, open_store: Callable[..., DiskStore], runs: int) -> list[int]:
+    """Which of the first ``runs`` runs a server of this store has; reads them all."""
+    store = open_store(config)
+    found = [number for number in range(runs) if match_keys(store, keys_of(number)) == CHUNKS]
+    for number in found:
+        read_keys(store, keys_of(number))
+    store.close()
+    return found
+
+
+def conditions(store: DiskStore) -> list[str]:
+    return [item.condition for item in store.stats().directories]
+
+
+def is_healthy(store: DiskStore) -> bool:
+    return set(conditions(store)) == {"healthy"}
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit is wrong then."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.fixture

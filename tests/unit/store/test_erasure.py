@@ -21,23 +21,17 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
-    make_keys,
     make_run,
-    match_keys,
     payload_of,
     physical_bytes,
-    read_keys,
     small_config,
 )
+from tests.unit.store.conftest import CHUNKS, keys_of, served
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 4096)
-RUNS, CHUNKS = 8, 4
+RUNS = 8
 GOING, STAYING = b"a tenant to go.."[:16], b"the others stay."[:16]
-
-
-def keys_of(number: int) -> tuple[bytes, ...]:
-    return make_keys(10 * number, CHUNKS)
 
 
 def namespace_of(number: int) -> bytes:
@@ -70,25 +64,15 @@ def traces(config: StoreConfig) -> Iterator[str]:
             yield from (f"{path.name}: {secret.hex()}" for secret in secrets if secret in data)
 
 
-def served(config: StoreConfig, open_store: OpenStore) -> list[int]:
-    """Runs that a server of this store has; reads them all."""
-    store = open_store(config)
-    found = [number for number in range(RUNS) if match_keys(store, keys_of(number)) == CHUNKS]
-    for number in found:
-        read_keys(store, keys_of(number))
-    store.close()
-    return found
-
-
 def assert_only_others_are_left(config: StoreConfig, open_store: OpenStore) -> None:
     assert not [*traces(config)]
     with StoreView.open(config.dirs) as view:
         assert [item.namespace_id for item in view.namespaces()] == [STAYING]
         assert check(view) == []
     others = [number for number in range(RUNS) if namespace_of(number) == STAYING]
-    assert served(config, open_store) == others
+    assert served(config, open_store, RUNS) == others
     (config.dirs[0] / "index.sqlite").unlink()
-    assert served(config, open_store) == others, "nor is anything found by its headers"
+    assert served(config, open_store, RUNS) == others, "nor is anything found by its headers"
 
 
 def test_a_namespace_goes_and_the_others_stay(closed: StoreConfig, open_store: OpenStore) -> None:

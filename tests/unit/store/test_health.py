@@ -31,7 +31,7 @@ from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import kill, sick, wait_until
+from tests.unit.store.conftest import conditions, is_healthy, kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 4096, 8192)
@@ -39,18 +39,10 @@ UNALIGNED = (5000, 5000, 5000)
 OLD, NEW = make_keys(0, 4), make_keys(10, 4)
 
 
-def conditions(store: DiskStore) -> list[str]:
-    return [item.condition for item in store.stats().directories]
-
-
 def keep_out(volume: Volume) -> None:
     """Out, and not tried again."""
     volume.health.take_out("the test says so")
     volume.health._retry_at = float("inf")
-
-
-def all_well(store: DiskStore) -> bool:
-    return set(conditions(store)) == {"healthy"}
 
 
 # -- the keeper --------------------------------------------------------------------------------------
@@ -204,7 +196,7 @@ def test_a_hung_read_is_given_up_and_the_late_bytes_go_where_nobody_looks(
     store.clear()  # the file goes; the read that hangs keeps it
     hanging.let_go()
     assert not (out == 0xEE).all(), "the late read arrives in the memory it was given, and nowhere else"
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     write_keys(store, OLD, LAYERS)
     read_keys(store, OLD)
 
@@ -222,7 +214,7 @@ def test_chunks_whose_reads_hang_again_and_again_are_not_tried_for_ever(
         with pytest.raises(StoreTimeoutError):
             read_keys(store, OLD)
         hanging.let_go()
-        wait_until(lambda: all_well(store))
+        wait_until(lambda: is_healthy(store))
     assert match_keys(store, OLD) == 0
     read_keys(store, NEW)
     write_keys(store, OLD, LAYERS)  # elsewhere
@@ -260,7 +252,7 @@ def test_reads_that_hang_together_say_no_more_of_their_chunks_than_one(
     for thread in threads:
         thread.join(60)
     hanging.let_go()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     assert match_keys(store, OLD) == len(OLD)
     assert Inside(store).run_of(OLD[0]).failures == 1
 
@@ -277,7 +269,7 @@ def test_chunks_are_not_to_blame_for_another_call_that_hangs(tmp_path: Path, ope
             read_keys(store, OLD)
         volume.patience_s = patience_s
         go_on.set()
-        wait_until(lambda: all_well(store))
+        wait_until(lambda: is_healthy(store))
     read_keys(store, OLD)
 
 
@@ -314,7 +306,7 @@ def test_a_hung_write_never_lands_on_a_later_run(
     assert conditions(store)[0] == "out"
     wait_until(lambda: _writes(store, make_keys(20, 4)))  # when the index has moved
     hanging.let_go()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     write_keys(store, make_keys(30, 4), LAYERS)
     read_keys(store, (*OLD, *make_keys(20, 4), *make_keys(30, 4)))
     assert store.stats().totals.get("corrupt_extents", 0) == 0
@@ -350,7 +342,7 @@ def test_a_file_system_that_hangs_holds_up_nobody_for_longer_than_the_deadline(
     read_keys(store, NEW)
     volume.patience_s = patience_s
     hang_on.set()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     read_keys(store, (*OLD, *NEW))
 
 
@@ -469,7 +461,7 @@ def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later
     assert match_keys(store, OLD) == 0
     write_keys(store, NEW, LAYERS)
     monkeypatch.undo()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     read_keys(store, (*OLD, *NEW))
 
 
@@ -487,14 +479,14 @@ def test_o_direct_is_tried_anew_where_a_directory_comes_back(
             store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
             monkeypatch.setattr(probing, "_comes_back", _without_direct)
             Inside(store).volumes[1].health.take_out("the test says so")
-            wait_until(lambda: all_well(store))
+            wait_until(lambda: is_healthy(store))
             read_keys(store, OLD)
     else:
         store.close()
         with monkeypatch.context() as patch:
             sick({"disk1"}, patch)
             store = open_store(config)
-        wait_until(lambda: all_well(store))
+        wait_until(lambda: is_healthy(store))
     assert Inside(store).volumes[1].directory.direct is not came_back_without
     write_keys(store, NEW, UNALIGNED)
     for keys in (OLD, NEW):
@@ -541,7 +533,7 @@ def test_a_file_system_that_is_mounted_read_only_serves_on(
     wait_until(lambda: _writes(store, NEW))  # elsewhere
     assert conditions(store) == ["healthy", "read-only"]
     monkeypatch.undo()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     write_keys(store, make_keys(20, 4), LAYERS)
     read_keys(store, (*OLD, *NEW, *make_keys(20, 4)))
     assert len({*store.stats().totals} & {"corrupt_extents", "runs_lost"}) == 0
@@ -636,7 +628,7 @@ def test_a_clearing_that_only_a_directory_with_an_older_epoch_knows_counts_when_
     if is_killed:
         monkeypatch.setattr(Ledger, "outgrow", lambda self, other: None)
     away.clear()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     if is_killed:
         kill(store)
         monkeypatch.undo()
@@ -671,7 +663,7 @@ def test_many_hung_operations_leave_no_thread_of_the_callers_behind(
     assert not any(thread.is_alive() for thread in threads)
     assert len(errors) == 12
     hanging.let_go()
-    wait_until(lambda: all_well(store))
+    wait_until(lambda: is_healthy(store))
     for number in range(4):
         read_keys(store, make_keys(10 * number, 4))
 
@@ -696,7 +688,7 @@ def test_a_deletion_that_stops_half_way_costs_what_was_deleted_and_not_the_direc
     for name in ("lock", "superblock.json"):
         (config.dirs[1] / name).unlink()
     (config.dirs[1] / "segment-00000099.seg").write_bytes(bytes(8192))
-    wait_until(lambda: (config.dirs[1] / "superblock.json").exists() and all_well(store))
+    wait_until(lambda: (config.dirs[1] / "superblock.json").exists() and is_healthy(store))
     read_keys(store, OLD)
     wait_until(lambda: _writes(store, NEW))
     read_keys(store, (*OLD, *NEW))

@@ -22,23 +22,16 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
-    make_keys,
-    match_keys,
     physical_bytes,
     read_keys,
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import flip, keys_of, served, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 4096)
 RUNS = 6
-CHUNKS = 4
-
-
-def keys_of(number: int) -> tuple[bytes, ...]:
-    return make_keys(10 * number, CHUNKS)
 
 
 @pytest.fixture
@@ -62,22 +55,6 @@ def filled(base: Path, open_store: OpenStore, first: int = 0) -> StoreConfig:
 def findings(config: StoreConfig) -> list[Finding]:
     with StoreView.open(config.dirs) as view:
         return check(view)
-
-
-def served(config: StoreConfig, open_store: OpenStore) -> list[int]:
-    """Runs that a server of this store has; reads them all."""
-    store = open_store(config)
-    found = [number for number in range(RUNS) if match_keys(store, keys_of(number)) == CHUNKS]
-    for number in found:
-        read_keys(store, keys_of(number))
-    store.close()
-    return found
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def no_index(first: Path, _: Path) -> None:
@@ -181,7 +158,7 @@ def test_each_fault_is_found_and_its_fix_works(
     assert findings(closed) == []
     lost = {replaced_disk: range(6), missing_directory: range(6), missing_file: (2, 3), short_file: (2, 3)}
     gone = lost.get(damage, (2,) if damage is bad_header else ())
-    assert served(closed, open_store) == [number for number in range(RUNS) if number not in gone]
+    assert served(closed, open_store, RUNS) == [number for number in range(RUNS) if number not in gone]
 
 
 def test_what_a_kill_leaves_is_a_note_and_a_running_server_is_no_fault(
@@ -225,7 +202,7 @@ def test_the_newest_superblock_counts(closed: StoreConfig, open_store: OpenStore
     [found] = findings(closed)
     assert "disk0: its superblock is older" in found.what
     assert not found.is_error
-    assert served(closed, open_store) == list(range(RUNS))
+    assert served(closed, open_store, RUNS) == list(range(RUNS))
 
 
 def test_a_read_only_file_system(closed: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +235,7 @@ def test_gc_frees_strays_and_evicts_nothing(closed: StoreConfig, open_store: Ope
     assert change.before.physical_bytes - change.after.physical_bytes > 50_000
     assert change.after.physical_bytes == physical_bytes(closed.dirs)
     assert "store.segments_evicted" not in change.counts
-    assert served(closed, open_store) == list(range(RUNS))
+    assert served(closed, open_store, RUNS) == list(range(RUNS))
 
 
 def test_gc_shrinks_to_a_size_by_what_was_not_used(closed: StoreConfig, open_store: OpenStore) -> None:
@@ -266,7 +243,7 @@ def test_gc_shrinks_to_a_size_by_what_was_not_used(closed: StoreConfig, open_sto
     change = collect(closed.dirs, full - 1)
     assert change.counts["store.segments_evicted"] == 1
     assert change.after.physical_bytes == physical_bytes(closed.dirs) < full
-    assert served(closed, open_store) == [0, 1, 4, 5]  # the first segment was used last
+    assert served(closed, open_store, RUNS) == [0, 1, 4, 5]  # the first segment was used last
     change = collect(closed.dirs, 0)
     assert (change.after.runs, change.after.segment_files) == (0, 0)
     with StoreView.open(closed.dirs) as view:
@@ -276,7 +253,7 @@ def test_gc_shrinks_to_a_size_by_what_was_not_used(closed: StoreConfig, open_sto
 def test_clear_removes_all_chunks_and_keeps_the_counts(closed: StoreConfig, open_store: OpenStore) -> None:
     change = clear(closed.dirs)
     assert (change.before.chunks, change.after.chunks, change.after.segment_files) == (24, 0, 0)
-    assert served(closed, open_store) == []
+    assert served(closed, open_store, RUNS) == []
     with StoreView.open(closed.dirs) as view:
         assert (view.totals() or {})["chunks_written"] == 24
 
@@ -306,7 +283,7 @@ def test_clear_does_without_a_directory_that_is_away(
     assert not missing.exists()
     assert [item.condition for item in change.after.directories if item.path == missing] == ["out"]
     assert not list(closed.dirs[1 - number].glob("*.seg"))
-    assert served(closed, open_store) == [], "a server without it"
+    assert served(closed, open_store, RUNS) == [], "a server without it"
     shutil.rmtree(missing, ignore_errors=True)  # which that server has made
     away.rename(missing)
     with StoreView.open(closed.dirs) as view:
@@ -315,7 +292,7 @@ def test_clear_does_without_a_directory_that_is_away(
     assert not list(missing.glob("*.seg"))
     write_keys(store, keys_of(3), LAYERS)
     store.close()
-    assert served(closed, open_store) == [3]
+    assert served(closed, open_store, RUNS) == [3]
 
 
 def test_clear_takes_no_other_directory_in(
@@ -326,7 +303,7 @@ def test_clear_takes_no_other_directory_in(
     wrong.mkdir(mode=0o700)
     clear((closed.dirs[0], wrong))
     assert not list(wrong.iterdir())
-    assert served(closed, open_store) == []
+    assert served(closed, open_store, RUNS) == []
     assert not list(closed.dirs[1].glob("*.seg"))
 
 
@@ -352,7 +329,7 @@ def test_a_directory_that_is_away_is_neither_made_nor_forgotten(
         operation(closed.dirs)
     assert not closed.dirs[1].exists()
     away.rename(closed.dirs[1])
-    assert served(closed, open_store) == list(range(RUNS))
+    assert served(closed, open_store, RUNS) == list(range(RUNS))
 
 
 # -- rebuilding ----------------------------------------------------------------------------------
@@ -368,7 +345,7 @@ def test_rebuild_without_any_superblock_finds_the_places_by_the_headers(
     with StoreView.open(closed.dirs) as view:
         assert view.paths == closed.dirs
         assert view.directories()[0].physical_bytes < view.identity.size_bytes
-    assert served(closed, open_store) == list(range(RUNS))
+    assert served(closed, open_store, RUNS) == list(range(RUNS))
 
 
 def other_store(base: Path, open_store: OpenStore) -> Path:
@@ -421,7 +398,7 @@ def test_rebuild_takes_in_nothing_that_is_not_of_the_store(
         rebuild((closed.dirs[0], wrong))
     assert {path: path.read_bytes() for path in closed.dirs[0].iterdir() if path.name != "lock"} == before
     assert {path.name for path in wrong.iterdir()} - {"lock"} == names - {"lock"}
-    assert served(closed, open_store) == list(range(RUNS))
+    assert served(closed, open_store, RUNS) == list(range(RUNS))
 
 
 def test_rebuild_keeps_what_is_complete_and_starts_the_counts_again(
@@ -436,7 +413,7 @@ def test_rebuild_keeps_what_is_complete_and_starts_the_counts_again(
         assert (
             json.loads((closed.dirs[1] / "superblock.json").read_text())["epoch"] == view.identity.epoch > 0
         )
-    assert len(served(closed, open_store)) == RUNS - 1
+    assert len(served(closed, open_store, RUNS)) == RUNS - 1
 
 
 def test_what_one_directory_cleared_stays_cleared_whatever_the_newest_superblock_says(
@@ -449,7 +426,7 @@ def test_what_one_directory_cleared_stays_cleared_whatever_the_newest_superblock
     with StoreView.open(closed.dirs) as view:
         assert {run.place.segment for run in view.runs()} == {2}
     rebuild(closed.dirs)
-    assert served(closed, open_store) == [4, 5]
+    assert served(closed, open_store, RUNS) == [4, 5]
 
 
 def test_rebuild_needs_something_to_go_by(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import conditions, wait_until
 
 LAYERS = (8192, 4096, 8192)
 OLD, NEW = make_keys(0, 40), make_keys(100, 4)
@@ -91,10 +91,6 @@ class Opening:
             self.store = DiskStore.open(self._config, Counters())
         except Exception as error:
             self.error = error
-
-
-def conditions(store: DiskStore) -> list[str]:
-    return [item.condition for item in store.stats().directories]
 
 
 @pytest.mark.parametrize("stripe", [0, 1])

@@ -32,16 +32,11 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import CHUNKS, flip, keys_of, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 4096)
 RUNS = 6
-CHUNKS = 4
-
-
-def keys_of(number: int) -> tuple[bytes, ...]:
-    return make_keys(10 * number, CHUNKS)
 
 
 @pytest.fixture
@@ -60,12 +55,6 @@ def closed(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
 
 def contents(config: StoreConfig) -> dict[Path, bytes]:
     return {path: path.read_bytes() for directory in config.dirs for path in directory.iterdir()}
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def verified(view: StoreView) -> Verification:

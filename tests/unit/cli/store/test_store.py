@@ -36,6 +36,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import flip
 
 LAYERS = (8192, 5000, 4096)
 
@@ -115,12 +116,6 @@ def holder(dirs: tuple[Path, ...]) -> Iterator[int]:
         assert process.stdout.readline() == b"\n"
         yield process.pid
         process.communicate()  # closes its standard input
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def as_json(result: tuple[int, str, str], status: int = 0) -> Any:
