@@ -45,7 +45,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt
-from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.tickets import Ticket
 from sglang_hcache.sglang_plugin.setup.assembly import restorer_of
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
@@ -281,25 +281,25 @@ class Variant:
         self._pipeline = LayerPipeline(self.tiers, rig.restorer, BLOCK_CHUNKS)
         self.engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
         self._readers = ThreadPoolExecutor(NUM_READERS)
-        self.launcher = Launcher(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
+        self.maker = RestoreMaker(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
 
     def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:
         """Seconds to bring the first ``length`` tokens back into other slots, and what was predicted."""
         keys = self.keys[: length // CHUNK_TOKENS]
         began = time.monotonic()
-        verdict = self.launcher.decide(keys, 0, 0.0)
+        verdict = self.maker.decide(keys, 0, 0.0)
         decision = verdict.decision
         if self._may_decline and not verdict.pays:
-            self.launcher.declined()
+            self.maker.declined()
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]
         ticket = Ticket(Prompt("benchmark", self.rig.tokens[:length], None), keys)
-        restore = self.launcher.prepare(ticket, nothing, keys, slots, decision, 60.0)
+        restore = self.maker.prepare(ticket, nothing, keys, slots, decision, 60.0)
         self._over.clear()
         self.engine.submit(restore.job)
         while restore.is_recomputing:
-            self.launcher.advance([restore])
+            self.maker.advance([restore])
         self._over.wait()
         seconds = time.monotonic() - began
         assert restore.job.state is RestoreState.DONE, restore.job.error

@@ -26,9 +26,9 @@ from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.serving.idling import Idling
 from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
-from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
 from sglang_hcache.sglang_plugin.serving.owners import Owners
+from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.saving import Saving
@@ -74,8 +74,8 @@ class Bridge:
         running = Running(device.ranks)
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
         self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
-        self._launcher = launcher = Launcher(device, tiers, config, counters, budget.block_chunks, gate)
-        self.restores = RestoreCoordinator(device, config, counters, launcher, self._engine, running)
+        self._maker = maker = RestoreMaker(device, tiers, config, counters, budget.block_chunks, gate)
+        self.restores = RestoreCoordinator(device, config, counters, maker, self._engine, running)
         self._idling = Idling(self.restores, self.saving)
         self._closed = threading.Event()
         self.last_writes = LastWrites(tiers, counters, config.shutdown_flush_s)
@@ -175,7 +175,7 @@ class Bridge:
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted."""
         self.saving.tick()
-        self._launcher.keep_pace(self.restores.waiting)
+        self._maker.keep_pace(self.restores.waiting)
         self.restores.tick()
         self._idling.pause()
 

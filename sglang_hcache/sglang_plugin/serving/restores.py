@@ -39,7 +39,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
-from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.starting import Starter
 from sglang_hcache.sglang_plugin.serving.tickets import Admission, Phase, Restore, Ticket
@@ -58,7 +58,7 @@ class RestoreCoordinator:
     """The scheduler's side of restoring.
 
     Args:
-        launcher: makes the restores.
+        maker: makes the restores.
         engine: runs their jobs, and tells ``running`` when one is over.
     """
 
@@ -67,20 +67,20 @@ class RestoreCoordinator:
         device: Device,
         config: HCacheConfig,
         observer: Observer,
-        launcher: Launcher,
+        maker: RestoreMaker,
         engine: RestoreEngine,
         running: Running,
     ) -> None:
         self._tree = device.tree
         self._ranks = device.ranks
-        self._launcher = launcher
+        self._maker = maker
         self.scheduler = device.scheduler
         self._observer = observer
         self._patience = Patience(device.ranks.now)
         self.waiting = Waiting(device.tree, device.scheduler, observer, self._patience.now)
         self.running = running
         self._starter = Starter(
-            device, config, observer, launcher, engine, running, self.waiting, _PIN_LIMIT_S / 2
+            device, config, observer, maker, engine, running, self.waiting, _PIN_LIMIT_S / 2
         )
         self._stalled = 0
         self._slow_s = config.slow_request_s
@@ -101,7 +101,7 @@ class RestoreCoordinator:
         if not is_hit and (ticket.is_unasked or not ticket.following):
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
-        self._launcher.looked_up(ticket, is_hit=is_hit)
+        self._maker.looked_up(ticket, is_hit=is_hit)
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
     def may_be_admitted(self, rid: str) -> bool:
@@ -202,13 +202,13 @@ class RestoreCoordinator:
             return
         device = {"evictions": self._tree.evictions, "room": self._tree.room()}
         self._ranks.sync(waiting=len(self.waiting), restoring=self.running.tokens, **device)
-        self._launcher.give_up_late(self.running)
+        self._maker.give_up_late(self.running)
         self.reap()
         for rid in self.waiting.gone():
             self.drop(rid)
         self._relieve()
         self._starter.start_pending()
-        self._launcher.advance(self.running)
+        self._maker.advance(self.running)
         if self._ranks.size > 1:  # last: a restore that starts may evict what others have
             is_resting = self._starter.rest.is_on
             self._starter.look_up(*self.waiting.outdated(self._tree.evictions, is_resting=is_resting))
@@ -220,10 +220,10 @@ class RestoreCoordinator:
         for restore in self.running.take_ended():
             self._starter.look_again()
             self.scheduler.look_again()
-            if self._launcher.settle(restore):
+            if self._maker.settle(restore):
                 self._observer.count("restore.rests")
                 self._starter.rest.begin(restore.slowest_s)
-            self._launcher.learn(restore)
+            self._maker.learn(restore)
             ticket = restore.ticket
             if ticket is not None and restore.is_complete:
                 self._insert(ticket, restore)

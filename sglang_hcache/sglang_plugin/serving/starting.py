@@ -12,8 +12,8 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
-from sglang_hcache.sglang_plugin.serving.launcher import Launcher
 from sglang_hcache.sglang_plugin.serving.line import Ahead, Line, Overtaking
+from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
@@ -42,7 +42,7 @@ class Starter:
         device: Device,
         config: HCacheConfig,
         observer: Observer,
-        launcher: Launcher,
+        maker: RestoreMaker,
         engine: RestoreEngine,
         running: Running,
         waiting: Waiting,
@@ -52,14 +52,14 @@ class Starter:
         self._scheduler = device.scheduler
         self._now = device.ranks.now
         self._observer = observer
-        self._launcher = launcher
+        self._maker = maker
         self._engine = engine
         self._running = running
         self._waiting = waiting
         self._most_idle_s = most_idle_s
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
         self._line = Line(waiting.clock)
-        self._overtaking = Overtaking(running, waiting, launcher.may_overtake)
+        self._overtaking = Overtaking(running, waiting, maker.may_overtake)
         self.rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
         self._next_look = 0.0
@@ -100,7 +100,7 @@ class Starter:
         for ticket in tickets:
             ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, is_resting
             ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
-        found = self._launcher.find([ticket.following for ticket in tickets], in_memory=is_resting)
+        found = self._maker.find([ticket.following for ticket in tickets], in_memory=is_resting)
         for ticket, is_hit in zip(tickets, found, strict=True):
             phase = Phase.PENDING if is_hit else Phase.RESOLVED
             if phase is not ticket.phase:
@@ -121,7 +121,7 @@ class Starter:
             return
         self._next_look = now + _LOOK_AGAIN_S
         self._room.look()
-        ahead, before, refused = Ahead(self._launcher.prefill_s), set[str](), None
+        ahead, before, refused = Ahead(self._maker.prefill_s), set[str](), None
         is_full = not self._room.is_left(CHUNK_TOKENS)
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
@@ -142,7 +142,7 @@ class Starter:
     def _start(self, ticket: Ticket, ahead: Ahead) -> _Outcome:
         """Start the ticket's restore, or settle it without."""
         is_resting = self.rest.is_on
-        if is_resting and not any(self._launcher.find([ticket.following], in_memory=True)):
+        if is_resting and not any(self._maker.find([ticket.following], in_memory=True)):
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return _Outcome.SETTLED
@@ -156,9 +156,9 @@ class Starter:
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if self._awaits_another(ticket, len(match), missing, ahead):
             return _Outcome.SETTLED
-        (found,) = self._launcher.find([missing], in_memory=is_resting)
+        (found,) = self._maker.find([missing], in_memory=is_resting)
         keys = missing[:found]
-        self._launcher.missed(ticket, () if is_resting else missing[found : found + 1])
+        self._maker.missed(ticket, () if is_resting else missing[found : found + 1])
         ticket.on_device = len(match)
         if not keys:
             ticket.is_unasked = is_resting
@@ -173,7 +173,7 @@ class Starter:
         shared = self._running.leading(missing)
         if shared:
             left_s = self._running.left_s(missing[0]) - ahead.seconds
-            shared *= self._launcher.is_worth_awaiting(CHUNK_TOKENS * shared, on_device, left_s)
+            shared *= self._maker.is_worth_awaiting(CHUNK_TOKENS * shared, on_device, left_s)
         ticket.awaits = missing[0] if shared else None
         ticket.awaited = on_device + CHUNK_TOKENS * shared if shared else 0
         return bool(shared)
@@ -183,9 +183,9 @@ class Starter:
         count = CHUNK_TOKENS * len(keys)
         # Without room for it in the pool now, the restores that run may be over when there is.
         backlog_s = self._running.backlog_s if self._room.is_left(count + ahead.tokens) else 0.0
-        verdict = self._launcher.decide(keys, len(match), backlog_s - ahead.seconds)
+        verdict = self._maker.decide(keys, len(match), backlog_s - ahead.seconds)
         if not verdict.pays:
-            self._launcher.declined()
+            self._maker.declined()
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, backlog_s)
             ticket.give_up()
@@ -197,7 +197,7 @@ class Starter:
             ticket.refuse(count)
             return _Outcome.NO_ROOM
         try:
-            restore = self._launcher.prepare(ticket, match, keys, slots, verdict.decision, backlog_s)
+            restore = self._maker.prepare(ticket, match, keys, slots, verdict.decision, backlog_s)
         except (TierMissError, StoreError):
             self._tree.free(slots)
             self._tree.unlock(match.node)

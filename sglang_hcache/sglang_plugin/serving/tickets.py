@@ -54,7 +54,7 @@ class Restore:
     ran_out_of_time: bool = False
     """While its first layers were computed."""
     slowest_s: float = 0.0
-    """What the slowest rank took, once that is known (:meth:`Launcher.settle`)."""
+    """What the slowest rank took, once that is known (:meth:`RestoreMaker.settle`)."""
 
     @property
     def start(self) -> int:

@@ -26,7 +26,7 @@ from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 from sglang_hcache.sglang_plugin.serving import line, restores, starting, tickets, waiting
-from sglang_hcache.sglang_plugin.serving.launcher import Launcher
+from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
@@ -205,12 +205,12 @@ class World:
             and SimpleNamespace(stage=SimpleNamespace(pace=pace, fence=lambda: None)),
             ranks=ranks or Alone(),
         )
-        self.launcher = Launcher(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
+        self.maker = RestoreMaker(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(
             device,
             config,
             self.counters,
-            self.launcher,
+            self.maker,
             engine=self.engine,  # type: ignore[arg-type]
             running=Running(device.ranks),
         )
@@ -972,7 +972,7 @@ def test_a_round_in_which_nobody_waits_asks_nobody_anything(
     monkeypatch.setattr(world.coordinator, "scheduler", None)
     monkeypatch.setattr(world.coordinator, "_tree", None)
     monkeypatch.setattr(world.coordinator._starter, "_room", None)
-    monkeypatch.setattr(world.coordinator, "_launcher", None)
+    monkeypatch.setattr(world.coordinator, "_maker", None)
     world.coordinator.tick()
 
 
@@ -1288,11 +1288,11 @@ def test_a_restore_yields_to_requests_that_run_unless_another_one_waits_for_it(
     world.queue("nothing is stored of it", tokens(9, 3))
     pace.turn(not is_running)
     assert world.coordinator.waiting.num_restoring == num_waiting
-    world.launcher.keep_pace(world.coordinator.waiting)
+    world.maker.keep_pace(world.coordinator.waiting)
     yields = is_running and num_waiting < 2
     assert pace.yields is yields
     expected = Load(LOADED.computing, 5.0) if yields else LOADED if is_running else IDLE
-    assert world.launcher._load() == expected
+    assert world.maker._load() == expected
 
 
 PROJECT_S = 1e-3

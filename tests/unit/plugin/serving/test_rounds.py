@@ -21,7 +21,7 @@ class Round:
         self.admits = False
         self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
         self.bridge: Any = object.__new__(Bridge)
-        self.bridge._launcher = SimpleNamespace(keep_pace=lambda waiting: None)
+        self.bridge._maker = SimpleNamespace(keep_pace=lambda waiting: None)
         self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
@@ -45,7 +45,7 @@ class Round:
 def test_the_pace_is_set_by_who_waits_before_restores_start() -> None:
     world = Round()
     world.bridge.restores.waiting.num_restoring = 3
-    world.bridge._launcher.keep_pace = lambda waiting: world.calls.append(f"pace {waiting.num_restoring}")
+    world.bridge._maker.keep_pace = lambda waiting: world.calls.append(f"pace {waiting.num_restoring}")
     assert world.round() == ["pace 3", "tick"]
 
 

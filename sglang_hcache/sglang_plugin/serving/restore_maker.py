@@ -41,7 +41,7 @@ class Verdict:
     """For how long at least it would wait for its request to be admitted."""
 
 
-class Launcher:
+class RestoreMaker:
     """Makes restores, and computes what they do not read; knows nothing of queues and of who owns slots.
 
     Args:
