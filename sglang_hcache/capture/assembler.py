@@ -341,7 +341,7 @@ class Assembler:
         request = self._open.pop(rid, None)
         if request is not None:
             self.beginnings.take_over(request.chunk)
-            self._tiers.host.settle(request.keys)
+            self._tiers.host.touch(request.keys, is_over=True)
 
     def _end_all(self) -> None:
         for rid in list(self._open):

@@ -49,16 +49,13 @@ class WriteAllowance:
         with self._lock:
             return self._written(now_s)
 
-    def allows_new(self, size: int, *, now_s: float) -> bool:
-        """Whether ``size`` more bytes may be written of chunks that were never used again.
-
-        The last fifth is kept for others.
-        """
+    def allows(self, size: int, *, reused: bool, now_s: float) -> bool:
+        """Whether ``size`` more bytes may be written: the last fifth is kept for chunks that were used again."""
         with self._lock:
-            return self._allows(size, _SHARE_OF_NEW, now_s)
+            return self._allows(size, 1.0 if reused else _SHARE_OF_NEW, now_s)
 
     def spend(self, size: int, *, now_s: float) -> None:
-        """``size`` bytes go to disk. All of the budget may be used: of new chunks :meth:`allows_new` was asked before.
+        """``size`` bytes go to disk. All of the budget may be used: of new chunks :meth:`allows` was asked before.
 
         Raises:
             WriteBudgetError: not within the budget; nothing is counted.

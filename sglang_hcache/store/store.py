@@ -50,7 +50,7 @@ _ROUND_S = 1.0
 class DiskStore:
     """Runs of chunks on disk, by chunk key. All methods may be called from any thread.
 
-    ``contains``, ``touch``, ``lease``, ``ReadLease.close``, ``admits_new`` and ``stats`` do no I/O;
+    ``contains``, ``touch``, ``lease``, ``ReadLease.close``, ``admits`` and ``stats`` do no I/O;
     everything else may take as long as ``io_timeout_s`` for each directory that hangs.
     """
 
@@ -135,9 +135,10 @@ class DiskStore:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def admits_new(self, num_chunks: int, chunk_layer_bytes: Sequence[int]) -> bool:
-        """Whether the write budget lets a run of so many chunks pass that were never used again."""
-        return self._allowance.allows_new(_run_bytes(num_chunks, chunk_layer_bytes), now_s=time.time())
+    def admits(self, num_chunks: int, chunk_layer_bytes: Sequence[int], *, reused: bool) -> bool:
+        """Whether the write budget lets a run of so many chunks pass that were (not) used again."""
+        size = _run_bytes(num_chunks, chunk_layer_bytes)
+        return self._allowance.allows(size, reused=reused, now_s=time.time())
 
     def write_run(self, run: Run, payload: Callable[[int], Sequence[ByteArray]]) -> None:
         """Write ``run`` durably and make its chunks readable.
@@ -147,7 +148,7 @@ class DiskStore:
         of a multiple of 4096 bytes are written without a copy. Keys already stored move to the new run.
 
         Raises:
-            WriteBudgetError: the whole write budget is used up; :meth:`admits_new` keeps some for what is used again.
+            WriteBudgetError: the whole write budget is used up; :meth:`admits` keeps some for what is used again.
             StoreFullError: neither cap nor floor leave room and nothing can be evicted, or ENOSPC.
             StoreIOError: a device failed. After any error nothing of the run is readable.
             ValueError: ``payload`` returned arrays of a wrong shape.

@@ -82,6 +82,12 @@ class Demoter:
         """Whether what is on disk must count as gone already."""
         return self._clearing
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a chunk that is used again may be written now: there is budget, and nothing failed a moment ago."""
+        sizes = self._host.layout.chunk_layer_bytes
+        return not self._is_resting() and self._disk.admits(1, sizes, reused=True)
+
     def request(self, keys: ChunkSource, num_tokens: int = 0) -> None:
         """Write those of the chunks ``keys()`` that exist only in host memory. Never waits.
 
@@ -302,7 +308,7 @@ class Demoter:
         """Write consecutive chunks; when the write budget runs short, only those that were used again."""
         # A prefix that was used again begins with its first chunk, so what was not is the tail.
         reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
-        all_pass = self._disk.admits_new(len(piece), self._host.layout.chunk_layer_bytes)
+        all_pass = self._disk.admits(len(piece), self._host.layout.chunk_layer_bytes, reused=False)
         keep = len(piece) if all_pass else reused
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)

@@ -13,8 +13,8 @@ Only clean, unpinned chunks are evicted, least recently used first, and of a pre
 which it is of no use; where slots are in groups, with those neighbours that were used hardly later. Every method is
 short, takes the one lock and never does I/O, so the serving thread may call any of them.
 
-Memory is layer-major: a layer's rows of neighbouring slots are neighbours, so a prefix in slots that follow each other
-is restored from where it is. Therefore a chunk goes behind the one before it.
+A prefix in slots that follow each other is restored from where it is (:class:`SlotMemory`): a chunk goes behind the one
+before it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.free_slots import FreeSlots
+from sglang_hcache.tier.slot_memory import SlotMemory
 
 _MOST_IDLE = 1 / 16
 """Share of all slots that may wait for the prefixes in front of them to go on, while others are evicted."""
@@ -65,12 +66,11 @@ class SlotCounts(NamedTuple):
     dirty: int
 
 
-class HostTier:
+class HostTier(SlotMemory):
     """Slots of host memory, addressed by chunk key.
 
     Args:
-        memory: uint8, 1-D, ``layout.chunk_bytes`` for each slot; owned by the tier from now on.
-        layout: what a slot holds.
+        memory, layout: as :class:`SlotMemory`; owned by the tier from now on.
         keep_dirty: True if a disk tier exists, so that a sealed chunk must be written before it may go.
         group_slots: neighbours that a prefix takes, and that are evicted, together.
     """
@@ -84,18 +84,9 @@ class HostTier:
         keep_dirty: bool,
         group_slots: int = 1,
     ) -> None:
-        if memory.ndim != 1 or memory.size % layout.chunk_bytes:
-            raise ValueError(
-                f"memory of shape {memory.shape} does not hold chunks of {layout.chunk_bytes} bytes"
-            )
-        self.memory = memory
-        self.layout = layout
-        self.num_slots = memory.size // layout.chunk_bytes
+        super().__init__(memory, layout)
         self._observer = observer
         self.keep_dirty = keep_dirty
-        self._layers: list[npt.NDArray[np.uint8]] = [
-            self.layers(layer, 1)[0] for layer in range(layout.num_layers)
-        ]
         self._lock = threading.Lock()
         self._free = FreeSlots(self.num_slots, group_slots)
         self._most_idle = int(self.num_slots * _MOST_IDLE)
@@ -162,10 +153,14 @@ class HostTier:
         with self._lock:
             self._set_free(slot)
 
-    def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool) -> bool:
-        """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already."""
+    def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool, for_good: bool = False) -> bool:
+        """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already.
+
+        Args:
+            for_good: as in :meth:`mark_clean`.
+        """
         with self._lock:
-            if not self._enter(slot, info.key, info):
+            if not self._enter(slot, info.key, None if for_good else info):
                 return False
             if self.keep_dirty and not on_disk:
                 self._dirty[info.key] = info
@@ -206,20 +201,17 @@ class HostTier:
         with self._lock:
             return key in self._entries
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request begins with the chunks ``keys``: those that are here are used again."""
-        with self._lock:
-            for key in reversed(keys):  # the tail goes before the head
-                entry = self._entries.get(key)
-                if entry is not None:
-                    entry.is_reused = True
-                    self._touch(key)
+    def touch(self, keys: Sequence[ChunkKey], *, is_over: bool = False) -> None:
+        """A request begins with the chunks ``keys``: those that are here are used again.
 
-    def settle(self, keys: Sequence[ChunkKey]) -> None:
-        """A request that had the chunks ``keys`` is over: their tail goes before their head. Not one more use."""
+        Args:
+            is_over: it has ended, which is no further use: only their tail goes before their head.
+        """
         with self._lock:
             for key in reversed(keys):
-                if key in self._entries:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.is_reused |= not is_over
                     self._touch(key)
 
     def is_reused(self, key: ChunkKey) -> bool:
@@ -261,21 +253,6 @@ class HostTier:
             else:
                 self._set_free(slot)
 
-    def read_layer(self, slots: Sequence[int], layer: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy one layer of pinned ``slots`` into ``out``, uint8 of shape (len(slots), chunk bytes of the layer)."""
-        np.take(self._layers[layer], slots, axis=0, out=out, mode="clip")
-
-    def layer_of(self, slot: int, layer: int) -> npt.NDArray[np.uint8]:
-        """One layer of a slot, a view: uint8, 1-D."""
-        rows: npt.NDArray[np.uint8] = self._layers[layer][slot]
-        return rows
-
-    def layers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
-        """``count`` layers of equal rows from ``first`` on, a view: uint8, (layers, slots, chunk bytes of a layer)."""
-        size = self.layout.chunk_layer_bytes[first]
-        begin = self.num_slots * self.layout.layer_offset(first)
-        return self.memory[begin : begin + self.num_slots * count * size].reshape(count, self.num_slots, size)
-
     # -- demotion --------------------------------------------------------------------------------
 
     def dirty_info(self, key: ChunkKey) -> ChunkInfo | None:
@@ -303,6 +280,12 @@ class HostTier:
                 self._add_clean(key)
                 if for_good:
                     self._entries[key].info = None
+
+    def never_write(self, is_on_disk: Callable[[ChunkKey], bool]) -> None:
+        """Those that are on disk stay clean for good."""
+        with self._lock:
+            for entry in (self._entries[key] for key in filter(is_on_disk, self._entries)):
+                entry.info = None
 
     def mark_dirty(self, keys: Iterable[ChunkKey]) -> None:
         """Those of ``keys`` that are here are not on disk, whatever was thought: they have to be written."""

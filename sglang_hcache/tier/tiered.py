@@ -143,12 +143,19 @@ class TieredStore:
             # In this order: who sees the disk asks whether it is cleared.
             self._demoter, self.disk = demoter, disk
             self.host.keep_dirty = True
+            if disk.has_max_age:
+                self.host.never_write(disk.contains)
         logger.info("hcache: the disk tier is open now, with %d chunks in it", disk.stats().chunks)
 
     def _still_left_out(self, why: str) -> None:
         with self._attaching:
             if self._left_out is not None:
                 self._left_out = self._left_out.still_not_opened(why)
+
+    @property
+    def may_have_disk(self) -> bool:
+        """Whether there is a disk tier, or will be."""
+        return self.disk is not None or self._late is not None
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -167,7 +174,9 @@ class TieredStore:
 
     def seal(self, slot: int, info: ChunkInfo) -> None:
         """Publish the filled host ``slot`` as ``info``. Never waits for I/O."""
-        if not self.host.seal(slot, info, on_disk=self._is_on_disk(info.key)):
+        on_disk = self._is_on_disk(info.key)
+        expires = on_disk and self.disk is not None and self.disk.has_max_age
+        if not self.host.seal(slot, info, on_disk=on_disk, for_good=expires):
             self._observer.count("host.duplicate_chunks")
             return
         self._observer.count("host.chunks_sealed")
@@ -229,8 +238,10 @@ class TieredStore:
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """A request begins with the chunks ``keys``, wherever they are: they are worth keeping. Memory only."""
         self.host.touch(keys)
-        if self.disk is not None:
-            self.disk.touch(keys)
+        if self.disk is None or self._demoter is None:
+            return
+        self.disk.touch(keys)
+        if self._demoter.takes_writes:
             # Written once, and lost with a disk, or refused when the write budget was short: now it is worth a write.
             self.host.mark_dirty([key for key in reversed(keys) if not self.disk.contains(key)])
 

@@ -198,7 +198,7 @@ def spend_all(store: DiskStore) -> int:
 
 def admits(store: DiskStore) -> bool:
     """Whether nearly half of the budget is left: a quarter, besides what is kept for chunks that are used again."""
-    return store.admits_new(4, (MIB // 4,))
+    return store.admits(4, (MIB // 4,), reused=False)
 
 
 def test_the_write_budget_with_a_clock_that_jumps(

@@ -137,7 +137,8 @@ class Bridge:
     @property
     def wants_evictions(self) -> bool:
         """Whether :meth:`evicted` has anything to do."""
-        return self.tiers.disk is not None and self.config.write_policy is WritePolicy.WRITE_BACK
+        # Not whether the disk tier is open: it may be on some ranks only, and what follows is for all of them.
+        return self.tiers.may_have_disk and self.config.write_policy is WritePolicy.WRITE_BACK
 
     def evicted(self, prefix: array[int], branches: Sequence[array[int]], tenant: str | None) -> None:
         """The device dropped the KV of what followed ``prefix`` in each of ``branches``: demote those chunks."""

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
+from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, QueuedRequest
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
 _FIRST_LIMIT_S = 30.0
 """A request that finds no slots for so long, with nobody before it, is recomputed."""
+_MATCH_EVERY_S = 0.5
 _REFUSED_LIMIT_S = 120.0
 """Or for so long in all, where the policy lets others come before it."""
 
@@ -88,13 +89,21 @@ class Overtaking:
     """Who must not be admitted before an earlier request, whose restore runs.
 
     SGLang computes a long prompt in passes, one after the other, with no other prefill beside them: who is restored
-    meanwhile would wait for all of them.
+    meanwhile would wait for all of them. A request is held back for so long at most as one that is first in the queue
+    waits for room, all such times together.
 
     Args:
         may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.
     """
 
-    def __init__(self, running: Running, waiting: Waiting, may_overtake: Callable[[float], float]) -> None:
+    def __init__(
+        self,
+        tree: DeviceTree,
+        running: Running,
+        waiting: Waiting,
+        may_overtake: Callable[[float], float],
+    ) -> None:
+        self._tree = tree
         self._running = running
         self._waiting = waiting
         self._may_overtake = may_overtake
@@ -103,14 +112,24 @@ class Overtaking:
         self._most_tokens = math.inf
 
     def look(self) -> None:
-        """Once a round."""
+        """Now and then."""
         self._first, self._before = self._waiting.before_first_running() if self._running else (None, set())
         if self._first is not None and self._first.restore is not None:
-            self._most_tokens = self._may_overtake(self._running.left_s(self._first.restore.job.keys[0]))
+            self._most_tokens = self._may_overtake(self._running.left_s(self._first.restore))
 
     def is_to_wait(self, ticket: Ticket) -> bool:
         """Whether it is behind the first one, and has more to compute than may be done before that one."""
         first = self._first
         if first is None or first.phase is not Phase.RUNNING or ticket is first:
             return False
-        return ticket.prompt.rid not in self._before and ticket.uncomputed > self._most_tokens
+        if ticket.prompt.rid in self._before or ticket.uncomputed <= self._most_tokens:
+            return False
+        now = self._waiting.clock()
+        if ticket.held_back_since is None:
+            ticket.held_back_since = now
+        if now - ticket.held_back_since >= _FIRST_LIMIT_S:
+            return False
+        if now - ticket.matched_at >= _MATCH_EVERY_S:  # others may have computed it meanwhile
+            ticket.matched_at = now
+            ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+        return ticket.uncomputed > self._most_tokens

@@ -26,9 +26,9 @@ class PrefillTimes:
         self._began: Stamp | None = None
         self._asked: deque[tuple[int, int, Stamp, Stamp]] = deque()
 
-    def begin(self) -> None:
-        """A pass is about to be asked for."""
-        self._began = self._stamp()
+    def begin(self, num_tokens: int) -> None:
+        """A pass of so many tokens, of all its requests, is about to be asked for."""
+        self._began = self._stamp() if num_tokens >= CHUNK_TOKENS else None
 
     def end(self, requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool) -> None:
         """It is asked for. One tells of prefills if it was of a single prompt.

@@ -27,7 +27,8 @@ class Running:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._restores: dict[Restore, None] = {}
-        self._keys: dict[ChunkKey, Restore] = {}
+        self._keys: dict[ChunkKey, dict[Restore, None]] = {}
+        """Chunk -> who brings it, oldest first: where that pays sooner, several do."""
         self._over = threading.Event()
         self.tokens = 0
         """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
@@ -46,28 +47,29 @@ class Running:
     def add(self, restore: Restore) -> None:
         """It starts."""
         self._restores[restore] = None
-        self._keys.update(dict.fromkeys(restore.job.keys, restore))
+        for key in restore.job.keys:
+            self._keys.setdefault(key, {})[restore] = None
         self.tokens += restore.job.num_tokens
         self._predicted_s += _predicted_s(restore)
 
-    def restores(self, key: ChunkKey) -> bool:
-        """Whether one of them brings this chunk."""
-        return key in self._keys
+    def first_with(self, key: ChunkKey) -> Restore:
+        """The one that brings this chunk first. Raises KeyError if none does."""
+        return next(iter(self._keys[key]))
 
     def leading(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, chunks of one prompt in order, they bring from the first one on."""
-        if not keys or not self.restores(keys[0]):
+        if not keys or keys[0] not in self._keys:
             return 0
-        return bisect_left(keys, True, key=lambda key: not self.restores(key))
+        return bisect_left(keys, True, key=lambda key: key not in self._keys)
 
     @property
     def backlog_s(self) -> float:
         """Predicted seconds until all of them are over: one that starts now comes behind them."""
         return max(0.0, self._predicted_s - self._done_s)
 
-    def left_s(self, key: ChunkKey) -> float:
-        """Predicted seconds until this chunk, which one of them brings, is on the device."""
-        last, total_s = self._keys[key], 0.0
+    def left_s(self, last: Restore) -> float:
+        """Predicted seconds until this one of them is over."""
+        total_s = 0.0
         for restore in self._restores:
             total_s += _predicted_s(restore)
             if restore is last:
@@ -109,7 +111,8 @@ class Running:
         for restore in ended:
             del self._restores[restore]
             for key in restore.job.keys:
-                if self._keys.get(key) is restore:
+                del self._keys[key][restore]
+                if not self._keys[key]:
                     del self._keys[key]
             self.tokens -= restore.job.num_tokens
             # What rounding left over is none's.

@@ -116,10 +116,13 @@ class Saving:
         """
         if not any(rid in self.captured for rid in rids):
             return False
-        self._try(lambda: self._passes.begin(tokens, slots))
-        if self._prefill_times is not None:
-            self._prefill_times.begin()
+        self._try(lambda: self._begin(tokens, slots))
         return True
+
+    def _begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        self._passes.begin(tokens, slots)
+        if self._prefill_times is not None:
+            self._prefill_times.begin(len(tokens))
 
     def end_pass(
         self,
@@ -136,8 +139,9 @@ class Saving:
             is_replayed: by a CUDA graph: no hook of Python's ran.
             is_prefill: that graph is one of those for prefill.
         """
-        if self._prefill_times is not None and is_typical:
-            self._prefill_times.end(requests, is_replayed=is_replayed, is_prefill=is_prefill)
+        times = self._prefill_times
+        if times is not None and is_typical:
+            self._try(lambda: times.end(requests, is_replayed=is_replayed, is_prefill=is_prefill))
         rids = [rows.rid for rows in requests]
         if self.saves_decoded_later:
             # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.

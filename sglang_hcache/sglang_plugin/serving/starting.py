@@ -59,7 +59,7 @@ class Starter:
         self._most_idle_s = most_idle_s
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
         self._line = Line(waiting.clock)
-        self._overtaking = Overtaking(running, waiting, maker.may_overtake)
+        self._overtaking = Overtaking(device.tree, running, waiting, maker.may_overtake)
         self.rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
         self._next_look = 0.0
@@ -112,10 +112,6 @@ class Starter:
 
         Those behind it must not take what it waits for, nor any of them what the requests before it need.
         """
-        self._start_pending()
-        self._overtaking.look()
-
-    def _start_pending(self) -> None:
         now = self._now()
         if now < self._holding_until or now < self._next_look:
             return
@@ -133,6 +129,7 @@ class Starter:
             if not is_full:  # else nothing more starts: what the others need does not matter
                 ahead.add(request, ticket)
                 is_full = not self._room.is_left(ahead.tokens + CHUNK_TOKENS)
+        self._overtaking.look()
         if self._line.stand(refused, before) and refused is not None:
             self._observer.count("restore.no_slots")
             refused.note("no room for a restore")
@@ -146,12 +143,11 @@ class Starter:
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
             return _Outcome.SETTLED
-        if ticket.awaits is not None and self._running.restores(ticket.awaits):
-            return (
-                _Outcome.SETTLED
-            )  # many may wait for the same, in each round: nothing is looked up for them
-        if not self._room.is_left(ticket.least_room + ahead.tokens):
-            return _Outcome.NO_ROOM  # before anything is looked up, for the same reason
+        # Many may wait for the same restore, or for room, in each round: nothing is looked up for them.
+        if ticket.awaits is not None and ticket.awaits in self._running:
+            return _Outcome.SETTLED
+        if not self._may_have_room(ticket, ahead):
+            return _Outcome.NO_ROOM
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if self._awaits_another(ticket, len(match), missing, ahead):
@@ -166,17 +162,30 @@ class Starter:
             return _Outcome.SETTLED
         return self._begin(ticket, match, keys, ahead)
 
+    def _may_have_room(self, ticket: Ticket, ahead: Ahead) -> bool:
+        """Whether to look what it needs: not if that was more than there is a moment ago, and is still.
+
+        Where our share is full, and not the pool, recomputing may be sooner: that is decided, now and then.
+        """
+        needed = ticket.lately_refused
+        if needed is not None:
+            return self._room.has(needed, ahead.tokens)
+        return self._room.is_left(CHUNK_TOKENS + ahead.tokens)
+
     def _awaits_another(
         self, ticket: Ticket, on_device: int, missing: Sequence[ChunkKey], ahead: Ahead
     ) -> bool:
         """Whether to look again when a restore is over that brings the first of ``missing``."""
-        shared = self._running.leading(missing)
-        if shared:
-            left_s = self._running.left_s(missing[0]) - ahead.seconds
-            shared *= self._maker.is_worth_awaiting(CHUNK_TOKENS * shared, on_device, left_s)
-        ticket.awaits = missing[0] if shared else None
-        ticket.awaited = on_device + CHUNK_TOKENS * shared if shared else 0
-        return bool(shared)
+        ticket.awaits, ticket.awaited = None, 0
+        shared = CHUNK_TOKENS * self._running.leading(missing)
+        if not shared:
+            return False
+        restore = self._running.first_with(missing[0])
+        left_s = self._running.left_s(restore) - ahead.seconds
+        if not self._maker.is_worth_awaiting(shared, on_device, left_s):
+            return False
+        ticket.awaits, ticket.awaited = restore, on_device + shared
+        return True
 
     def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Outcome:
         """Restore ``keys`` behind ``match`` for a ticket, if that pays now."""

@@ -169,12 +169,16 @@ class Ticket:
     """Looked up while the disk rested, which has not been asked."""
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
+    held_back_since: float | None = None
+    """When it was first not admitted for the sake of another one's restore (:class:`Overtaking`), ..."""
+    matched_at: float = 0.0
+    """... and when it was last looked then what of it is on the device."""
     refused_since: float | None = None
     """When it was first the one that found no room (:class:`Line`)."""
     has_missed: bool = False
     """Whether it was counted that a chunk of it is in no tier."""
-    awaits: ChunkKey | None = None
-    """The chunk that another request's restore was bringing when it was last looked up."""
+    awaits: Restore | None = None
+    """Another request's restore, which was bringing what is missing when it was last looked up."""
     awaited: int = 0
     """Leading tokens of the prompt that have slots by that restore."""
 
@@ -222,10 +226,10 @@ class Ticket:
         return self.keys[first : first + 1]
 
     @property
-    def least_room(self) -> int:
-        """Tokens that a restore needs at least: one chunk, or what it needed a moment ago."""
+    def lately_refused(self) -> int | None:
+        """For how many tokens there was no room a moment ago."""
         refused, count = self.refused
-        return count if self.clock() - refused < _REFUSED_S else CHUNK_TOKENS
+        return count if self.clock() - refused < _REFUSED_S else None
 
     @property
     def restored(self) -> int:

@@ -104,7 +104,8 @@ class Waiting:
         if any(ticket.phase is Phase.RUNNING for ticket in self._tickets.values()):
             for request in self._scheduler.waiting():
                 ticket = self._tickets.get(request.rid)
-                if ticket is not None and ticket.phase is Phase.RUNNING:
+                is_running = ticket is not None and ticket.phase is Phase.RUNNING
+                if is_running and not request.is_passed_over:
                     return ticket, before
                 before.add(request.rid)
         return None, set()

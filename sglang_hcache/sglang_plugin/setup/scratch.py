@@ -107,6 +107,6 @@ class ScratchReads:
             keys = tuple(self._keys[first : first + run_chunks])
             rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
             run = Run(bytes(16), keys, first, self._layout.chunk_layer_bytes)
-            if not disk.admits_new(len(keys), run.chunk_layer_bytes):
+            if not disk.admits(len(keys), run.chunk_layer_bytes, reused=False):
                 raise WriteBudgetError("the write budget is nearly used up (--hcache-disk-write-budget)")
             disk.write_run(run, lambda _layer, rows=rows: list(rows))

@@ -34,8 +34,8 @@ NOW = 500_000 * HOUR
 def test_the_last_fifth_is_for_chunks_that_were_used_again() -> None:
     allowance = WriteAllowance(1000)
     allowance.spend(700, now_s=NOW)
-    assert allowance.allows_new(100, now_s=NOW)
-    assert not allowance.allows_new(101, now_s=NOW)
+    assert allowance.allows(100, now_s=NOW, reused=False)
+    assert not allowance.allows(101, now_s=NOW, reused=False)
     with pytest.raises(WriteBudgetError, match="--hcache-disk-write-budget"):
         allowance.spend(301, now_s=NOW)
     assert allowance.written(NOW) == 700, "what was refused is not counted"
@@ -171,7 +171,7 @@ def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Cou
         assert written == (1 if turn == 0 else 0)
         again = make_run(make_keys(1000 + turn, 1), layers)
         if turn == 0:
-            assert not store.admits_new(1, layers)
+            assert not store.admits(1, layers, reused=False)
             with pytest.raises(WriteBudgetError):
                 store.write_run(again, payload_of(again))
         stats = store.stats()

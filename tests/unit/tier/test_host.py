@@ -167,7 +167,7 @@ def test_what_is_used_again_and_again_does_not_go_with_what_branched_off() -> No
     for request in range(150):
         tier.touch(prefix)
         put(tier, 100 + request, tier.slot_of(prefix[-1]))
-        tier.settle([*prefix, info(100 + request).key])
+        tier.touch([*prefix, info(100 + request).key], is_over=True)
         assert all(key in tier for key in prefix)
 
 

@@ -141,7 +141,7 @@ class HostModel(RuleBasedStateMachine):
 
     @rule(names=PREFIXES)
     def settle(self, names: list[int]) -> None:
-        self.tier.settle([key(name) for name in names])
+        self.tier.touch([key(name) for name in names], is_over=True)
         self.use_all(names)
 
     def use_all(self, names: list[int]) -> None:

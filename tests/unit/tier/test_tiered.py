@@ -353,6 +353,43 @@ def test_what_the_disk_lost_is_written_again_when_it_is_used(tmp_path: Path, max
     tiers.close()
 
 
+def test_a_chunk_that_is_saved_again_while_it_is_on_disk_does_not_outlive_its_age(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", slots=2, max_age_s=3600.0)
+    assert tiers.disk is not None
+    put(tiers, 1)
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    for name in (2, 3):  # it leaves host memory
+        put(tiers, name)
+        tiers.demote_all()
+        wait_until_saved(tiers)
+    put(tiers, 1)
+    assert key(1) in tiers.host
+    tiers.disk.discard([key(1)])  # for its age
+    tiers.touch([key(1)])
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    assert not tiers.disk.contains(key(1))
+    tiers.close()
+
+
+def test_a_chunk_for_which_there_is_no_budget_is_refused_once(tmp_path: Path) -> None:
+    tiers = open_tiers(tmp_path / "store", write_budget=40_000)
+    for name in (1, 11):
+        put(tiers, name)
+        tiers.touch([key(name)])
+        tiers.demote_all()
+        wait_until_saved(tiers)
+    dropped = tiers._observer["demote.chunks_dropped_budget"]  # type: ignore[index]
+    assert dropped == 1
+    for _ in range(3):
+        tiers.touch([key(11)])
+        tiers.demote_all()
+        wait_until_saved(tiers)
+    assert tiers._observer["demote.chunks_dropped_budget"] == dropped  # type: ignore[index]
+    tiers.close()
+
+
 def held_up(tiers: TieredStore) -> threading.Event:
     """The demoter does nothing until this is set."""
     begun, go_on = threading.Event(), threading.Event()

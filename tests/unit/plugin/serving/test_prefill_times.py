@@ -56,11 +56,11 @@ def test_a_prefill_takes_what_the_device_takes_from_its_begin_on() -> None:
     clock, gate = Clock(), Gate()
     times = times_of(clock, gate)
     clock.busy_until = 5.0  # with a pass before it
-    times.begin()
+    times.begin(640)
     clock.busy_until += 2.0
     end(times, (640, 64))
-    times.begin()  # a pass that is none of ours, or fails
-    times.begin()
+    times.begin(640)  # a pass that is none of ours, or fails
+    times.begin(640)
     clock.busy_until += 0.5
     end(times, (128, 0))
     times.look()
@@ -89,7 +89,7 @@ def test_a_prefill_takes_what_the_device_takes_from_its_begin_on() -> None:
 def test_what_tells_of_prefills(rows: list[tuple[int, int]], replayed: str, tells: bool) -> None:
     clock, gate = Clock(), Gate()
     times = times_of(clock, gate)
-    times.begin()
+    times.begin(sum(count for count, _ in rows))
     end(times, *rows, replayed=replayed)
     times.look()
     assert bool(gate.told) is tells
@@ -106,7 +106,7 @@ def test_an_end_without_a_begin_is_nothing() -> None:
 def test_on_a_cpu_a_pass_is_over_when_it_ends() -> None:
     gate = Gate()
     times = PrefillTimes(gate, ClockStamp, largest_pass=512)  # type: ignore[arg-type]
-    times.begin()
+    times.begin(640)
     time.sleep(0.01)
     end(times, (128, 0))
     times.look()

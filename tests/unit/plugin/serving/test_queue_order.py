@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
-from sglang_hcache.sglang_plugin.serving import restores
+from sglang_hcache.sglang_plugin.serving import restores, running
 from sglang_hcache.sglang_plugin.serving.waiting import Patience
 from tests.unit.plugin.serving.test_restores import (
     LAYERS,
@@ -54,17 +55,64 @@ class SlowEngine(Engine):
 # -- who comes behind a restore that runs --------------------------------------------------------
 
 
-def test_the_time_that_a_restore_has_run_does_not_count_against_the_next_one() -> None:
+def test_the_time_that_a_restore_has_run_does_not_count_against_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = world_for(recompute_s=2e-4)
     job = start(world, "a", tokens(1, 10))
+    job.started = now = 100.0
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now))
     whole_s = world.coordinator.running.backlog_s
     assert whole_s == pytest.approx(10 * CHUNK_S, rel=0.1)
-    began(job, 0.9 * whole_s)
-    assert world.coordinator.running.backlog_s == pytest.approx(0.1 * whole_s, rel=0.1)
+    now += 0.9 * whole_s
+    assert world.coordinator.running.backlog_s == pytest.approx(0.1 * whole_s)
     start(world, "b", tokens(2, 5))
     assert world.counters["restore.declined_slower"] == 0
-    began(job, 10 * whole_s)
+    now += 10 * whole_s
     assert world.coordinator.running.backlog_s == pytest.approx(5 * CHUNK_S, rel=0.1), "not less than nothing"
+
+
+def test_two_restores_may_bring_the_same_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not pay to wait for the first one. Whoever ends first, the other one still brings it."""
+    world = world_for(recompute_s=4e-4)
+    start(world, "long", [*tokens(1, 1), *tokens(2, 11)])
+    monkeypatch.setattr(world.maker, "is_worth_awaiting", lambda *_: False)
+    start(world, "other", [*tokens(1, 1), *tokens(3, 6)])
+    assert len(world.engine.jobs) == 2
+    shared = world.engine.jobs[0].keys[0]
+    coordinator = world.coordinator
+    first, second = coordinator.running
+    assert coordinator.running.first_with(shared) is first
+    monkeypatch.undo()
+    world.queue("third", [*tokens(1, 1), *tokens(4, 1)])
+    coordinator.drop("other")
+    world.engine.jobs.reverse()
+    world.engine.end(RestoreState.CANCELLED)
+    coordinator._starter.look_again()
+    coordinator.tick()
+    assert coordinator.running.first_with(shared) is first
+    assert coordinator.running.left_s(first) > 0
+    assert second not in coordinator.running
+    world.engine.end(RestoreState.DONE)
+    coordinator.tick()
+    assert coordinator.running.leading([shared]) == 0
+    assert coordinator.may_be_admitted("long")
+
+
+def test_who_waits_for_a_restore_looks_again_when_that_one_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another one, which is not over, would bring the same chunk."""
+    world = world_for(recompute_s=1e-2)
+    start(world, "long", [*tokens(1, 1), *tokens(2, 9)])
+    world.store([*tokens(1, 1), *tokens(4, 1)])
+    world.queue("waits", [*tokens(1, 1), *tokens(4, 1)])
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 1
+    monkeypatch.setattr(world.maker, "is_worth_awaiting", lambda *_: False)
+    start(world, "other", [*tokens(1, 1), *tokens(3, 6)])
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert len(world.engine.jobs) == 2, "its own chunk, behind the shared one"
 
 
 @pytest.mark.parametrize(("share_done", "waits"), [(0.0, False), (0.99, True)])
@@ -130,6 +178,29 @@ def test_a_long_prefill_does_not_overtake_a_restore_that_is_nearly_over() -> Non
     assert job.is_over
     assert world.coordinator.may_be_admitted("restored")
     assert world.coordinator.may_be_admitted("long")
+
+
+def test_it_is_not_held_back_for_ever_nor_if_others_have_computed_it(clock: Clock) -> None:
+    world = world_for(recompute_s=2e-4)
+    prompt = [*long_prompt(8), *tokens(8, 1)]
+    world.store(tokens(1, 4))
+    world.queue("restored", tokens(1, 4))
+    for rid in ("long", "the same"):
+        world.queue(rid, prompt)
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("long")
+    world.tree.compute(prompt[: 16 * CHUNK_TOKENS])
+    clock.now += 0.4
+    assert not world.coordinator.may_be_admitted("long"), "looked at a moment ago"
+    clock.now += 0.2
+    assert world.coordinator.may_be_admitted("long")
+    world.tree.evict_all()
+    world.coordinator.waiting.get("the same").on_device = 0  # type: ignore[union-attr]
+    assert not world.coordinator.may_be_admitted("the same")
+    for _ in range(40):
+        clock.now += 1.0
+        world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("the same")
 
 
 def test_nor_is_it_held_back_for_a_restore_that_takes_as_long_as_itself() -> None:
