@@ -111,7 +111,7 @@ class HCacheConfig(BaseModel):
     """What happens if the disk tier cannot be opened, because a directory is in use, belongs to another user or has
     another format, or because disks are out, read-only or hang (all disks of a store, or one of a new store). required:
     the server does not start. optional: a warning says why, and the server runs with its host tier alone, and tries
-    again every minute, until the disk tier is open. Use optional if an orchestrator restarts the server."""
+    again, once a minute at most, until the disk tier is open. Use optional if an orchestrator restarts the server."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together, of all ranks. On a CPU it is committed as it fills,
     on a GPU pinned whole at start. None of it is taken where ``method`` is recompute."""

@@ -39,7 +39,7 @@ def open_disk(
         disk.close()
     why_not = why_not or "that of another rank cannot be opened"
     logger.warning(
-        "hcache: the disk tier cannot be opened; this server runs without it, and tries again every minute "
+        "hcache: the disk tier cannot be opened; this server runs without it, and tries again until it is open "
         "(--hcache-disk-at-start optional): %s", why_not,
     )  # fmt: skip
     return None, StoreStats.not_opened(settings, why_not)
