@@ -147,7 +147,7 @@ class Eviction:
         for _ in range(_EVICTIONS_IN_VAIN):
             within &= ~self._remover.stopped()
             before = self._free_space.deleted_in(within)
-            if not self._remover.evict_coldest(within):
+            if not (self._remover.finish_one(within) or self._remover.evict_coldest(within)):
                 return False
             if self._free_space.deleted_in(within) > before:
                 return True

@@ -60,7 +60,7 @@ class Reconciler:
             elif volume.stripe in segment.members and segment.sealed and not self._ledger.is_partial:
                 self._trim(segment, volume, sizes[segment.number])
         known = [*self._catalog.segments(), *self._remover.leftovers]
-        expected = {item.number for item in known if volume.stripe in item.members}
+        expected = {item.number for item in known if item.left >> volume.stripe & 1}
         loose = self._loose()
         elsewhere = {item.number for item in known} - loose.keys()
         for number in sorted(sizes.keys() - expected):

@@ -27,6 +27,9 @@ _FAILURES_ALLOWED = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 """For each segment that is tried its chunks are lost, whether or not its file can be deleted."""
 
+_RETRY_S = 0.5
+"""Time for what is left at each attempt: after an outage it may be thousands of files, and others wait meanwhile."""
+
 
 class Remover:
     """What cannot be deleted is remembered, counted and tried again. Not thread-safe: ``Space`` holds its lock."""
@@ -47,8 +50,8 @@ class Remover:
         self._may_warn = Throttle()
         self.on_evicted: Callable[[bytes], object] = lambda key: None
         """Told of each chunk that goes for want of room."""
-        self.leftovers: set[Segment] = set()
-        """Retired segments whose files are not gone yet."""
+        self.leftovers: dict[Segment, None] = {}
+        """Retired segments whose files are not gone yet; those that could not be deleted last come last."""
         self._undeletable: dict[Segment, set[int]] = {}
         """In which directories a file of theirs could not be deleted. One that is out is not asked."""
         self._may_say_stopped = Throttle()
@@ -94,7 +97,7 @@ class Remover:
         retired = self._catalog.retire(segment, only_unpinned)
         if retired is None:
             return None
-        self.leftovers.add(segment)
+        self.leftovers[segment] = None
         try:
             self._ledger.delete_segment(segment.number, retired.rows)
         except StoreError as error:
@@ -111,7 +114,7 @@ class Remover:
     def remember(self, segment: Segment) -> None:
         """Files that are of no use, and were never in use here, go at the next :meth:`retry`, and count until then."""
         segment.retired = True
-        self.leftovers.add(segment)
+        self.leftovers[segment] = None
 
     def remove(self, segment: Segment) -> None:
         """Files that are of no use, and were never in use here, go at once; what cannot, at the next :meth:`retry`."""
@@ -133,30 +136,44 @@ class Remover:
             self._note_failures(stray, {volume.stripe: error})
 
     def retry(self) -> None:
-        """Delete what could not be deleted before, and what is not pinned any more."""
-        for segment in list(self.leftovers):
-            if not segment.pins:
+        """Delete what could not be deleted before, and what is not pinned any more; the rest the next time."""
+        until = time.monotonic() + _RETRY_S
+        for segment in self._deletable():
+            self._unlink(segment)
+            if time.monotonic() > until:
+                return
+
+    def finish_one(self, within: int) -> bool:
+        """Before more is evicted ``within`` directories: delete what is retired and was not tried; False if all was."""
+        for segment in self._deletable(within):
+            if segment not in self._undeletable:
                 self._unlink(segment)
+                return True
+        return False
+
+    def _deletable(self, within: int = -1) -> list[Segment]:
+        """Leftovers with a file in one of these directories, as bits, of which it may be deleted now."""
+        within &= mask_of(volume.stripe for volume in self._volumes if volume.health.readable)
+        return [segment for segment in self.leftovers if segment.left & within and not segment.pins]
 
     def _unlink(self, segment: Segment) -> None:
         before = dict(segment.accounted)
-        out = {volume.stripe for volume in self._volumes if not volume.health.readable}
         failures = segment.unlink()
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
                 self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
                 self._in_vain.pop(stripe, None)
                 self._stopped_until.pop(stripe, None)
+        self.leftovers.pop(segment)
+        if segment.left:
+            self.leftovers[segment] = None
         if not failures:
-            self.leftovers.discard(segment)
-        tried = {stripe: failures[stripe] for stripe in failures.keys() - out}
-        if not tried:
             self._undeletable.pop(segment, None)
             return
         self._observer.count("store.unlink_failures")
-        self._note_failures(segment, tried)
+        self._note_failures(segment, failures)
         if self._may_warn():
-            logger.warning("hcache: segment %d stays for now: %s", segment.number, tried[min(tried)])
+            logger.warning("hcache: segment %d stays for now: %s", segment.number, failures[min(failures)])
 
     def _note_failures(self, segment: Segment, failures: Mapping[int, Exception]) -> None:
         """Files of it could not be deleted, by directory. After three in a row there, few more are tried."""

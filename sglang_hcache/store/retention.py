@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
+from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
@@ -58,21 +59,28 @@ class Retention:
         for segment in self._catalog.segments():
             if not segment.sealed:
                 continue
-            written = segment.written_s or self._ask(segment)
+            written = self._written(segment)
             if 0 < written < oldest:
                 self._remover.expire(segment)
             elif written > now:
                 self._bring_back(segment, now)
 
-    def _ask(self, segment: Segment) -> float:
-        """As :func:`written_s`; remembered if nothing is written to it any more."""
-        all_answer = all(self._volumes[stripe].health.readable for stripe in segment.members)
-        written = written_s(segment.number, segment.members, self._volumes)
-        segment.written_s = written if all_answer and not segment.pins else 0.0
+    def _written(self, segment: Segment) -> float:
+        """As :func:`written_s`. A file is asked once, unless it may still be written to."""
+        unasked = [
+            stripe
+            for stripe in segment.members
+            if not segment.asked >> stripe & 1 and self._volumes[stripe].health.readable
+        ]
+        times = _times(segment.number, unasked, self._volumes)
+        written = max([segment.written_s, *times.values()])
+        if not segment.pins:
+            segment.written_s = written
+            segment.asked |= mask_of(times)
         return written
 
     def _bring_back(self, segment: Segment, now: float) -> None:
-        segment.written_s = 0.0
+        segment.written_s, segment.asked = 0.0, 0
         for stripe in segment.members:
             with contextlib.suppress(StoreError):  # the next look tries again
                 self._volumes[stripe].limit_segment_time(segment.number, now)
@@ -80,10 +88,13 @@ class Retention:
 
 def written_s(number: int, members: Iterable[int], volumes: Sequence[Volume]) -> float:
     """When segment ``number`` was written to last, seconds since 1970; 0 if none of its files can be asked."""
-    times = [0.0]
-    for stripe in members:
-        try:
-            times.append(volumes[stripe].segment_time(number))
-        except StoreError:
-            continue  # the directory is out
-    return max(times)
+    return max(_times(number, members, volumes).values(), default=0.0)
+
+
+def _times(number: int, stripes: Iterable[int], volumes: Sequence[Volume]) -> dict[int, float]:
+    """The same of each file that can be asked, by directory; 0 of one that is gone."""
+    times: dict[int, float] = {}
+    for stripe in stripes:
+        with contextlib.suppress(StoreError):  # the directory is out
+            times[stripe] = volumes[stripe].segment_time(number)
+    return times

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
-from sglang_hcache.store.format.geometry import RunShape, mask_of
+from sglang_hcache.store.format.geometry import RunShape, mask_of, members_of
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.volume import Volume
@@ -59,7 +59,9 @@ class Segment:
         self.begun_at = 0.0
         """... and by the one that goes on while the machine sleeps, seconds since 1970."""
         self.written_s = 0.0
-        """When all its files were written to last, seconds since 1970; 0: to be asked for."""
+        """When those of its files that were asked were written to last, seconds since 1970, ..."""
+        self.asked = 0
+        """... and in which directories those are, as bits."""
         self.accounted = dict.fromkeys(members, 0)
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
@@ -69,6 +71,7 @@ class Segment:
         """The segment with the lowest one is evicted first."""
         self.retired = False
         """Out of the index; its files go when the last pin does."""
+        self._deleted = 0
         self._volumes = volumes
         self._file_lock = threading.Lock()
         self._files: dict[int, OpenFile] = {}
@@ -77,6 +80,11 @@ class Segment:
     def accounted_bytes(self) -> int:
         """What it counts against the cap."""
         return sum(self.accounted.values())
+
+    @property
+    def left(self) -> int:
+        """Directories, as bits, in which a file of it may be: not those where it was deleted."""
+        return self.mask & ~self._deleted
 
     @property
     def freeable_bytes(self) -> dict[int, int]:
@@ -158,12 +166,19 @@ class Segment:
                 self.accounted[stripe] = size + FILE_SLACK_BYTES if size else 0
 
     def unlink(self) -> dict[int, StoreError]:
-        """Remove the files; returns the failures, by directory. Files that stay are still accounted for."""
+        """Remove the files that are left, but for those in directories that are out; returns failures by directory.
+
+        Files that stay are still accounted for.
+        """
         failures: dict[int, StoreError] = {}
-        for stripe in self.members:
+        for stripe in members_of(self.left):
+            volume = self._volumes[stripe]
+            if not volume.health.readable:
+                continue
             try:
-                self._volumes[stripe].unlink_segment(self.number)
+                volume.unlink_segment(self.number)
                 self.accounted[stripe] = 0
+                self._deleted |= 1 << stripe
             except StoreError as error:
                 failures[stripe] = error
         return failures

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.index import Index
@@ -43,7 +45,7 @@ class Inside:
         return self.space._active
 
     @property
-    def leftovers(self) -> set[Segment]:
+    def leftovers(self) -> Collection[Segment]:
         """Segments out of use whose files are not gone."""
         return self.space._remover.leftovers
 

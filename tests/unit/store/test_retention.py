@@ -234,3 +234,30 @@ def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:
     change = collect(config.dirs, max_age_s=10 * DAY)
     assert (change.before.chunks, change.after.chunks) == (4, 0)
     assert change.counts["store.chunks_expired"] == 4
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_files_are_asked_once_though_a_directory_is_out(
+    store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    ask = StoreDirectory.segment_time
+
+    def segment_time(directory: StoreDirectory, segment: int) -> float:
+        asked.append((directory.path.name, segment))
+        return ask(directory, segment)
+
+    monkeypatch.setattr(StoreDirectory, "segment_time", segment_time)
+    inside = Inside(store)
+    [segment] = inside.catalog.segments()
+    segment.sealed = True
+    inside.volumes[1].health.take_out("gone for days")
+    for _ in range(3):
+        clock.ahead_s += 3600
+        inside.space._retention.enforce()
+    assert len(asked) == 1
+    inside.volumes[1].health.recover()
+    for _ in range(3):
+        clock.ahead_s += 3600
+        inside.space._retention.enforce()
+    assert len(asked) == 2, "its file may be the newer one"

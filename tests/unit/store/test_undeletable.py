@@ -100,3 +100,53 @@ def test_three_in_a_row_stop_eviction_for_a_while(
     Inside(store).space._remover.retry()
     assert evict(store), "as does an older one that goes at last"
     assert not Inside(store).leftovers
+
+
+@pytest.fixture
+def striped(tmp_path: Path, open_store: OpenStore) -> DiskStore:
+    """Several segments with a file in each of two directories."""
+    opened = open_store(small_config(tmp_path, 2, size=32 * MIB, segment=MIB))
+    for number in range(8):
+        write_keys(opened, make_keys(10 * number, 6), LAYERS)
+    return opened
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_is_gone_is_not_deleted_again_while_another_directory_is_out(
+    striped: DiskStore, files: Files
+) -> None:
+    inside = Inside(striped)
+    inside.volumes[1].health.take_out("gone for days")
+    assert striped.evict_one()
+    assert striped.evict_one()
+    assert len(files.tried) == 2
+    for _ in range(3):
+        inside.space.tend()
+    assert len(files.tried) == 2, "each round would ask for each file of each of thousands of segments"
+    assert len(inside.leftovers) == 2, "they count until they are gone everywhere"
+    inside.volumes[1].health.recover()
+    inside.space.tend()
+    assert len(files.tried) == 4
+    assert not inside.leftovers
+    assert not any((volume.path / "segment-00000000.seg").exists() for volume in inside.volumes)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_round_deletes_for_a_moment_and_nothing_is_evicted_before_the_rest(
+    striped: DiskStore, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = Inside(striped)
+    inside.volumes[1].health.take_out("gone for days")
+    for _ in range(3):
+        assert striped.evict_one()
+    inside.volumes[1].health.recover()
+    monkeypatch.setattr(removal, "_RETRY_S", -1.0)
+    inside.space._remover.retry()
+    assert len(inside.leftovers) == 2
+    segments = striped.stats().segments
+    assert evict(striped)
+    assert evict(striped)
+    assert striped.stats().segments == segments
+    assert not inside.leftovers
+    assert evict(striped)
+    assert striped.stats().segments == segments - 1
