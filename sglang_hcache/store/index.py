@@ -28,7 +28,6 @@ from sglang_hcache.core.errors import (
     TemporaryFolderError,
 )
 from sglang_hcache.store.format.geometry import ShapeTable
-from sglang_hcache.store.format.names import INDEX_SUFFIXES
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
     RUN_COLUMNS,
@@ -40,8 +39,8 @@ from sglang_hcache.store.format.rows import (
     decode_recency,
     encode,
 )
-from sglang_hcache.store.index_copy import log_of, private_copy
-from sglang_hcache.store.volumes.health import OWN_ERRNOS
+from sglang_hcache.store.index_copy import private_copy
+from sglang_hcache.store.index_files import check_openable, log_of, remove_index, replace_index
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""
@@ -93,6 +92,7 @@ class Index:
         self._connection = connection
         self._path = path
         self._log_path = log_of(path)
+        self._file = os.stat(path)
 
     @classmethod
     def create(cls, path: Path, store_id: str, max_bytes: int) -> Index:
@@ -104,9 +104,9 @@ class Index:
         try:
             remove_index(path)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            index = cls(_connect(path), path)
         except OSError as error:
             raise StoreIOError(f"cannot create the index {path}: {error}") from error
-        index = cls(_connect(path), path)
         try:
             with index._translated():
                 index._configure(max_bytes)
@@ -128,7 +128,7 @@ class Index:
             StoreLockedError: another program, such as a SQLite shell, has it open.
             OSError: this process lacks files or memory, which says nothing of the index.
         """
-        _check_openable(path)
+        check_openable(path)
         index = cls(_connect(path), path)
         try:
             index._configure(max_bytes)
@@ -151,7 +151,7 @@ class Index:
             TemporaryFolderError: there is no room for a copy of it.
             OSError: this process lacks files or memory, which says nothing of the index.
         """
-        _check_openable(path)
+        check_openable(path)
         try:
             with private_copy(path) as copy, contextlib.closing(_connect(copy)) as connection:
                 index = cls(connection, copy)
@@ -251,6 +251,29 @@ class Index:
         with self._translated():
             return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * _PAGE_BYTES
 
+    def is_in_place(self) -> bool:
+        """Whether the file at its path is still the one that is open. Raises OSError."""
+        try:
+            return os.path.samestat(os.stat(self._path), self._file)
+        except FileNotFoundError:
+            return False
+
+    def moved_to(self, path: Path, max_bytes: int) -> Index:
+        """Itself in the place of whatever lies at ``path``, of which a kill before the end leaves all; this is closed.
+
+        Raises:
+            StoreIOError: it cannot be written.
+        """
+        with self._translated():
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            if self._log_path.stat().st_size:
+                raise StoreIOError(f"{self._log_path} cannot be emptied")
+            self._connection.close()
+            replace_index(self._path, path)
+            index = Index(_connect(path), path)
+            index._configure(max_bytes)
+        return index
+
     def close(self) -> None:
         """Checkpoint and close; an error here costs nothing that was committed."""
         with contextlib.suppress(*_SQLITE_ERRORS):
@@ -347,37 +370,11 @@ class Index:
             raise StoreIOError(f"the index failed: {error}") from error
 
 
-def remove_index(path: Path) -> None:
-    """Delete the database at ``path`` and what belongs to it. Raises OSError."""
-    for suffix in INDEX_SUFFIXES:
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """``items`` in groups for one transaction each."""
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH_ROWS)):
         yield batch
-
-
-def _check_openable(path: Path) -> None:
-    """As many files as SQLite opens, for it says of all errors alike that it is unable to open the database.
-
-    Raises:
-        StoreFormatError: the database is missing, or damaged so that it cannot be opened.
-        OSError: this process lacks files or memory.
-    """
-    log = log_of(path)
-    with contextlib.ExitStack() as opened:
-        try:
-            for file in (path, log if os.path.lexists(log) else path, path.parent):
-                opened.callback(os.close, os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        except FileNotFoundError:
-            raise StoreFormatError(f"the index {path} is missing") from None
-        except OSError as error:
-            if error.errno in OWN_ERRNOS:
-                raise
-            raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_hcache.core.errors import StoreFormatError, TemporaryFolderError
+from sglang_hcache.store.index_files import log_of
 from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
 _PATIENCE_S = 5.0
@@ -40,11 +41,6 @@ def private_copy(path: Path) -> Iterator[Path]:
             time.sleep(pause_s)
             pause_s *= 1.5
         yield copy
-
-
-def log_of(path: Path) -> Path:
-    """SQLite's log of the database at ``path``."""
-    return path.with_name(path.name + "-wal")
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:

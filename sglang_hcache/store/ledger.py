@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ from typing import TypeVar
 from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.names import INDEX_NAME
+from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import Index, batches, remove_index
+from sglang_hcache.store.index import Index, batches
+from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
@@ -64,6 +66,10 @@ class Ledger:
         self._lost = index is None
         self._failures = 0
         """In a row."""
+        self._lacks_quarantine = False
+        """Chunks are quarantined of which the index does not say so."""
+        self._out_since: float | None = None
+        """When its directory was found to be out, by the monotonic clock."""
         self._published = identity
         """What a directory has taken down last: another one than ``_identity`` until one takes that."""
         self._lock = threading.RLock()
@@ -88,8 +94,16 @@ class Ledger:
             return self._catalog.add_run(run)
 
     def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
-        """As :meth:`Index.quarantine`. This and the methods below do what ``Index`` does, where it is."""
-        self._call(lambda index: index.quarantine(run, chunks))
+        """As :meth:`Index.quarantine`. This and the methods below do what ``Index`` does, where it is.
+
+        If this fails, :meth:`move_if_needed` does it later. If deleting fails, rows are left that no file bears out:
+        the next start drops them.
+        """
+        try:
+            self._call(lambda index: index.quarantine(run, chunks))
+        except StoreError:
+            self._lacks_quarantine = True
+            raise
 
     def delete_runs(self, rows: Iterable[int]) -> None:
         self._call(lambda index: index.delete_runs(rows))
@@ -109,15 +123,13 @@ class Ledger:
         self._call(lambda index: index.save_meta(values))
 
     def move_if_needed(self) -> None:
-        """If the index or its directory failed: write the index anew where writing works."""
+        """If the index failed, or its directory did for long: write the index anew where writing works."""
         if self._published != self._identity:
             with self._lock:
                 if self._published != self._identity:  # nobody has meanwhile
                     self._publish()
         home = self._volumes[self._identity.index_stripe]
-        if not home.health.readable:  # "|=" would undo what another thread sets meanwhile
-            self._lost = True
-        if home.health.writable and not self._lost:
+        if self._stays(home) and not self._lost:  # in this order: another thread may find it lost meanwhile
             return
         well = [volume for volume in (home, *self._volumes) if volume.health.writable]
         if not well:
@@ -128,21 +140,39 @@ class Ledger:
                 self._abandoned.append((home.stripe, self._index))
                 self._index = None
             self._close_abandoned(well[0])
-            self._index = self._written_at(well[0])
-            self._lost = False
+        index = self._written_at(well[0])  # without the lock: other calls fail meanwhile, and need not wait
+        with self._lock:
+            self._index, self._lost, self._failures = index, False, 0
             if well[0] is not home:
                 self._identity = self._identity.next(index_stripe=well[0].stripe)
                 self._publish()
                 self._remove_from(home)
         logger.info("hcache: the index is in %s now", well[0].path)
 
+    def _stays(self, home: Volume) -> bool:
+        """Whether the index is used where it is, or waited for: its directory is out, and may be back with it."""
+        if not home.health.readable:
+            now = time.monotonic()
+            self._out_since = self._out_since or now
+            return now - self._out_since < self._config.index_patience_s
+        self._out_since = None
+        if home.health.writable and self._lacks_quarantine:
+            self._lacks_quarantine = False
+            for run in self._catalog.runs():
+                if run.quarantined:
+                    self.quarantine(run.number, dict(run.quarantined))
+        return home.health.writable
+
     def welcome(self, volume: Volume) -> None:
         """``volume`` is back: remove the index it had, if that is elsewhere by now."""
         with self._lock:
             self._close_abandoned(volume)
-            # It may be a new directory, with the index in the one that was deleted.
-            self._lost |= volume.stripe == self._identity.index_stripe and not volume.health.readable
-        if volume.stripe != self._identity.index_stripe:
+            is_home = volume.stripe == self._identity.index_stripe
+            if is_home and self._index is not None and not volume.probe(self._index.is_in_place):
+                self._lost = (
+                    True  # a new directory, with the index in the one that was deleted, or another disk
+                )
+        if not is_home:
             volume.probe(lambda: remove_index(volume.path / INDEX_NAME))
 
     def outgrow(self, other: StoreIdentity) -> None:
@@ -204,7 +234,8 @@ class Ledger:
                 self._lost = True
                 raise StoreIOError(f"{error}; it is written anew") from error
             except StoreIOError:
-                self._failures += not home.health.is_full  # which says nothing of the database
+                # One that is out or full says nothing of the database.
+                self._failures += home.health.readable and not home.health.is_full
                 self._lost |= self._failures >= _FAILURES_ALLOWED
                 raise
             self._failures = 0
@@ -234,24 +265,31 @@ class Ledger:
             logger.warning("hcache: an index that does not count stays in %s for now: %s", home.path, error)
 
     def _written_at(self, volume: Volume) -> Index:
-        path = volume.path / INDEX_NAME
-        limit, store_id = self._config.index_file_bytes, self._identity.store_id
+        """A new index there; one that lies there stays until it is complete, where there is room for both."""
+        path, limit = volume.path / INDEX_NAME, self._config.index_file_bytes
 
         def put(function: Callable[[], T]) -> T:
             return volume.call(function, "cannot write the index", writing=True)
 
-        index = put(lambda: Index.create(path, store_id, limit))
+        def create() -> Index:
+            if path.exists() and path.stat().st_size > limit // 2:
+                remove_index(path)
+            return Index.create(path.with_name(INDEX_TMP_NAME), self._identity.store_id, limit)
+
+        index = put(create)
         try:
-            self._fill(index, put)
+            dropped = self._fill(index, put)
+            put(lambda: index.delete_runs(dropped))
+            return put(lambda: index.moved_to(path, limit))
         except StoreError:
             with contextlib.suppress(OSError):
                 volume.probe(index.discard)
             raise
-        return index
 
-    def _fill(self, index: Index, put: Callable[[Callable[[], None]], None]) -> None:
-        """All that there is, each piece by ``put``. Raises StoreError."""
-        for runs in batches(self._catalog.runs()):
+    def _fill(self, index: Index, put: Callable[[Callable[[], None]], None]) -> list[int]:
+        """All that there is, each piece by ``put``; returns rows of what has gone meanwhile. Raises StoreError."""
+        filled = self._catalog.runs()
+        for runs in batches(filled):
             put(partial(index.insert, {run.number: run.place for run in runs}, {}))
             for run in runs:
                 if run.quarantined:
@@ -260,6 +298,7 @@ class Ledger:
         put(lambda: index.save_recency(segments))
         put(lambda: index.save_meta({**self._meta, **partial_meta(self.is_partial)}))
         put(index.mark_complete)
+        return [run.number for run in filled if run.dropped]
 
 
 def partial_meta(is_partial: bool) -> dict[str, str]:

@@ -18,10 +18,11 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.names import INDEX_NAME
+from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME
 from sglang_hcache.store.format.rows import MAX_COUNT, IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import Index, batches, remove_index
+from sglang_hcache.store.index import Index, batches
+from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment
@@ -137,8 +138,10 @@ class Recovery:
         """The index where it belongs, or an empty one, perhaps elsewhere: see :meth:`_with_files`."""
         home = self._home
         for volume in self._volumes:
-            if volume is not home and volume.health.writable:
-                _remove_old_index(volume)
+            if volume.health.writable:
+                _remove_old_index(
+                    volume, [INDEX_TMP_NAME] if volume is home else [INDEX_TMP_NAME, INDEX_NAME]
+                )
         try:
             return home.probe(self._load_index, LOAD_S)
         except (StoreFormatError, StoreIOError, TimeoutError) as error:
@@ -264,9 +267,10 @@ def _has_index(home: Volume) -> bool:
         return False
 
 
-def _remove_old_index(volume: Volume) -> None:
+def _remove_old_index(volume: Volume, names: Sequence[str]) -> None:
     try:
-        volume.call(lambda: remove_index(volume.path / INDEX_NAME), "an old index", writing=True)
+        for name in names:
+            volume.call(partial(remove_index, volume.path / name), "an old index", writing=True)
     except StoreError as error:
         logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
 

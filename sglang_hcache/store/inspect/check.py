@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.names import INDEX_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.record import check_header, parse_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.inspect.view import StoreView
@@ -98,7 +98,7 @@ def _files(
         yield Finding(what, f"chmod 600 {path}/*")
     if view.lock_holder is not None:
         return
-    left = [name for name in (PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in modes]
+    left = [name for name in (INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in modes]
     if left:
         yield Finding(f"{path}: left behind by a crash: {_shown(left)}", f"`{GC}` removes it")
     if INDEX_NAME in modes and item.volume.stripe != view.identity.index_stripe:

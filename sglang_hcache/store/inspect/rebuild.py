@@ -19,7 +19,8 @@ from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
-from sglang_hcache.store.index import Index, remove_index
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.inspect.maintenance import config_of
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.agreement import agreed, in_place
