@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
-from sglang_hcache.store.format.rows import Recency
+from sglang_hcache.store.format.rows import Recency, RunPlace
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
-from sglang_hcache.store.scan import scan_segments
+from sglang_hcache.store.scan import Scan
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -38,6 +39,9 @@ class Reconciler:
         self._ledger = ledger
         self._remover = remover
         self._observer = observer
+        self._scan: Scan | None = None
+        self._read: dict[int, list[RunPlace]] = {}
+        """Runs by segment, as they were read while all directories were there."""
 
     def compare(self, volume: Volume) -> int:
         """Segments that lost their file in ``volume`` or were cleared go, and files of no segment.
@@ -70,33 +74,61 @@ class Reconciler:
                 self._remover.remove_stray(volume, number, sizes[number])
         return max([first, *(number + 1 for number in sizes)])
 
-    def rejoin(self) -> tuple[list[Segment], list[Segment]]:
-        """Once all directories are there: the segments that could not be put together before, and files of none.
+    def begin_scan(self) -> Scan | None:
+        """Where runs are missing and all directories are there: what reads the segments that they may be in.
 
         Raises:
             StoreError: a directory fails again.
         """
         if not self._ledger.is_partial or not all(volume.health.readable for volume in self._volumes):
+            return None
+        if self._scan is None:
+            numbers = [number for number in self._loose_files().uncleared() if number not in self._read]
+            try:
+                self._scan = Scan(numbers, self._volumes, self._catalog.shapes)
+            except OSError as error:
+                raise StoreIOError(f"cannot read the segments: {error}") from error
+        return self._scan
+
+    def end_scan(self, scan: Scan) -> tuple[list[Segment], list[Segment]]:
+        """The segments that could not be put together before, and files of none; nothing if some must be read again.
+
+        What was whole when it was read is not.
+
+        Raises:
+            StoreError: a directory fails again.
+        """
+        self._scan = None
+        self._read |= {number: scan.found[number] for number in scan.seen_whole}
+        if scan.error is not None:
+            raise StoreIOError(f"cannot read the segments: {scan.error}") from scan.error
+        files = self._loose_files()
+        if not self._read.keys() >= {*files.uncleared()}:
             return [], []
-        loose = self._loose()
-        in_use = {
-            item.number for item in [*self._catalog.segments(), *self._remover.leftovers]
-        } - loose.keys()
-        sizes = [volume.segment_sizes() for volume in self._volumes]
-        files = Files(self._ledger.identity.first_segment, sizes).without(in_use)
-        places = scan_segments(files.uncleared(), self._volumes, self._catalog.shapes)
-        if not all(volume.health.readable for volume in self._volumes):
-            return [], []
-        for segment in loose.values():
+        for segment in self._loose().values():
             self._catalog.retire(segment, only_unpinned=False)
         census = Census(files, self._volumes, self._catalog, self._config.file_bytes)
-        for place in places:
-            census.admit(self._catalog.take_run_number(), place, Recency(0, self._catalog.floor), {})
+        num_runs = 0
+        for place in (place for number in files.uncleared() for place in self._read[number]):
+            number = self._catalog.take_run_number()
+            num_runs += census.admit(number, place, Recency(0, self._catalog.floor), {})
+        self._read = {}
         self._ledger.mark_whole()
-        self._observer.count("store.runs_recovered", len(places))
-        logger.info("hcache: all directories are there; %d runs are whole again", len(places))
+        self._observer.count("store.runs_recovered", num_runs)
+        logger.info("hcache: all directories are there; %d runs are whole again", num_runs)
         _, useless = census.strays(is_partial=False)
         return list(census.segments.values()), useless
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._scan is not None:
+            self._scan.stop()
+
+    def _loose_files(self) -> Files:
+        """What lies in the directories now but for segments whose runs are known. Raises StoreError."""
+        known = {item.number for item in [*self._catalog.segments(), *self._remover.leftovers]}
+        sizes = [volume.segment_sizes() for volume in self._volumes]
+        return Files(self._ledger.identity.first_segment, sizes).without(known - self._loose().keys())
 
     def _keep(self, segment: Segment | None, volume: Volume, number: int, size: int) -> None:
         """A file that may be of a run which is not whole yet. ``segment``: what is known of its number."""

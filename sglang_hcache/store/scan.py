@@ -7,21 +7,27 @@ O_DIRECT does.
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_hcache.core.errors import CorruptExtentError
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.format.geometry import BLOCK, ShapeTable, extent_bytes
 from sglang_hcache.store.format.record import MAGIC, PEEK_BYTES, ExtentHeader, parse_header, peek_extent
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.workers import DeadlineCaller
+from sglang_hcache.store.io.workers import DeadlineCaller, WorkerPool
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
 
+logger = logging.getLogger(__name__)
+
 _SCAN_THREADS = 8
+_SAY_S = 10.0
 _WINDOW_BYTES = 2**20
 """Read at once while looking for the next header after damage."""
 
@@ -35,32 +41,90 @@ class Part:
     """Layer, chunk bytes and offset inside the part, of each extent in order."""
 
 
-def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunPlace]:
-    """The complete runs of segments, in the order of ``numbers`` and of their files.
+class Scan:
+    """Looks for the complete runs of segments, on daemon threads of its own, from now on.
 
-    Reads several segments at a time: what takes long is waiting for the device. A directory that hangs or is gone is
-    taken out, and no more is read there. Files that cannot be read hold no runs.
+    Several segments at a time: what takes long is waiting for the device. A directory that hangs or is gone is taken
+    out, and no more is read there. Files that cannot be read hold no runs.
 
     Raises:
-        OSError: the system gives no thread, no file or no memory.
+        OSError: the system gives no thread.
     """
-    with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="hcache-scan") as pool:
-        found = pool.map(lambda number: _scan(number, volumes, shapes), numbers)
-        return [place for places in found for place in places]
+
+    def __init__(self, numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> None:
+        self.found: dict[int, list[RunPlace]] = {}
+        """By segment, in the order of their files."""
+        self.seen_whole: set[int] = set()
+        """Segments of which every directory was there."""
+        self._volumes = volumes
+        self._shapes = shapes
+        self._total = self._left = len(numbers)
+        self.error: OSError | None = None
+        """The system gave no thread, no file or no memory: not all was read."""
+        self._stopping = False
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._may_say = Throttle(_SAY_S)
+        self._may_say()  # not at once
+        pool = WorkerPool("hcache-scan", _SCAN_THREADS)
+        for number in numbers:
+            pool.submit(partial(self._scan, number))
+        pool.close(0.0)
+        if not numbers:
+            self._over.set()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether it ends within ``timeout_s`` seconds; logs now and then how far it is."""
+        is_over = self._over.wait(timeout_s)
+        if not is_over and self._may_say():
+            logger.info("hcache: %d of %d segments are read", self._total - self._left, self._total)
+        return is_over
+
+    def stop(self) -> None:
+        """Begin no further segment."""
+        self._stopping = True
+
+    def _scan(self, number: int) -> None:
+        try:
+            if not self._stopping:
+                self.found[number], is_whole = _scan(number, self._volumes, self._shapes)
+                if is_whole:
+                    self.seen_whole.add(number)
+        except OSError as error:
+            self.error, self._stopping = error, True
+        finally:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._over.set()
 
 
-def _scan(number: int, volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunPlace]:
+def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume], shapes: ShapeTable) -> list[RunPlace]:
+    """As :class:`Scan`, once it is over; in the order of ``numbers``. Raises OSError."""
+    scan = Scan(numbers, volumes, shapes)
+    while not scan.is_over(_SAY_S):
+        pass
+    if scan.error is not None:
+        raise scan.error
+    return [place for number in numbers for place in scan.found[number]]
+
+
+def _scan(number: int, volumes: Sequence[Volume], shapes: ShapeTable) -> tuple[list[RunPlace], bool]:
+    """The runs of a segment, and whether every directory was there."""
     parts: dict[bytes, dict[int, Part]] = {}
+    is_whole = True
     for volume in volumes:
-        if volume.health.readable:
-            for part in _parts_in(volume, number, shapes.num_stripes):
-                parts.setdefault(part.first.run_id, {})[volume.stripe] = part
+        found = _parts_in(volume, number, shapes.num_stripes) if volume.health.readable else None
+        is_whole &= found is not None
+        for part in found or ():
+            parts.setdefault(part.first.run_id, {})[volume.stripe] = part
     runs = (_join(found, shapes) for found in parts.values())
-    return sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
+    places = sorted((run for run in runs if run is not None), key=lambda run: max(run.offsets))
+    return places, is_whole
 
 
-def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part]:
-    """What a segment's file in one directory holds, up to where it cannot be read."""
+def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part] | None:
+    """What a segment's file in one directory holds, up to where it cannot be read; None if the directory is out."""
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
     found: list[Part] = []
@@ -78,7 +142,7 @@ def _parts_in(volume: Volume, number: int, num_stripes: int) -> list[Part]:
             raise  # it says nothing of the file, which would be deleted as one without runs
         if error.errno in GONE_ERRNOS:
             health.failed(error, writing=False)
-            return []
+            return None
     finally:
         caller.close(0.0)
     return found

@@ -7,7 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from sglang_hcache.core.errors import StoreError, StoreFullError, StoreLockedError, StoreTimeoutError
+from sglang_hcache.core.errors import (
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreTimeoutError,
+)
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import UNSEEN_SEGMENTS
@@ -26,6 +31,9 @@ from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
+
+_SCAN_S = 0.5
+"""To wait for headers in each round: those of a small store are read by then."""
 
 
 class Space:
@@ -165,11 +173,20 @@ class Space:
                 self._active = None
 
     def rejoin(self) -> None:
-        """Serve what could not be put together before, if the directories are there now. Raises StoreError."""
+        """Serve what could not be put together before, if the directories are there now.
+
+        Reading its headers takes long where there is much, and goes on in the background from call to call.
+
+        Raises:
+            StoreError: it fails again.
+        """
         with self._lock:
-            segments, leftovers = self._reconciler.rejoin()
-            self._take_over(segments)
-            self._shed(leftovers)
+            scan = None if self._closed else self._reconciler.begin_scan()
+        if scan is not None and scan.is_over(_SCAN_S):
+            with self._lock:
+                segments, leftovers = self._reconciler.end_scan(scan)
+                self._take_over(segments)
+                self._shed(leftovers)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
@@ -210,6 +227,7 @@ class Space:
         """Trim the active segment. Files of segments still pinned are left for the next start to remove."""
         with self._lock:
             self._seal_active()
+            self._reconciler.close()
             self._closed = True
 
     # -- new segments ----------------------------------------------------------------------------
