@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -25,12 +25,14 @@ from sglang_hcache.core.errors import (
     StoreFullError,
     StoreIOError,
     StoreLockedError,
+    StoreTimeoutError,
     TemporaryFolderError,
 )
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
     RUN_COLUMNS,
+    SCHEMA,
     IndexContents,
     Recency,
     RunPlace,
@@ -54,32 +56,16 @@ _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 _BUSY_MS = 1000
 """To wait for another program that has the index open; much less than what counts as a device that hangs."""
 
+_STEPS = 50_000
+"""Of SQLite's virtual machine: a few thousand rows."""
+
 _PAGE_BYTES = 4096
 _TRANSACTION_PAGES = 256
 """More than one changes."""
 _EXCLUSIVE = "PRAGMA locking_mode = EXCLUSIVE"
 
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE segments (segment INTEGER PRIMARY KEY, last_used INTEGER NOT NULL, score REAL NOT NULL);
-CREATE TABLE runs (
-    run INTEGER PRIMARY KEY,
-    run_id BLOB NOT NULL,
-    segment INTEGER NOT NULL,
-    namespace_id BLOB NOT NULL,
-    first_chunk INTEGER NOT NULL,
-    members INTEGER NOT NULL,
-    rotation INTEGER NOT NULL,
-    keys BLOB NOT NULL,
-    layer_bytes BLOB NOT NULL,
-    offsets BLOB NOT NULL
-);
-CREATE TABLE quarantine (
-    run INTEGER NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (run, chunk)
-) WITHOUT ROWID;
-"""
-
 _T = TypeVar("_T")
+GoOn = Callable[[], None]
 
 
 class Index:
@@ -110,7 +96,7 @@ class Index:
         try:
             with index._translated():
                 index._configure(max_bytes)
-                index._connection.executescript(_SCHEMA)
+                index._connection.executescript(SCHEMA)
                 with index._transaction():
                     index._connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
                     index._connection.execute("INSERT INTO meta VALUES ('store_id', ?)", (store_id,))
@@ -120,8 +106,8 @@ class Index:
         return index
 
     @classmethod
-    def open(cls, path: Path, store_id: str, max_bytes: int) -> Index:
-        """The index at ``path``.
+    def open(cls, path: Path, store_id: str, max_bytes: int, go_on: GoOn = lambda: None) -> Index:
+        """The index at ``path``; ``go_on()`` is called while it is checked, what it raises ends that.
 
         Raises:
             StoreFormatError, StoreIOError: missing, damaged, incomplete or of another store; rebuild it.
@@ -132,7 +118,8 @@ class Index:
         index = cls(_connect(path), path)
         try:
             index._configure(max_bytes)
-            index._verify(store_id)
+            with index._telling(go_on):
+                index._verify(store_id)
             with contextlib.suppress(OSError):  # of a version that mapped it; nobody has it now
                 path.with_name(path.name + "-shm").unlink(missing_ok=True)
         except (*_SQLITE_ERRORS, StoreFormatError) as error:
@@ -143,22 +130,26 @@ class Index:
         return index
 
     @classmethod
-    def read(cls, path: Path, shapes: ShapeTable, store_id: str) -> tuple[IndexContents, dict[str, str]]:
-        """Contents and meta values of the index at ``path``, beside whoever writes to it.
+    def read(
+        cls, path: Path, shapes: ShapeTable, store_id: str, go_on: GoOn = lambda: None
+    ) -> tuple[IndexContents, dict[str, str]]:
+        """Contents and meta values of the index at ``path``, beside what writes to it; ``go_on`` as for :meth:`open`.
 
         Raises:
+            StoreTimeoutError: it changes too fast.
             StoreFormatError: missing, damaged, incomplete or of another store.
             TemporaryFolderError: there is no room for a copy of it.
             OSError: this process lacks files or memory, which says nothing of the index.
         """
         check_openable(path)
         try:
-            with private_copy(path) as copy, contextlib.closing(_connect(copy)) as connection:
+            with private_copy(path, go_on) as copy, contextlib.closing(_connect(copy)) as connection:
                 index = cls(connection, copy)
                 connection.execute(_EXCLUSIVE)
-                index._verify(store_id)
-                return index.load(shapes), index.meta()
-        except TemporaryFolderError:
+                with index._telling(go_on):
+                    index._verify(store_id)
+                return index.load(shapes, go_on), index.meta()
+        except (TemporaryFolderError, StoreTimeoutError):
             raise
         except (*_SQLITE_ERRORS, OSError, StoreFormatError, StoreIOError) as error:
             raise StoreFormatError(f"the index {path} cannot be used: {error}") from None
@@ -167,14 +158,14 @@ class Index:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
         self.save_meta({"complete": "1"})
 
-    def load(self, shapes: ShapeTable) -> IndexContents:
-        """Everything.
+    def load(self, shapes: ShapeTable, go_on: GoOn = lambda: None) -> IndexContents:
+        """Everything; ``go_on`` as for :meth:`open`.
 
         Raises:
             StoreIOError: it cannot be read.
         """
         execute = self._connection.execute
-        with self._translated():
+        with self._translated(), self._telling(go_on):
             runs: dict[int, RunPlace] = {}
             bad: list[int] = []
             for fields in execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run"):
@@ -348,6 +339,15 @@ class Index:
                 with contextlib.suppress(*_SQLITE_ERRORS):
                     self._connection.execute("ROLLBACK")
                 raise
+
+    @contextlib.contextmanager
+    def _telling(self, go_on: GoOn) -> Iterator[None]:
+        """Call ``go_on()`` now and then while SQLite works; what it raises ends that with an error of SQLite's."""
+        self._connection.set_progress_handler(go_on, _STEPS)  # which returns None: SQLite goes on
+        try:
+            yield
+        finally:
+            self._connection.set_progress_handler(None, 0)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sglang_hcache.core.errors import StoreFormatError, TemporaryFolderError
+from sglang_hcache.core.errors import StoreTimeoutError, TemporaryFolderError
 from sglang_hcache.store.index_files import log_of
 from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
 _PATIENCE_S = 5.0
+_ATTEMPTS = 5
+"""At least: one of a large index may take that long."""
 _FIRST_PAUSE_S = 0.005
+_PIECE_BYTES = 2**24
 _HEADER_BYTES = 32
 """Header of the log. Its salts change whenever SQLite writes the log from its beginning again."""
 
@@ -22,22 +24,27 @@ _State = tuple[int, int, int, bytes]
 
 
 @contextlib.contextmanager
-def private_copy(path: Path) -> Iterator[Path]:
+def private_copy(path: Path, go_on: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """The database at ``path`` with its log, copied to a folder that only this user can read and that goes at the end.
 
     The database is copied before its log, and the log must not have begun anew meanwhile: then every page that a
     checkpoint wrote into the database during the copy is in the log that was copied, and is read from there.
 
+    Args:
+        go_on: called while it is copied; what it raises ends that.
+
     Raises:
         OSError: it cannot be read.
         TemporaryFolderError: there is no room for the copy.
-        StoreFormatError: it changes too fast.
+        StoreTimeoutError: it changes too fast, which says nothing of it.
     """
     with _private_folder() as folder:
         copy, give_up_at, pause_s = Path(folder) / path.name, time.monotonic() + _PATIENCE_S, _FIRST_PAUSE_S
-        while not _copied(path, copy):
-            if time.monotonic() >= give_up_at:
-                raise StoreFormatError(f"it changed all the time for {_PATIENCE_S:g} s; try again")
+        attempts = 1
+        while not _copied(path, copy, go_on):
+            if time.monotonic() >= give_up_at and attempts >= _ATTEMPTS:
+                raise StoreTimeoutError(f"the index {path} changed all the time while it was read; try again")
+            attempts += 1
             time.sleep(pause_s)
             pause_s *= 1.5
         yield copy
@@ -53,13 +60,13 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
         ) from None
 
 
-def _copied(path: Path, copy: Path) -> bool:
+def _copied(path: Path, copy: Path, go_on: Callable[[], None]) -> bool:
     before = _state(path)
     try:
-        shutil.copyfile(path, copy)
+        _copy(path, copy, go_on)
         log_of(copy).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(log_of(path), log_of(copy))
+            _copy(log_of(path), log_of(copy), go_on)
     except OSError as error:
         if error.errno not in FULL_ERRNOS:  # of which only writing can be one
             raise
@@ -68,6 +75,13 @@ def _copied(path: Path, copy: Path) -> bool:
             f"{error.strerror}; set TMPDIR to one that has room"
         ) from None
     return _state(path) == before
+
+
+def _copy(path: Path, to: Path, go_on: Callable[[], None]) -> None:
+    with path.open("rb") as source, to.open("wb") as target:
+        while piece := source.read(_PIECE_BYTES):
+            target.write(piece)
+            go_on()
 
 
 def _state(path: Path) -> _State:

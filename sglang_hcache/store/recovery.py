@@ -30,7 +30,7 @@ from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 
 LOAD_S = 60.0
-"""For reading the whole index, which takes a second for 100,000 runs."""
+"""For each few thousand rows of the index, and for its check; the whole takes a second for 100,000 runs."""
 
 logger = logging.getLogger(__name__)
 
@@ -180,13 +180,13 @@ class Recovery:
         if not self._home.health.readable:
             raise StoreIOError(f"its directory is {self._home.health.condition}")
         if not self._home.health.writable:
-            contents, meta = Index.read(path, self._catalog.shapes, store_id)
+            contents, meta = Index.read(path, self._catalog.shapes, store_id, self._home.goes_on)
             return _FoundIndex(None, contents, meta, is_partial(meta))
-        index = Index.open(path, store_id, limit)
+        index = Index.open(path, store_id, limit, self._home.goes_on)
         try:
             if index.file_bytes() > limit:
                 raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-            contents, meta = index.load(self._catalog.shapes), index.meta()
+            contents, meta = index.load(self._catalog.shapes, self._home.goes_on), index.meta()
             return _FoundIndex(index, contents, meta, is_partial(meta))
         except BaseException:
             index.close()

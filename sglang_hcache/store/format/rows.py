@@ -18,6 +18,26 @@ from sglang_hcache.store.format.geometry import (
 )
 from sglang_hcache.store.format.record import RUN_ID_BYTES, ExtentHeader
 
+SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE segments (segment INTEGER PRIMARY KEY, last_used INTEGER NOT NULL, score REAL NOT NULL);
+CREATE TABLE runs (
+    run INTEGER PRIMARY KEY,
+    run_id BLOB NOT NULL,
+    segment INTEGER NOT NULL,
+    namespace_id BLOB NOT NULL,
+    first_chunk INTEGER NOT NULL,
+    members INTEGER NOT NULL,
+    rotation INTEGER NOT NULL,
+    keys BLOB NOT NULL,
+    layer_bytes BLOB NOT NULL,
+    offsets BLOB NOT NULL
+);
+CREATE TABLE quarantine (
+    run INTEGER NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (run, chunk)
+) WITHOUT ROWID;
+"""
+
 RUN_COLUMNS = "run, run_id, segment, namespace_id, first_chunk, members, rotation, keys, layer_bytes, offsets"
 
 MAX_COUNT = 2**62

@@ -115,7 +115,11 @@ def _conditions(view: StoreView) -> Iterator[Finding]:
 
 def _index(view: StoreView) -> Iterator[Finding]:
     home = view.paths[view.identity.index_stripe]
-    if view.index_problem:
+    if view.is_index_slow:
+        what = f"{view.index_problem}: it is slow or hangs, which says nothing of what is in the index"
+        fix = f"check its device and look again; `{REBUILD}` would forget what was used last and what is damaged"
+        yield Finding(what, fix)
+    elif view.index_problem:
         yield Finding(view.index_problem, f"`{REBUILD}` or the next start of a server makes it anew")
     bad = len(view.contents.bad_rows)
     if bad:
@@ -154,7 +158,9 @@ def _part(
         return Finding(what, f"`{GC}` forgets what is lost")
     try:
         blocks = item.volume.call(
-            lambda: item.directory.read_blocks(segment, [place.offsets[stripe] for place in runs]),
+            lambda: item.directory.read_blocks(
+                segment, [place.offsets[stripe] for place in runs], item.volume.goes_on
+            ),
             "cannot read",
         )
     except StoreError as error:

@@ -14,7 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglang_hcache.core.errors import StoreError, StoreFormatError, TemporaryFolderError
+from sglang_hcache.core.errors import (
+    StoreError,
+    StoreFormatError,
+    StoreTimeoutError,
+    TemporaryFolderError,
+)
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
@@ -27,6 +32,7 @@ from sglang_hcache.store.format.values import read_value
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.notes import Notes
+from sglang_hcache.store.recovery import LOAD_S
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.tally import Tally
@@ -95,6 +101,8 @@ class StoreView:
         meta: Mapping[str, str],
         index_problem: str,
         lock_holder: LockHolder | None,
+        *,
+        is_index_slow: bool = False,
     ) -> None:
         self.sight = sight
         self.identity: StoreIdentity = sight.identity
@@ -103,6 +111,8 @@ class StoreView:
         """From the index, or from the headers of the segments if there is an ``index_problem``."""
         self.index_problem = index_problem
         """Why the index could not be used; empty if it could."""
+        self.is_index_slow = is_index_slow
+        """It was not read in time: the index may be well."""
         self.lock_holder = lock_holder
         """Process that uses the store; None if none does."""
         self.is_partial = is_partial(meta)
@@ -132,7 +142,8 @@ class StoreView:
             if again.identity.epoch > sight.identity.epoch:  # a server has just moved the index
                 again.close()
                 return cls.open(dirs)
-            return cls(again, _read_headers(again), {}, str(error), holder)
+            slow = isinstance(error, StoreTimeoutError)
+            return cls(again, _read_headers(again), {}, str(error), holder, is_index_slow=slow)
         return cls(sight, contents, meta, "", holder)
 
     def close(self) -> None:
@@ -284,7 +295,11 @@ def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
     if not home.health.readable:
         raise StoreFormatError(f"the index is in {home.path}, which is out: {home.health.reason}")
     path, shapes = home.path / INDEX_NAME, ShapeTable(identity.num_stripes)
-    contents, meta = home.call(lambda: Index.read(path, shapes, identity.store_id), "cannot read the index")
+    contents, meta = home.call(
+        lambda: Index.read(path, shapes, identity.store_id, home.goes_on),
+        "cannot read the index",
+        patience_s=LOAD_S,
+    )
     runs = {
         number: place for number, place in contents.runs.items() if place.segment >= identity.first_segment
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from sglang_hcache.store.volumes.ranks import ranks_in
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0
-"""For one call, such as reading the whole index. A server waits less, but here nobody is served."""
+"""For one call, or a piece of one that says that it goes on. A server waits less, but here nobody is served."""
 _CLOSE_S = 0.5
 
 
@@ -53,10 +53,20 @@ class SeenDirectory(StoreDirectory):
         if number:
             raise OSError(number, os.strerror(number), str(place))
 
-    def read_blocks(self, segment: int, offsets: Sequence[int]) -> list[bytes]:
-        """The blocks at ``offsets`` of a segment's file, through the page cache. Raises OSError."""
+    def read_blocks(
+        self, segment: int, offsets: Sequence[int], go_on: Callable[[], None] = lambda: None
+    ) -> list[bytes]:
+        """The blocks at ``offsets`` of a segment's file, through the page cache; ``go_on()`` is called before each.
+
+        Raises:
+            OSError: it cannot be read, or ``go_on`` raised it.
+        """
         file = self.open_to_read(segment, False)
-        return [os.pread(file.fd, BLOCK, offset) for offset in offsets]
+        blocks = []
+        for offset in offsets:
+            go_on()
+            blocks.append(os.pread(file.fd, BLOCK, offset))
+        return blocks
 
     def modes(self) -> dict[str, int]:
         """``st_mode`` of every entry, by name. Raises OSError."""

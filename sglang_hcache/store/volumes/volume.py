@@ -149,6 +149,10 @@ class Volume:
         """
         return self._caller.call(function, patience_s or self.patience_s)
 
+    def goes_on(self) -> None:
+        """Called by what :meth:`call` runs: its deadline counts from now. Raises OSError if that is over."""
+        self._caller.goes_on()
+
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
         try:

@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.core.errors import StoreFormatError, StoreLockedError, TemporaryFolderError
+from sglang_hcache.core.errors import (
+    StoreLockedError,
+    StoreTimeoutError,
+    TemporaryFolderError,
+)
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, index_copy
 from sglang_hcache.store.format.geometry import ShapeTable
@@ -148,24 +152,25 @@ def test_an_index_that_never_stands_still_is_not_believed(
     store = open_store(config)
     write_keys(store, make_keys(0, 2), LAYERS)
     path = config.dirs[0] / "index.sqlite"
-    real = index_copy.shutil.copyfile
+    real = index_copy._copy
 
-    def copyfile(source: Path, target: Path) -> None:
-        real(source, target)
+    def copy(source: Path, target: Path, go_on: Callable[[], None]) -> None:
+        real(source, target, go_on)
         with path.with_name("index.sqlite-wal").open("r+b") as log:  # as if the log began anew
             log.seek(16)
             log.write(os.urandom(8))
 
     monkeypatch.setattr(index_copy, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(index_copy.shutil, "copyfile", copyfile)
-    with pytest.raises(StoreFormatError, match="changed all the time"):
+    monkeypatch.setattr(index_copy, "_copy", copy)
+    with pytest.raises(StoreTimeoutError, match="changed all the time"):
         Index.read(path, ShapeTable(1), Inside(store).ledger.identity.store_id)
     with StoreView.open(config.dirs) as view:
         assert "changed all the time" in view.index_problem
+        assert view.is_index_slow
         assert len(view.contents.runs) == 1
 
 
-def full_disk(_: Path, __: Path) -> None:
+def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -175,7 +180,7 @@ def nowhere(**_: object) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "fails"),
-    [("shutil", "copyfile", full_disk), ("tempfile", "TemporaryDirectory", nowhere)],
+    [("index_copy", "_copy", full_disk), ("tempfile", "TemporaryDirectory", nowhere)],
 )
 def test_no_room_for_a_copy_says_nothing_of_the_index(
     tmp_path: Path,
@@ -189,7 +194,7 @@ def test_no_room_for_a_copy_says_nothing_of_the_index(
     store = open_store(config)
     write_keys(store, make_keys(0, 2), LAYERS)
     store.close()
-    monkeypatch.setattr(getattr(index_copy, module), name, fails)
+    monkeypatch.setattr(getattr(index_copy, module, index_copy), name, fails)
     for look in (StoreView.open, rebuild):
         with pytest.raises(TemporaryFolderError, match=r"folder for temporary files.*; set TMPDIR"):
             look(config.dirs)
@@ -208,7 +213,7 @@ def test_a_read_only_home_opens_without_room_for_a_copy(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(StoreDirectory, "probe", read_only)
-    monkeypatch.setattr(index_copy.shutil, "copyfile", full_disk)
+    monkeypatch.setattr(index_copy, "_copy", full_disk)
     read_keys(open_store(config), make_keys(0, 2))
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -444,9 +445,9 @@ class HangingIndex:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         go, load = threading.Event(), index.Index.load
 
-        def hang(self: index.Index, num_stripes: int) -> object:
+        def hang(self: index.Index, *args: Any) -> object:
             go.wait(120)
-            return load(self, num_stripes)
+            return load(self, *args)
 
         patch.setattr(recovery, "LOAD_S", 0.3)
         patch.setattr(index.Index, "load", hang)

@@ -454,10 +454,10 @@ def test_a_missing_directory_and_a_missing_index(hcache: Hcache, dirs: tuple[Pat
 def test_no_room_for_a_copy_of_the_index(
     hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Path, __: Path) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("sglang_hcache.store.index_copy.shutil.copyfile", full)
+    monkeypatch.setattr("sglang_hcache.store.index_copy._copy", full)
     for arguments in (["stat"], ["fsck"], ["gc"], ["clear", "--yes"]):
         code, out, err = hcache(*arguments, *dirs)
         assert (code, out) == (2, "")
