@@ -149,7 +149,7 @@ class HCacheConfig(BaseModel):
     ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
     """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
-    Default: an eighth of ``disk_size``, at most 256 MiB; with over 256 GiB a 1,024th, at most 4 GiB."""
+    Default: an eighth of ``disk_size``, at most 256 MiB; with over 256 GiB a 1,024th, at most 32 GiB."""
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
     """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
     until it answers again; at most 3600."""
@@ -214,8 +214,8 @@ class HCacheConfig(BaseModel):
     def segment_bytes(self) -> int:
         """``segment_size``, given or derived."""
         if self.segment_size is None:
-            # Each segment costs the store's upkeep some time every second: no more than about a thousand.
-            most = max(256 * 2**20, min(self.disk_size // 1024, 4 * 2**30))
+            # Each segment costs the store's upkeep some time every second: no more than about a thousand up to 32 TiB.
+            most = max(256 * 2**20, min(self.disk_size // 1024, 32 * 2**30))
             return max(min(self.disk_size // 8, most), 2**20)
         return self.segment_size
 

@@ -10,6 +10,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.rows import Recency, RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
+from sglang_hcache.store.volumes.segment_file import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 UNSEEN_SEGMENTS = 2**20
@@ -18,31 +19,39 @@ UNSEEN_SEGMENTS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Sizes of segment files by stripe and number; None for a directory that is out."""
+    """Segment files by stripe and number; None for a directory that is out."""
 
     first_segment: int
     """Lower numbers were cleared."""
-    sizes: Sequence[dict[int, int] | None]
+    found: Sequence[dict[int, SegmentFile] | None]
 
     @classmethod
     def listed(cls, first_segment: int, volumes: Sequence[Volume]) -> Files:
         """As they are now; a directory that cannot be listed is taken out."""
-        return cls(first_segment, [_sizes(volume) for volume in volumes])
+        return cls(first_segment, [_files(volume) for volume in volumes])
 
     def without(self, numbers: Collection[int]) -> Files:
         """Those of other segments."""
-        sizes = [
+        others = [
             None if found is None else {item: found[item] for item in found if item not in numbers}
-            for found in self.sizes
+            for found in self.found
         ]
-        return Files(self.first_segment, sizes)
+        return Files(self.first_segment, others)
+
+    def of(self, number: int) -> dict[int, SegmentFile]:
+        """Those of one segment that can be seen, by directory."""
+        return {
+            stripe: found[number]
+            for stripe, found in enumerate(self.found)
+            if found is not None and number in found
+        }
 
     def numbers(self) -> list[int]:
-        return sorted({number for found in self.sizes if found is not None for number in found})
+        return sorted({number for found in self.found if found is not None for number in found})
 
     def longest(self, number: int) -> int:
         """Bytes of the largest file of a segment, of those that can be seen."""
-        return max((found.get(number, 0) for found in self.sizes if found is not None), default=0)
+        return max((file.size for file in self.of(number).values()), default=0)
 
     def uncleared(self) -> list[int]:
         """Numbers of segments that may hold runs."""
@@ -52,9 +61,12 @@ class Files:
         """Whether every part lies on the block grid inside its file, as far as files can be seen."""
         if place.segment < self.first_segment:
             return False
-        for sizes, offset, size in zip(self.sizes, place.offsets, place.shape.part_bytes, strict=True):
-            inside = sizes is None or offset + size <= sizes.get(place.segment, 0)
-            if size and (offset % BLOCK or not inside):
+        for found, offset, size in zip(self.found, place.offsets, place.shape.part_bytes, strict=True):
+            if not size:
+                continue
+            file = None if found is None else found.get(place.segment)
+            inside = found is None or (file is not None and offset + size <= file.size)
+            if offset % BLOCK or not inside:
                 return False
         return True
 
@@ -83,6 +95,7 @@ class Census:
             # One that cannot be seen was made as long as the others, and is cut when they are.
             file_bytes = self._files.longest(place.segment)
             segment = Segment(place.segment, self._volumes, place.shape.members, file_bytes)
+            segment.found = self._files.of(place.segment)
             segment.last_used, segment.score = recency.last_used, recency.score
             self.segments[place.segment] = segment
         elif segment.members != place.shape.members:
@@ -110,20 +123,20 @@ class Census:
         for number in self._files.numbers():
             members = self.segments[number].members if number in self.segments else ()
             stray = Segment(number, self._volumes, (), self._file_bytes)
-            for stripe, sizes in enumerate(self._files.sizes):
-                if sizes is not None and number in sizes and stripe not in members:
-                    stray.extend(stripe, sizes[number])
+            for stripe, file in self._files.of(number).items():
+                if stripe not in members:
+                    stray.extend(stripe, file)
             if stray.members:
                 is_kept = is_partial and not members and number >= self._files.first_segment
                 (kept if is_kept else useless).append(stray)
         return kept, useless
 
 
-def _sizes(volume: Volume) -> dict[int, int] | None:
+def _files(volume: Volume) -> dict[int, SegmentFile] | None:
     if not volume.health.readable:
         return None
     try:
-        return volume.segment_sizes()
+        return volume.segment_files()
     except StoreError as error:
         volume.health.take_out(str(error))
         return None

@@ -16,6 +16,7 @@ from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.scan import Scan
 from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.segment_file import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Reconciler:
         Raises:
             StoreError, OSError: it fails again.
         """
-        sizes = volume.probe(volume.directory.segment_sizes)
+        files = volume.probe(volume.directory.segment_files)
+        sizes = {number: file.size for number, file in files.items()}
         first = self._ledger.identity.first_segment
         for segment in self._catalog.segments():
             lost = segment.number < first
@@ -69,7 +71,7 @@ class Reconciler:
         elsewhere = {item.number for item in known} - loose.keys()
         for number in sorted(sizes.keys() - expected):
             if self._ledger.is_partial and number >= first and number not in elsewhere:
-                self._keep(loose.get(number), volume, number, sizes[number])
+                self._keep(loose.get(number), volume, number, files[number])
             else:
                 self._remover.remove_stray(volume, number, sizes[number])
         return max([first, *(number + 1 for number in sizes)])
@@ -127,15 +129,15 @@ class Reconciler:
     def _loose_files(self) -> Files:
         """What lies in the directories now but for segments whose runs are known. Raises StoreError."""
         known = {item.number for item in [*self._catalog.segments(), *self._remover.leftovers]}
-        sizes = [volume.segment_sizes() for volume in self._volumes]
-        return Files(self._ledger.identity.first_segment, sizes).without(known - self._loose().keys())
+        found = [volume.segment_files() for volume in self._volumes]
+        return Files(self._ledger.identity.first_segment, found).without(known - self._loose().keys())
 
-    def _keep(self, segment: Segment | None, volume: Volume, number: int, size: int) -> None:
+    def _keep(self, segment: Segment | None, volume: Volume, number: int, file: SegmentFile) -> None:
         """A file that may be of a run which is not whole yet. ``segment``: what is known of its number."""
         if segment is None:
             segment = Segment(number, self._volumes, (), self._config.file_bytes)
             self._catalog.add_segment(segment)
-        segment.extend(volume.stripe, size)
+        segment.extend(volume.stripe, file)
 
     def _trim(self, segment: Segment, volume: Volume, size: int) -> None:
         """Cut a file of ``size`` bytes that could not be cut when its segment was sealed."""

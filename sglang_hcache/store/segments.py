@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.geometry import RunShape, mask_of, members_of
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
+from sglang_hcache.store.volumes.segment_file import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 
@@ -62,6 +63,8 @@ class Segment:
         """When those of its files that were asked were written to last, seconds since 1970, ..."""
         self.asked = 0
         """... and in which directories those are, as bits."""
+        self.found: dict[int, SegmentFile] = {}
+        """Its files as a listing found them, by directory, until :meth:`tidy`."""
         self.accounted = dict.fromkeys(members, 0)
         """What it counts against the cap in each directory, bytes."""
         self.pins = 0
@@ -93,12 +96,24 @@ class Segment:
             stripe: size for stripe, size in self.accounted.items() if self._volumes[stripe].health.can_delete
         }
 
-    def extend(self, stripe: int, size: int) -> None:
-        """A file of it, of ``size`` bytes, was found in one more directory."""
+    def extend(self, stripe: int, file: SegmentFile) -> None:
+        """A file of it was found in one more directory."""
         self.members = tuple(sorted({*self.members, stripe}))
         self.mask = mask_of(self.members)
-        self.used[stripe] = size
-        self.accounted[stripe] = size + FILE_SLACK_BYTES
+        self.used[stripe] = file.size
+        self._note(stripe, file)
+
+    def tidy(self) -> None:
+        """Note what :attr:`found` says, and cut what is longer than what is used. Raises the last StoreError."""
+        found, self.found = self.found, {}
+        uncut = []
+        for stripe in self.members:
+            if stripe not in found:
+                self.measure([stripe])  # its directory is out
+            else:
+                self._note(stripe, found[stripe])
+                uncut += [stripe] if found[stripe].size > self.used[stripe] else []
+        self.trim(uncut)
 
     def create(self) -> None:
         """Create and preallocate the files, durably.
@@ -135,15 +150,16 @@ class Segment:
             for stripe, _ in ends:
                 self.used[stripe] = place.offsets[stripe]
 
-    def trim(self) -> None:
-        """Cut every file behind what is used. Raises the last StoreError when all were tried."""
+    def trim(self, stripes: Iterable[int] | None = None) -> None:
+        """Cut the files in these directories, or all, behind what is used. Raises the last StoreError at the end."""
         failure: StoreError | None = None
-        for stripe in self.members:
+        stripes = self.members if stripes is None else stripes
+        for stripe in stripes:
             try:
                 self._volumes[stripe].trim_segment(self.number, self.used[stripe])
             except StoreError as error:
                 failure = error
-        self.measure()
+        self.measure(stripes)
         if failure is not None:
             raise failure
 
@@ -154,9 +170,9 @@ class Segment:
             self._volumes[stripe].keep_of_segment(self.number, kept)
         self.used = [max(ends) for ends in zip(*(place.ends for place in places), strict=True)]
 
-    def measure(self) -> None:
-        """Bring ``accounted`` up to date with the files; one that cannot be asked counts as before or in full."""
-        for stripe in self.members:
+    def measure(self, stripes: Iterable[int] | None = None) -> None:
+        """Bring ``accounted`` up to date with these files, or all; what cannot be asked counts as before or in full."""
+        for stripe in self.members if stripes is None else stripes:
             try:
                 size = self._volumes[stripe].segment_bytes(self.number)
             except StoreError:
@@ -182,6 +198,11 @@ class Segment:
             except StoreError as error:
                 failures[stripe] = error
         return failures
+
+    def _note(self, stripe: int, file: SegmentFile) -> None:
+        self.accounted[stripe] = file.taken_bytes + FILE_SLACK_BYTES
+        self.written_s = max(self.written_s, file.written_s)
+        self.asked |= 1 << stripe
 
     def file(self, stripe: int) -> OpenFile:
         """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""

@@ -265,13 +265,12 @@ class Space:
 
     def _take_over(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            self._trim(segment)
+            self._trimmed(segment, segment.tidy)
             self._catalog.add_segment(segment)
 
     def _shed(self, leftovers: Iterable[Segment]) -> None:
         """Delete files that nobody needs, then what the cap has no room for."""
         for segment in leftovers:
-            segment.measure()
             self._remover.remove(segment)
         self._eviction.restore_cap()
 
@@ -279,10 +278,10 @@ class Space:
         segment, self._active = self._active, None
         if segment is not None:
             segment.sealed = True
-            self._trim(segment)
+            self._trimmed(segment, segment.trim)
 
-    def _trim(self, segment: Segment) -> None:
+    def _trimmed(self, segment: Segment, trim: Callable[[], None]) -> None:
         try:
-            segment.trim()
+            trim()
         except StoreError as error:
             logger.warning("hcache: could not trim segment %d: %s", segment.number, error)

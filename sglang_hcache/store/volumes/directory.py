@@ -29,6 +29,7 @@ from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import DirectoryLock
 from sglang_hcache.store.volumes.preallocation import preallocate, zero
 from sglang_hcache.store.volumes.probing import gives_direct_reads, takes_direct_writes
+from sglang_hcache.store.volumes.segment_file import SegmentFile
 
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
@@ -77,30 +78,33 @@ class StoreDirectory:
         return self.path / f"segment-{segment:08d}.seg"
 
     def segment_sizes(self) -> dict[int, int]:
-        """Bytes of every segment file here, by segment number; 0 of one that cannot be asked, if others can.
+        """Bytes of every segment file here, by segment number; otherwise as :meth:`segment_files`. Raises OSError."""
+        return {number: file.size for number, file in self.segment_files().items()}
+
+    def segment_files(self) -> dict[int, SegmentFile]:
+        """Every segment file here, by segment number; one that cannot be asked, if others can, counts as empty.
 
         Raises:
             OSError: the directory is gone or sick.
         """
-        sizes = {}
+        files: dict[int, SegmentFile] = {}
         failures: list[OSError] = []
         for entry in self._entries():
-            match = _SEGMENT_NAME.fullmatch(entry.name)
-            if match is None:
+            if (match := _SEGMENT_NAME.fullmatch(entry.name)) is None:
                 continue
             try:
                 if entry.is_file(follow_symlinks=False):
-                    sizes[int(match.group(1))] = entry.stat(follow_symlinks=False).st_size
+                    files[int(match.group(1))] = SegmentFile.of(entry.stat(follow_symlinks=False))
             except FileNotFoundError:  # evicted meanwhile
                 continue
             except OSError as error:
                 _raise_unless_of_one_file(error)
                 logger.warning("hcache: %s cannot be used: %s", entry.path, error)
                 failures.append(error)
-                sizes[int(match.group(1))] = 0
-        if len(failures) > 1 and len(failures) == len(sizes):
+                files[int(match.group(1))] = SegmentFile(0, 0, 0.0)
+        if len(failures) > 1 and len(failures) == len(files):
             raise failures[-1]
-        return sizes
+        return files
 
     def allocated_bytes(self) -> int:
         """Bytes of the directory and everything in it, as ``du`` counts; takes long where there are thousands of files.
@@ -198,10 +202,9 @@ class StoreDirectory:
     def segment_bytes(self, segment: int) -> int:
         """What a file takes: the larger of its length and its allocated blocks; 0 if it is gone. Raises OSError."""
         try:
-            found = self.segment_path(segment).stat()
+            return SegmentFile.of(self.segment_path(segment).stat()).taken_bytes
         except FileNotFoundError:
             return 0
-        return max(found.st_size, found.st_blocks * 512)
 
     def segment_time(self, segment: int) -> float:
         """When a file was last written to, seconds since 1970; 0 if it is gone. Raises OSError."""

@@ -12,6 +12,7 @@ from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
+from sglang_hcache.store.volumes.segment_file import SegmentFile
 
 T = TypeVar("T")
 
@@ -116,9 +117,12 @@ class Volume:
     def index_bytes(self) -> int:
         return self.call(self.directory.index_bytes, "cannot ask for the index's size", blame=False)
 
-    def segment_sizes(self) -> dict[int, int]:
+    def segment_files(self) -> dict[int, SegmentFile]:
         self.free_bytes()
-        return self.call(self.directory.segment_sizes, "cannot list the segments", patience_s=_MEASURE_S)
+        return self.call(self.directory.segment_files, "cannot list the segments", patience_s=_MEASURE_S)
+
+    def segment_sizes(self) -> dict[int, int]:
+        return {number: file.size for number, file in self.segment_files().items()}
 
     def segment_time(self, segment: int) -> float:
         ask = partial(self.directory.segment_time, segment)

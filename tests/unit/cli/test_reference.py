@@ -50,7 +50,7 @@ def test_flags_has_every_setting() -> None:
     assert found["hierarchical_cache"]["allowed"] == ["off", "hcache"]
     assert {name for name, item in found.items() if item["flag"] is None} == FILE_ONLY_FIELDS
     assert found["segment_size"]["default"] == (
-        "an eighth of disk_size, at most 256 MiB; with over 256 GiB a 1,024th, at most 4 GiB"
+        "an eighth of disk_size, at most 256 MiB; with over 256 GiB a 1,024th, at most 32 GiB"
     )
     assert found["disk_write_budget"]["default"] == "none"
     assert found["method"]["allowed"] == ["auto", "hidden", "kv", "hybrid", "recompute"]

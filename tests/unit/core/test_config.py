@@ -31,8 +31,8 @@ def test_a_large_store_has_no_more_than_about_a_thousand_segments() -> None:
     def segment(disk_size: str) -> int:
         return HCacheConfig.from_settings({"disk_size": disk_size}).segment_bytes
 
-    assert [segment(size) for size in ("64GB", "256GiB", "1TiB", "4TiB", "16TiB")] == [
-        *(256 * 2**20, 256 * 2**20, 2**30, 2**32, 2**32)
+    assert [segment(size) for size in ("64GB", "256GiB", "1TiB", "32TiB", "64TiB")] == [
+        *(256 * 2**20, 256 * 2**20, 2**30, 2**35, 2**35)
     ]
 
 

@@ -13,7 +13,7 @@ from sglang_hcache.store import DiskStore
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, physical_bytes, read_keys, small_config, write_keys
-from tests.unit.store.conftest import sick
+from tests.unit.store.conftest import kill, sick
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (2**15,) * 4
@@ -107,3 +107,38 @@ def test_segments_of_another_size_stay_in_use(tmp_path: Path, open_store: OpenSt
             read_keys(store, keys)
         assert physical_bytes(config.dirs) <= config.size_bytes
         store.close()
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_start_asks_for_no_file_that_it_has_listed(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(small_config(tmp_path, 2, segment=2**20), max_age_s=86_400.0)
+    store = open_store(config)
+    for first in range(0, 40, 8):
+        write_keys(store, make_keys(first, 8), LAYERS)
+    write_keys(store, make_keys(100, 2), LAYERS)
+    kill(store)
+    trimmed: list[int] = []
+    trim = StoreDirectory.trim_segment
+
+    def trim_segment(directory: StoreDirectory, segment: int, size: int) -> None:
+        trimmed.append(segment)
+        trim(directory, segment, size)
+
+    with monkeypatch.context() as patch:
+        patch.delattr(StoreDirectory, "segment_time")
+        patch.setattr(StoreDirectory, "trim_segment", trim_segment)
+        again = open_store(config)
+    last = max(segment.number for segment in Inside(again).catalog.segments())
+    assert last >= 3
+    assert {*trimmed} == {last}, "the one that was being filled"
+    assert abs(again.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL
+    again.close()
+    with monkeypatch.context() as patch:
+        for name in ("segment_bytes", "segment_time", "trim_segment"):
+            patch.delattr(StoreDirectory, name)
+        again = open_store(config)
+    assert abs(again.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL
+    for first in range(0, 40, 8):
+        read_keys(again, make_keys(first, 8))
