@@ -149,6 +149,10 @@ class DirectoryStats:
     """``healthy``, ``read-only`` or ``out``."""
     reason: str
     """Why it is not healthy."""
+    corrupt_extents: int = 0
+    """Reads from it that found other bytes than were written, since the store was created."""
+    io_errors: int = 0
+    """Operations on it that failed, likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Judge:
         for failure in failures:
             item, run = failure.item, failure.item.run
             if isinstance(failure.error, CorruptExtentError):
-                self._observer.count("store.corrupt_extents")
+                self._volumes[failure.stripe].health.is_corrupt()
                 self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
             elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
                 if self._catalog.drop_run(run):
@@ -90,15 +90,16 @@ class Judge:
             logger.warning("hcache: could not remove a run from the index: %s", error)
 
     def _quarantine(self, failure: SliceFailure, chunks: Iterable[int]) -> None:
-        run, directory = failure.item.run, self._volumes[failure.stripe].path
-        fresh = self._catalog.quarantine(run, dict.fromkeys(chunks, str(failure.error)))
+        run = failure.item.run
+        path = self._volumes[failure.stripe].directory.segment_path(run.segment.number)
+        fresh = self._catalog.quarantine(run, dict.fromkeys(chunks, f"{path}: {failure.error}"))
         if not fresh:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
         if self._may_warn():
             logger.warning(
-                "hcache: run %d, segment %d, %s: %d chunks damaged and not served again (%s); see hcache store ls "
-                "--quarantined", run.number, run.segment.number, directory, len(fresh), next(iter(fresh.values())),
+                "hcache: run %d: %d chunks damaged and not served again (%s); see hcache store ls --quarantined",
+                run.number, len(fresh), next(iter(fresh.values())),
             )  # fmt: skip
         try:
             self._ledger.quarantine(run.number, fresh)

@@ -19,7 +19,7 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
-from sglang_hcache.store.config import DirectoryStats, Run, StoreConfig, StoreStats
+from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.engines import engine_of
 from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.geometry import extent_bytes, mask_of
@@ -34,7 +34,7 @@ from sglang_hcache.store.reader import LayerReader
 from sglang_hcache.store.recovery import Recovered, Recovery
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.space import Space
-from sglang_hcache.store.tally import Tally
+from sglang_hcache.store.tally import Tally, errors_to_json, resume_errors, stats_of
 from sglang_hcache.store.volumes.opening import open_volumes
 from sglang_hcache.store.volumes.transfers import Transfers
 from sglang_hcache.store.volumes.volume import Volume
@@ -69,6 +69,7 @@ class DiskStore:
         self._ledger = recovered.ledger
         self._catalog = recovered.catalog
         tally.resume(recovered.meta.get("totals"))
+        resume_errors(volumes, recovered.meta)
         self._allowance = WriteAllowance.from_json(config.write_budget_bytes, recovered.meta.get("written"))
         self._space = Space(config, volumes, self._catalog, self._ledger, tally)
         transfers = Transfers(engine, volumes, config.io_timeout_s)
@@ -243,10 +244,7 @@ class DiskStore:
             clearing_pending=self._ledger.is_clearing_pending,
             engine=self._engine.name,
             totals=self._tally.totals(),
-            directories=tuple(
-                DirectoryStats(volume.path, str(volume.health.condition), volume.health.reason)
-                for volume in self._volumes
-            ),
+            directories=stats_of(self._volumes),
         )
 
     def allocated_bytes(self) -> int:
@@ -326,6 +324,7 @@ class DiskStore:
             "totals": self._tally.to_json(),
             "written": self._allowance.to_json(),
             "health": json.dumps(health),
+            "directory_errors": errors_to_json(self._volumes),
             "notes": self.notes.to_json(),
             "namespaces": self.namespaces.to_json(),
         }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_hcache.core.observer import Counters, Observer
+from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.store.format.values import read_value
+from sglang_hcache.store.volumes.volume import Volume
 
 _KEPT = "store."
 _TRAFFIC = frozenset({"store.chunks_read", "store.bytes_read", "store.chunks_written", "store.bytes_written"})
@@ -54,3 +56,40 @@ class Tally:
 
 def _amounts_of(found: dict[Any, Any]) -> dict[str, int]:
     return {str(event): int(amount) for event, amount in found.items()}
+
+
+def stats_of(volumes: Sequence[Volume]) -> tuple[DirectoryStats, ...]:
+    """Each directory as it is now."""
+    return tuple(
+        DirectoryStats(
+            volume.path,
+            str(volume.health.condition),
+            volume.health.reason,
+            volume.health.corrupt_extents,
+            volume.health.io_errors,
+        )
+        for volume in volumes
+    )
+
+
+def resume_errors(volumes: Sequence[Volume], meta: Mapping[str, str]) -> None:
+    """Add what an earlier :func:`errors_to_json` said."""
+    errors = errors_of(meta)
+    for volume in volumes:
+        corrupt_extents, io_errors = errors.get(volume.stripe, (0, 0))
+        volume.health.corrupt_extents += corrupt_extents
+        volume.health.io_errors += io_errors
+
+
+def errors_to_json(volumes: Sequence[Volume]) -> str:
+    """Damage and errors of each directory, for the index."""
+    return json.dumps([[volume.health.corrupt_extents, volume.health.io_errors] for volume in volumes])
+
+
+def errors_of(meta: Mapping[str, str]) -> dict[int, tuple[int, int]]:
+    """What :func:`errors_to_json` said, by stripe: corrupt extents, I/O errors."""
+    return read_value(meta.get("directory_errors"), _errors_of)
+
+
+def _errors_of(found: list[Any]) -> dict[int, tuple[int, int]]:
+    return {stripe: (int(corrupt), int(errors)) for stripe, (corrupt, errors) in enumerate(found)}

@@ -111,6 +111,7 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
                 "run": run.number,
                 "segment": run.place.segment,
                 "chunk": chunk,
+                "directory": str(view.directory_of(why) or ""),
                 "reason": why,
             }
             for run, chunk, why in shown
@@ -119,9 +120,16 @@ def list_quarantined(view: StoreView, limit: int) -> Report:
     }
     if not found:
         return Report(data, [Text("no chunk is in quarantine"), *index_note(view)])
-    table = new_table(["chunk", "run", "segment", "reason"], right={"run", "segment"})
+    table = new_table(["chunk", "run", "segment", "directory", "reason"], right={"run", "segment"})
     for run, chunk, why in shown:
-        table.add_row(run.place.keys[chunk].hex()[:16], str(run.number), str(run.place.segment), Text(why))
+        directory = view.directory_of(why)
+        table.add_row(
+            run.place.keys[chunk].hex()[:16],
+            str(run.number),
+            str(run.place.segment),
+            Text("?" if directory is None else str(directory), overflow="fold"),
+            Text(why if directory is None else why.removeprefix(f"{directory}/")),
+        )
     summary = Text(
         f"{len(shown)} of {counted(len(found), 'chunk')} in quarantine; eviction removes them in time"
     )

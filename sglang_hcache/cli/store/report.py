@@ -284,9 +284,8 @@ def _add_totals(table: Table, totals: Mapping[str, int], written_today_bytes: in
 
 
 def _directory_table(directories: Iterable[DirectoryInfo]) -> Table:
-    table = new_table(
-        ["", "directory", "health", "on disk", "free", "segments"], right={"on disk", "free", "segments"}
-    )
+    numbers = ["on disk", "free", "segments", "damaged", "I/O errors"]
+    table = new_table(["", "directory", "health", *numbers], right={*numbers})
     for item in directories:
         is_known = item.free_bytes >= 0
         health = item.condition + (f": {item.reason}" if item.reason else "")
@@ -297,6 +296,8 @@ def _directory_table(directories: Iterable[DirectoryInfo]) -> Table:
             format_bytes(item.physical_bytes) if is_known else "?",
             format_bytes(item.free_bytes) if is_known else "?",
             str(item.segments) if is_known else "?",
+            str(item.corrupt_extents),
+            str(item.io_errors),
         )
     return table
 
@@ -329,6 +330,8 @@ def _directory_data(item: DirectoryInfo) -> dict[str, Any]:
         "physical_bytes": item.physical_bytes,
         "free_bytes": item.free_bytes if item.free_bytes >= 0 else None,
         "segment_files": item.segments,
+        "corrupt_extents": item.corrupt_extents,
+        "io_errors": item.io_errors,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from sglang_hcache.tier.tiered import TieredStore
@@ -29,10 +30,7 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
             "quarantined": disk.quarantined,
             "clearing_pending": tiers.is_clearing_pending,
             "engine": disk.engine,
-            "directories": [
-                {"path": str(item.path), "condition": item.condition, "reason": item.reason}
-                for item in disk.directories
-            ],
+            "directories": [{**asdict(item), "path": str(item.path)} for item in disk.directories],
         },
     }
 

@@ -35,7 +35,7 @@ from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.recovery import LOAD_S
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.scan import scan_segments
-from sglang_hcache.store.tally import Tally
+from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import Sight, look_at
@@ -45,12 +45,12 @@ from sglang_hcache.store.volumes.looking import Sight, look_at
 class DirectoryInfo(DirectoryStats):
     """One directory of the store. Its condition is what the server says if one runs, else as it looks now."""
 
-    physical_bytes: int
+    physical_bytes: int = 0
     """Allocated blocks of all files in it, as ``du`` counts; 0 if it cannot be asked."""
-    free_bytes: int
+    free_bytes: int = -1
     """Free space of its file system for this user; -1 if it cannot be asked."""
-    stripe: int
-    segments: int
+    stripe: int = 0
+    segments: int = 0
     """Segment files in it."""
 
 
@@ -157,6 +157,10 @@ class StoreView:
     ) -> None:
         self.close()
 
+    def directory_of(self, reason: str) -> Path | None:
+        """Where the file is that the reason of a quarantine begins with; None of one that names none."""
+        return next((path for path in self.paths if reason.startswith(f"{path}/")), None)
+
     # -- the store -------------------------------------------------------------------------------
 
     @property
@@ -166,7 +170,7 @@ class StoreView:
 
     def directories(self) -> list[DirectoryInfo]:
         """Every directory, by stripe; asks the file systems."""
-        told = self._told_health()
+        told, errors = self._told_health(), errors_of(self._meta)
         found = []
         for volume in self.volumes:
             try:
@@ -178,9 +182,8 @@ class StoreView:
             condition, reason = str(volume.health.condition), volume.health.reason
             if volume.health.readable:
                 condition, reason = told.get(volume.stripe, _mounted(volume.path))
-            found.append(
-                DirectoryInfo(volume.path, condition, reason, physical, free, volume.stripe, segments)
-            )
+            stats = (volume.path, condition, reason, *errors.get(volume.stripe, (0, 0)))
+            found.append(DirectoryInfo(*stats, physical, free, volume.stripe, segments))
         return found
 
     def segment_sizes(self) -> dict[int, dict[int, int]]:

@@ -74,6 +74,8 @@ class Health:
         """Why it is not healthy."""
         self.is_full = False
         """It takes no writes for want of room."""
+        self.corrupt_extents = self.io_errors = 0
+        """Since the store was created: see ``DirectoryStats``."""
 
     @property
     def readable(self) -> bool:
@@ -95,6 +97,12 @@ class Health:
         else:
             self._failed_reads = 0
 
+    def is_corrupt(self) -> None:
+        """Other bytes were read than were written, which takes no directory out: the chunks are quarantined."""
+        with self._lock:
+            self.corrupt_extents += 1
+        self._observer.count("store.corrupt_extents")
+
     def failed(self, error: OSError, *, writing: bool) -> None:
         """An operation failed. What this process lacks says nothing of the device, and is only counted."""
         self._observer.count("store.io_errors")
@@ -102,6 +110,7 @@ class Health:
             return
         reason = error.strerror or str(error)
         with self._lock:
+            self.io_errors += 1
             if writing:
                 self._failed_writes += 1
             else:

@@ -134,14 +134,16 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
             store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
         lease.close()
     assert caplog.messages == [
-        f"hcache: run 1, segment 0, {path.parent}: 1 chunks damaged and not served again (the digest of layer 0 does "
-        "not match); see hcache store ls --quarantined"
+        f"hcache: run 1: 1 chunks damaged and not served again ({path}: the digest of layer 0 does not match); see "
+        "hcache store ls --quarantined"
     ]
     store.close()
     store = open_store(small_config(tmp_path, 2))
     assert [number for number, key in enumerate(BAD) if not store.contains(key)] == [bad]
     assert extent_of(tmp_path, 0)[1] == offset, "kept for inspection"
     assert store.stats().totals["chunks_quarantined"] == 1
+    damaged = {item.path: item.corrupt_extents for item in store.stats().directories}
+    assert damaged == {folder: 2 * (folder == path.parent) for folder in damaged}, "also after a restart"
     write_keys(store, BAD[bad : bad + 1], LAYERS)
     read_keys(store, BAD)
 

@@ -165,6 +165,11 @@ def test_ls(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     [bad] = as_json(hcache("ls", "--quarantined", "--json", *dirs))["quarantined"]
     assert (bad["key"], bad["run"], bad["chunk"]) == (make_key(50).hex(), 6, 0)
     assert "digest" in bad["reason"]
+    assert bad["directory"] == str(dirs[0])
+    assert bad["reason"].startswith(f"{dirs[0]}/segment-0000000")
+    assert str(dirs[0]) in hcache("ls", "--quarantined", *dirs)[1].replace("\n", "")
+    directories = as_json(hcache("stat", "--json", *dirs))["directories"]
+    assert [(item["corrupt_extents"], item["io_errors"]) for item in directories] == [(1, 0), (0, 0)]
     assert make_key(50).hex()[:16] in hcache("ls", "--quarantined", *dirs)[1]
     assert hcache("ls", "--namespaces", "--quarantined", *dirs)[0] == 2
 
