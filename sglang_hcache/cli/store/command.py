@@ -192,6 +192,14 @@ def _clear(
             "32 digits. May be given several times.",
         ),
     ] = None,
+    any_format: Annotated[
+        bool,
+        typer.Option(
+            "--any-format",
+            help="Delete the store itself, whatever version made it and however damaged it is: all files of it in "
+            "these directories, and no others.",
+        ),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -206,12 +214,17 @@ def _clear(
 
     --namespace needs all directories. What shares a file with others becomes a hole in it, or zeros where the file
     system makes no holes. If it is killed or fails, give the same command again.
+
+    --any-format leaves directories in which a server begins a new store.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import clear, erase, refuse_if_locked
     from sglang_hcache.store.inspect.view import StoreView
 
     stores, chosen = _stores(dirs, config), [_namespace_id(text) for text in namespaces or []]
+    if any_format:
+        _wipe(stores, chosen, yes=yes, as_json=as_json)
+        return
 
     def remove(places: Dirs, show: Show) -> bool:
         show(report.erased(chosen, *erase(places, chosen)) if chosen else report.cleared(clear(places)))
@@ -223,8 +236,23 @@ def _clear(
             for view in views:
                 refuse_if_locked(view)
             question = report.erase_question(views, chosen) if chosen else report.clear_question(views)
-        if not _is_agreed(question):
-            raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
+        _agree(question)
+    for_each(stores, remove, as_json=as_json)
+
+
+def _wipe(stores: list[Dirs], namespaces: list[bytes], *, yes: bool, as_json: bool) -> None:
+    from sglang_hcache.cli.store import report
+    from sglang_hcache.store.inspect.wiping import look_for_own, wipe
+
+    if namespaces:
+        raise ConfigError("--any-format deletes all namespaces; leave --namespace out")
+    if not yes:
+        _agree(report.wipe_question([item for places in stores for item in look_for_own(places)]))
+
+    def remove(places: Dirs, show: Show) -> bool:
+        show(report.wiped(wipe(places)))
+        return True
+
     for_each(stores, remove, as_json=as_json)
 
 
@@ -264,10 +292,15 @@ def _fsck(
     for_each(_stores(dirs, config), look, as_json=as_json)
 
 
-def _is_agreed(question: str) -> bool:
-    """Whether the user types yes; no input is a no, as is its end. typer's own takes Ctrl-C for a no as well."""
+def _agree(question: str) -> None:
+    """No input is a no, as is its end; typer's own takes Ctrl-C for a no as well.
+
+    Raises:
+        HCacheError: the user does not type yes.
+    """
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
-    return sys.stdin is not None and sys.stdin.readline().strip().lower() in ("y", "yes")
+    if sys.stdin is None or sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise HCacheError("nothing is removed: the answer was not yes; --yes does not ask")
 
 
 def _stores(dirs: list[str] | None, config: Path | None) -> list[tuple[Path, ...]]:

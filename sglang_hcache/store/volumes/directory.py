@@ -253,7 +253,7 @@ class StoreDirectory:
         except ValueError as error:
             raise StoreFormatError(
                 f"{path} is damaged ({error}); `hcache store fsck --rebuild` with all directories of the store makes a "
-                f"new one; to start an empty store there, delete all files in {self.path}"
+                f"new one; to start an empty store, `hcache store clear --any-format` with all of them deletes this one"
             ) from None
 
     def write_superblock(self, superblock: Superblock) -> None:

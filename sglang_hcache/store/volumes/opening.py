@@ -178,7 +178,8 @@ def agreed_at_start(found: Sequence[Found]) -> StoreIdentity:
         return agreed(found)
     except StoreFormatError as error:
         raise StoreFormatError(
-            f"--hcache-dirs: {error}. To start an empty store, delete the files of all these directories"
+            f"--hcache-dirs: {error}. To start an empty store, `hcache store clear --any-format` with all these "
+            "directories deletes what is there"
         ) from None
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_hcache.cli import main as command
 from sglang_hcache.cli.store import verify as store_verify
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.observer import Counters
@@ -41,20 +40,6 @@ from tests.unit.store.conftest import flip
 LAYERS = (8192, 5000, 4096)
 
 Hcache = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def hcache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hcache:
-    """Runs ``hcache store ARGUMENTS``; returns exit status, standard output and standard error."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["hcache", "store", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_info:
-            command.main()
-        shown = capsys.readouterr()
-        return int(exit_info.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 @pytest.fixture

@@ -1,0 +1,80 @@
+"""``hcache store clear --any-format``: a store goes whatever made it, and nothing else does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
+
+Hcache = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dirs(tmp_path: Path) -> tuple[Path, ...]:
+    """A closed store of another format, with a file of somebody else."""
+    config = small_config(tmp_path, 2)
+    store = DiskStore.open(config, Counters())
+    write_keys(store, make_keys(0, 4), (4096,) * 4)
+    store.close()
+    for path in config.dirs:
+        block = json.loads((path / "superblock.json").read_text())
+        (path / "superblock.json").write_text(json.dumps({**block, "format_version": 99}))
+    (config.dirs[0] / "notes.txt").write_text("mine")
+    return config.dirs
+
+
+def names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_it_asks_and_deletes_only_what_is_of_the_store(
+    hcache: Hcache, dirs: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = hcache("clear", "--yes", *dirs)
+    assert code == 2
+    assert "has store format 99" in err
+    before = [names(path) for path in dirs]
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    code, _, err = hcache("clear", "--any-format", *dirs)
+    assert code == 2
+    assert f"Delete the store in {dirs[0]} (3 files), {dirs[1]} (2 files), " in err
+    assert [names(path) for path in dirs] == before
+    code, out, _ = hcache("clear", "--any-format", "--yes", "--json", *dirs)
+    assert code == 0
+    assert [item["files"] for item in json.loads(out)["directories"]] == [3, 2]
+    assert [names(path) for path in dirs] == [{"lock", "notes.txt"}, {"lock"}]
+    assert hcache("clear", "--any-format", "--yes", *dirs)[0] == 0, "again, as after a kill"
+    (dirs[0] / "notes.txt").unlink()
+    DiskStore.open(small_config(dirs[0].parent, 2), Counters()).close()
+
+
+def test_what_may_be_of_another_program_stays(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
+    (dirs[1] / "superblock.json").unlink()
+    (dirs[1] / "lock").write_text("of somebody else")
+    before = [names(path) for path in dirs]
+    code, _, err = hcache("clear", "--any-format", "--yes", *dirs)
+    assert code == 2
+    assert f"{dirs[1]} has no superblock.json: are its files of a store? Delete them by hand" in err
+    assert [names(path) for path in dirs] == before
+    assert (dirs[1] / "lock").read_text() == "of somebody else"
+    code, _, err = hcache("clear", "--any-format", "--yes", dirs[0].parent / "nowhere")
+    assert (code, "is not a directory" in err) == (2, True)
+    assert hcache("clear", "--any-format", "--yes", "--namespace", "0" * 32, *dirs)[0] == 2
+
+
+def test_a_store_in_use_stays(hcache: Hcache, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "used", 2)
+    store = DiskStore.open(config, Counters())
+    write_keys(store, make_keys(0, 4), (4096,) * 4)
+    before = [names(path) for path in config.dirs]
+    code, _, err = hcache("clear", "--any-format", "--yes", *config.dirs)
+    assert (code, "is in use by" in err) == (2, True)
+    assert [names(path) for path in config.dirs] == before
+    store.close()
