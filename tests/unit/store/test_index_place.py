@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.core.errors import StoreIOError
+from sglang_hcache.core.errors import StoreIOError, StoreTimeoutError
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.judge import Judge
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import ask_index, kill
+from tests.unit.store.conftest import ask_index, kill, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (4096, 100)
@@ -158,3 +158,35 @@ def test_nobody_waits_for_the_index_while_it_is_written_anew(
     path = config.dirs[0] / "index.sqlite"
     assert ask_index(path, "SELECT run FROM runs") == [(run.number,)]
     assert ask_index(path, "SELECT run, chunk FROM quarantine") == [(run.number, 1)]
+
+
+def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(patient(tmp_path), io_timeout_s=0.5)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    inside = Inside(store)
+    before, go_on, insert = inside.index, threading.Event(), Index.insert
+
+    def hang(index: Index, *args: Any) -> None:
+        go_on.wait(60)
+        insert(index, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "insert", hang)
+        with pytest.raises(StoreTimeoutError):
+            write_keys(store, NEW, LAYERS)
+        assert not inside.volumes[0].health.readable
+        go_on.set()
+        wait_until(lambda: inside.volumes[0].health.writable)
+    assert inside.index is before
+    write_keys(store, NEW, LAYERS)
+    for keys in (OLD, NEW):
+        read_keys(store, keys)
+    kill(store)
+    again = open_store(config)
+    for keys in (OLD, NEW):
+        read_keys(again, keys)
+    rows = ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs")
+    assert rows == [(len(Inside(again).catalog.runs()),)], "the row of files that are gone is dropped"
