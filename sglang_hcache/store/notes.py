@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections.abc import Collection
 from typing import Any
 
 from sglang_hcache.store.format.values import read_value
 
 _MOST = 1000
-"""They are written as one text whenever one changes."""
+"""They are written as one text when one has changed."""
 
 
 class Notes:
@@ -18,11 +20,14 @@ class Notes:
 
     Args:
         text: what :meth:`to_json` gave an earlier process.
+        every_s: for so long a text serves that is not asked for anew.
     """
 
-    def __init__(self, text: str | None) -> None:
+    def __init__(self, text: str | None, every_s: float = 0.0) -> None:
         self._lock = threading.Lock()
         self._texts = read_value(text, _texts_of)
+        self._every_s = every_s
+        self._json, self._until = "", -math.inf
 
     def get(self, name: str) -> str | None:
         """What was last put there, also by an earlier process."""
@@ -31,19 +36,25 @@ class Notes:
     def put(self, name: str, text: str) -> None:
         """Keep ``text``, in place of what was put there longest ago if there are too many."""
         with self._lock:
-            texts = {key: kept for key, kept in self._texts.items() if key != name}
-            if len(texts) >= _MOST:
-                del texts[next(iter(texts))]
-            self._texts = {**texts, name: text}  # anew, for the keeper may be writing the other one down
+            self._texts.pop(name, None)
+            if len(self._texts) >= _MOST:
+                del self._texts[next(iter(self._texts))]
+            self._texts[name] = text
 
     def drop(self, names: Collection[str]) -> None:
         """Keep them no more."""
         with self._lock:
             self._texts = {key: kept for key, kept in self._texts.items() if key not in names}
+            self._until = -math.inf
 
-    def to_json(self) -> str:
+    def to_json(self, *, anew: bool = False) -> str:
         """All of them."""
-        return json.dumps(self._texts)
+        now = time.monotonic()
+        if anew or now >= self._until:
+            with self._lock:
+                texts = dict(self._texts)
+            self._json, self._until = json.dumps(texts), now + self._every_s
+        return self._json
 
 
 def _texts_of(found: dict[Any, Any]) -> dict[str, str]:

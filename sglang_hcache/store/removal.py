@@ -177,14 +177,15 @@ class Remover:
 
     def _note_failures(self, segment: Segment, failures: Mapping[int, Exception]) -> None:
         """Files of it could not be deleted, by directory. After three in a row there, few more are tried."""
-        for stripe in failures.keys() - self._undeletable.get(segment, set()):
+        known = self._undeletable.get(segment, set())
+        self._undeletable[segment] = {*failures}
+        for stripe in failures.keys() - known:
             self._in_vain[stripe] += 1
             more = self._in_vain[stripe] - _FAILURES_ALLOWED
             if more >= 0:
-                pause_s = min(_FIRST_PAUSE_S * 2**more, _LONGEST_PAUSE_S)
+                pause_s = min(_FIRST_PAUSE_S * 2 ** min(more, 16), _LONGEST_PAUSE_S)
                 self._stopped_until[stripe] = time.monotonic() + pause_s
                 self._say_stopped(stripe, failures[stripe], pause_s)
-        self._undeletable[segment] = {*failures}
 
     def _say_stopped(self, stripe: int, error: Exception, pause_s: float) -> None:
         if self._may_say_stopped():

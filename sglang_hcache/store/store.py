@@ -43,6 +43,7 @@ from sglang_hcache.store.writer import RunWriter
 logger = logging.getLogger(__name__)
 
 _RECENCY_BATCH = 64
+_NAMESPACES_S = 60.0  # a server of a thousand tenants may note a new one with each request
 _CLOSE_S = 3.0
 _ROUND_S = 1.0
 
@@ -79,7 +80,9 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
-        self.namespaces = Notes(recovered.meta.get("namespaces"))  # whose each is, by its id in hexadecimal
+        self.namespaces = Notes(
+            recovered.meta.get("namespaces"), _NAMESPACES_S
+        )  # whose each is, by its hex id
         self.measuring = tally.measuring
         self.has_max_age = config.max_age_s is not None
         self._saved: dict[str, str] = {}
@@ -303,7 +306,7 @@ class DiskStore:
         self._space.close()
         try:
             self._save_recency()
-            self._ledger.save_meta(self._meta())
+            self._ledger.save_meta(self._meta(anew=True))
         except StoreError as error:
             logger.warning("hcache: recency is not saved: %s", error)
         self._ledger.close()
@@ -317,8 +320,8 @@ class DiskStore:
             self._catalog.set_out(mask_of(out))
         self._keeper.wake()
 
-    def _meta(self) -> dict[str, str]:
-        """What the index keeps beside runs."""
+    def _meta(self, *, anew: bool = False) -> dict[str, str]:
+        """What the index keeps beside runs; ``anew``: as it is now, and not a minute ago."""
         health = [[str(volume.health.condition), volume.health.reason] for volume in self._volumes]
         return {
             "totals": self._tally.to_json(),
@@ -326,7 +329,7 @@ class DiskStore:
             "health": json.dumps(health),
             "directory_errors": errors_to_json(self._volumes),
             "notes": self.notes.to_json(),
-            "namespaces": self.namespaces.to_json(),
+            "namespaces": self.namespaces.to_json(anew=anew),
         }
 
     def _write_down(self) -> None:

@@ -191,6 +191,18 @@ def test_of_several_notes_those_that_make_sense_stay() -> None:
     assert Notes('{"name": "hhkk", "other": 5}').to_json() == '{"name": "hhkk"}'
 
 
+def test_notes_that_change_with_each_request_are_written_now_and_then() -> None:
+    notes = Notes(None, every_s=3600.0)
+    assert notes.to_json() == "{}"
+    for number in range(1500):
+        notes.put(str(number), "x")
+    assert notes.to_json() == "{}"
+    assert '"1499": "x"' in notes.to_json(anew=True)
+    assert '"499": "x"' not in notes.to_json()
+    notes.drop({"1499"})
+    assert '"1499"' not in notes.to_json(), "what is erased goes at once"
+
+
 def test_rows_pointing_behind_the_file_or_off_the_grid_are_dropped(
     closed: StoreConfig, open_store: OpenStore
 ) -> None:

@@ -102,6 +102,19 @@ def test_three_in_a_row_stop_eviction_for_a_while(
     assert not Inside(store).leftovers
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_thousands_of_them_are_no_more_than_three(store: DiskStore, files: Files) -> None:
+    """A file system that has become read-only, and a clear call."""
+    remover = Inside(store).space._remover
+    remover._in_vain[0] = 5000
+    files.kept = lambda segment: True
+    store.clear()
+    assert len(Inside(store).leftovers) == 16
+    files.kept = lambda segment: False
+    remover.retry()
+    assert not Inside(store).leftovers
+
+
 @pytest.fixture
 def striped(tmp_path: Path, open_store: OpenStore) -> DiskStore:
     """Several segments with a file in each of two directories."""

@@ -62,7 +62,7 @@ def test_who_is_used_still_is_not_forgotten_for_those_who_came_later(
         notes.note(Namespace(WEIGHTS, "l", str(number)))
     assert told(disk, nobodys) is not None
     assert told(disk, Namespace(WEIGHTS, "l", "0")) is None
-    assert len(json.loads(disk.namespaces.to_json())) == 4
+    assert len(json.loads(disk.namespaces.to_json(anew=True))) == 4
 
 
 def test_the_store_says_whose_it_is_after_a_restart(tmp_path: Path) -> None:
