@@ -72,6 +72,9 @@ class Ledger:
         """When its directory was found to be out, by the monotonic clock."""
         self._published = identity
         """What a directory has taken down last: another one than ``_identity`` until one takes that."""
+        self._is_settled = threading.Event()
+        """The index is not being written anew."""
+        self._is_settled.set()
         self._lock = threading.RLock()
         """Held by changes, so that a move sees all of them or none."""
         self._abandoned: list[tuple[int, Index]] = []
@@ -88,7 +91,11 @@ class Ledger:
         return self._published.first_segment != self._identity.first_segment
 
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
-        """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
+        """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone.
+
+        Waits a moment for an index that is being written anew.
+        """
+        self._is_settled.wait(self._config.io_timeout_s)
         with self._lock:
             self._call(lambda index: index.insert({run.number: run.place}, recency))
             return self._catalog.add_run(run)
@@ -134,20 +141,27 @@ class Ledger:
         well = [volume for volume in (home, *self._volumes) if volume.health.writable]
         if not well:
             return
+        self._is_settled.clear()
+        try:
+            self._move(home, well[0])
+        finally:
+            self._is_settled.set()
+        logger.info("hcache: the index is in %s now", well[0].path)
+
+    def _move(self, home: Volume, to: Volume) -> None:
         with self._lock:
             self._lost = True
             if self._index is not None:
                 self._abandoned.append((home.stripe, self._index))
                 self._index = None
-            self._close_abandoned(well[0])
-        index = self._written_at(well[0])  # without the lock: other calls fail meanwhile, and need not wait
+            self._close_abandoned(to)
+        index = self._written_at(to)  # without the lock: other calls fail meanwhile, and need not wait
         with self._lock:
             self._index, self._lost, self._failures = index, False, 0
-            if well[0] is not home:
-                self._identity = self._identity.next(index_stripe=well[0].stripe)
+            if to is not home:
+                self._identity = self._identity.next(index_stripe=to.stripe)
                 self._publish()
                 self._remove_from(home)
-        logger.info("hcache: the index is in %s now", well[0].path)
 
     def _stays(self, home: Volume) -> bool:
         """Whether the index is used where it is, or waited for: its directory is out, and may be back with it."""
