@@ -168,7 +168,8 @@ class Ledger:
         if not home.health.readable:
             now = time.monotonic()
             self._out_since = self._out_since or now
-            return now - self._out_since < self._config.index_patience_s
+            may_be_back = not home.health.is_missing
+            return may_be_back and now - self._out_since < self._config.index_patience_s
         self._out_since = None
         if home.health.writable and self._lacks_quarantine:
             self._lacks_quarantine = False

@@ -74,6 +74,8 @@ class Health:
         """Why it is not healthy."""
         self.is_full = False
         """It takes no writes for want of room."""
+        self.is_missing = False
+        """It is out, for it was deleted or is another one now."""
         self.corrupt_extents = self.io_errors = 0
         """Since the store was created: see ``DirectoryStats``."""
 
@@ -123,7 +125,13 @@ class Health:
     def take_out(self, reason: str) -> None:
         """Serve nothing from it until it has recovered."""
         if self.condition is not Condition.OUT:
+            self.is_missing = False
             self._trip(Condition.OUT, reason)
+
+    def is_gone(self, reason: str) -> None:
+        """As :meth:`take_out`; and nobody need wait for it."""
+        self.take_out(reason)
+        self.is_missing = True
 
     def hangs(self) -> None:
         """An operation was given up but has not ended."""

@@ -99,7 +99,7 @@ class DirectoryLock:
             return False
         try:
             found = os.stat(path, dir_fd=directory_fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(found, os.fstat(self._fd))
 

@@ -165,7 +165,7 @@ class Volume:
             self.health.failed(error, writing=False)
             return
         if not present:
-            self.health.take_out("the directory was deleted or unmounted")
+            self.health.is_gone("the directory was deleted or unmounted")
 
     def close(self, timeout_s: float) -> bool:
         """Release the lock; False, keeping it until the process ends, if a call hangs."""

@@ -75,6 +75,17 @@ def test_it_moves_when_its_directory_has_been_out_for_long(tmp_path: Path, open_
 
 
 @pytest.mark.usefixtures("no_keeper")
+def test_it_moves_at_once_when_its_directory_is_gone(tmp_path: Path, open_store: OpenStore) -> None:
+    config = patient(tmp_path)
+    store = open_store(config)
+    config.dirs[0].rename(tmp_path / "away")
+    config.dirs[0].write_text("not a directory")
+    Inside(store).keeper.round()
+    assert (config.dirs[1] / "index.sqlite").exists()
+    write_keys(store, NEW, LAYERS)
+
+
+@pytest.mark.usefixtures("no_keeper")
 def test_what_comes_back_with_another_index_gets_ours(tmp_path: Path, open_store: OpenStore) -> None:
     config = patient(tmp_path)
     store = open_store(config)
