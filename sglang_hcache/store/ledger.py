@@ -184,9 +184,8 @@ class Ledger:
             self._close_abandoned(volume)
             is_home = volume.stripe == self._identity.index_stripe
             if is_home and self._index is not None and not volume.probe(self._index.is_in_place):
-                self._lost = (
-                    True  # a new directory, with the index in the one that was deleted, or another disk
-                )
+                # A new directory, with the index in the one that was deleted, or another disk.
+                self._lost = True
         if not is_home:
             volume.probe(lambda: remove_index(volume.path / INDEX_NAME))
 

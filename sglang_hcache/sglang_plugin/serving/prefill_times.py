@@ -27,7 +27,7 @@ class PrefillTimes:
         self._asked: deque[tuple[int, int, Stamp, Stamp]] = deque()
 
     def begin(self, num_tokens: int) -> None:
-        """A pass of so many tokens, of all its requests, is about to be asked for."""
+        """A pass of so many tokens, of all its requests, is about to be asked for. A short one tells nothing."""
         self._began = self._stamp() if num_tokens >= CHUNK_TOKENS else None
 
     def end(self, requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool) -> None:
@@ -39,7 +39,7 @@ class PrefillTimes:
             is_prefill: that graph is one of those for prefill.
         """
         began, self._began = self._began, None
-        if began is None or len(requests) != 1 or requests[0].count < CHUNK_TOKENS:
+        if began is None or len(requests) != 1:
             return
         rows = requests[0]
         if not is_replayed or (is_prefill and rows.count == self._largest_pass):
