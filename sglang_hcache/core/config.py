@@ -164,10 +164,9 @@ class HCacheConfig(BaseModel):
     """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
     exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
-    """Seconds that a restore may run; then it is given up and its request recomputed. One that is predicted to run
-    longer does not start. With ``restore`` always, and where there are no costs to predict with, waiting for earlier
-    restores counts too. At most 3600. After a restore from disk that was itself too slow, nothing is
-    restored from there for up to 30 s."""
+    """Seconds after which a restore is given up and its request recomputed, with ``restore`` always and where there are
+    no costs to predict with; waiting for earlier restores counts. At most 3600. Elsewhere what recomputing is predicted
+    to take decides."""
     slow_request_s: Number = Field(default=10.0, gt=0, le=3600)
     """Seconds after which the log says what a request waited for in the tier, at most 3600; one request a minute. With
     ``--log-level debug`` it says so of each request."""

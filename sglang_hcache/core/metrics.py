@@ -93,8 +93,8 @@ COUNTERS = (
     CounterMetric(
         "restores",
         "Restores by how they ended. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
-        "predicted to be faster, or the restore to run longer than restore_deadline_s. no_slots: the KV pool had no "
-        "room for 30 s at the head of the queue, or for 120 s in all. late: past their deadline. "
+        "predicted to be faster. no_slots: the KV pool had no room for 30 s at the head of the queue, or for 120 s in "
+        "all. late: past their deadline. "
         "failed_on_another_rank: failed or late there; this rank's part is not used.",
         "restores", "result",
         {

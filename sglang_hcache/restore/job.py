@@ -45,10 +45,10 @@ class RestoreJob:
             with the job.
         first_position: position of the first token, a multiple of 64.
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
-        deadline_s: seconds from submission after which the restore is abandoned.
+        deadline_s: seconds from submission, or from where the device has passed ``fence``, after which the restore is
+            abandoned: recomputing would wait for the device as well.
         layers: the layers to bring back, in the order in which they are read. Somebody else computes the others.
         fence: what the device may still do with the slots, for whoever had them before; None: nothing.
-        limit_s: as ``deadline_s``, from when the engine begins with it.
     """
 
     blocks: tuple[ChunkLease, ...]
@@ -57,13 +57,17 @@ class RestoreJob:
     deadline_s: float
     layers: tuple[int, ...]
     fence: Mark | None = None
-    limit_s: float = math.inf
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     """When the engine began with it."""
+    fenced_until: float = 0.0
+    """When the device was last seen to be before ``fence``."""
     seconds: float = 0.0
+    """From the first read to the last layer, less what it waited for ``fence``."""
+    fenced_s: float = 0.0
+    """What it waited for that."""
     waited_s: float = 0.0
     """Part of these seconds: waiting for reads."""
     written_s: float = 0.0
@@ -118,12 +122,30 @@ class RestoreJob:
         if self._cancelled.done():
             raise RestoreCancelledError
         now = time.monotonic()
-        left = min(self.submitted + self.deadline_s, self.started + self.limit_s) - now
+        if (fence := self.fence) is not None:
+            if fence.is_reached():
+                self.fence = None
+            else:
+                self.fenced_until = now
+        left = self.deadline_s - self.taken_s(now)
         if left <= 0:
             raise RestoreTimeoutError(
                 f"{self.num_tokens} tokens are not restored after {now - self.submitted:.3f} s"
             )
         return left
+
+    def taken_s(self, now: float) -> float:
+        """Seconds that its request has waited for it alone, and not for what the device did before."""
+        return now - max(self.submitted, self.fenced_until)
+
+    def await_fence(self) -> None:
+        """Wait until its slots may be written to."""
+        if (fence := self.fence) is None:
+            return
+        began = time.monotonic()
+        fence.wait()
+        self.fence, self.fenced_until = None, time.monotonic()
+        self.fenced_s += self.fenced_until - began
 
     def await_read(self, read: Future[None]) -> None:
         """Wait for ``read``, as long as the job may go on.

@@ -62,7 +62,7 @@ class LayerRestorer:
 
     def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """:meth:`start` with one layer, after all that the calling thread has asked for, and wait."""
-        self.after(self.fence(), reading=True)  # the rows may be on the device as well
+        self.after(self.fence())
         for part in self.start([stored], positions, slots):
             part.result()
 
@@ -119,10 +119,10 @@ class LayerRestorer:
         """What the calling thread and the model have asked the device for so far; None where that is done."""
         return None if self.stage is None else self.stage.fence()
 
-    def after(self, mark: Mark | None, *, reading: bool = False) -> None:
-        """Write nothing into the pool before ``mark``; with ``reading``, read no rows either."""
+    def after(self, mark: Mark | None) -> None:
+        """Write nothing into the pool, and read no rows, before ``mark``."""
         if mark is not None and self.stage is not None:
-            self.stage.after(mark, reading=reading)
+            self.stage.after(mark)
 
     def _write(
         self,

@@ -183,7 +183,6 @@ class LayerPipeline:
             StoreError: a read failed or its bytes are wrong.
         """
         self._replace_buffers()
-        self._restorer.after(job.fence)
         steps, reads, writes = deque(self.steps(job)), deque[Read](), deque[_Write]()
         try:
             while steps or reads or writes:
@@ -194,6 +193,7 @@ class LayerPipeline:
                     self._give_back(writes.popleft().read)
                 else:
                     self._await(job, reads[0])
+                    job.await_fence()
                     writes.append(_Write(reads.popleft()))
                     self._start(job, writes[-1])
         finally:

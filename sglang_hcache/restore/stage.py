@@ -113,11 +113,10 @@ class DeviceStage:
         """When the device has done what the calling thread has queued."""
         return self._streams.stamp()
 
-    def after(self, mark: Mark, *, reading: bool) -> None:
-        """Write nothing outside of the buffers before ``mark``; with ``reading``, read nothing either."""
+    def after(self, mark: Mark) -> None:
+        """Begin with nothing before ``mark``."""
         self._streams.compute_after(mark)
-        if reading:
-            self._streams.copy_after(mark)
+        self._streams.copy_after(mark)
 
     def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """(count, width) in host memory that the device copies from as fast as it can."""

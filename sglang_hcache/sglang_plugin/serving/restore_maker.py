@@ -90,7 +90,7 @@ class RestoreMaker:
 
     def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
-        (:meth:`RestoreGate.pays`), and can be done in time.
+        (:meth:`RestoreGate.pays`).
         """
         (on_host,) = self._ranks.minimum(self._tiers.sources(keys)[HOST])  # the slowest counts
         return self._ranks.from_first(self._decide(len(keys), int(on_host), start, behind_s))
@@ -103,8 +103,7 @@ class RestoreMaker:
         idle_s = max(0.0, -behind_s - decision.restore_s)
         if self._restores_all:
             return Verdict(decision, True, idle_s)
-        is_in_time = decision.job_s < self._config.restore_deadline_s
-        return Verdict(decision, is_in_time and self._gate.pays(decision, behind_s), idle_s)
+        return Verdict(decision, self._gate.pays(decision, behind_s), idle_s)
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
         """Whether ``num_tokens`` from position ``start`` on are there sooner by a restore of somebody else, which takes
@@ -212,7 +211,7 @@ class RestoreMaker:
 
     def _settle_account(self, restore: Restore, recompute_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        taken_s = time.monotonic() - restore.job.submitted
+        taken_s = restore.job.taken_s(time.monotonic())
         is_of_use = restore.is_complete and restore.ticket is not None
         if is_of_use and taken_s <= recompute_s:
             self._observer.observe("restore.saved_seconds", recompute_s - taken_s)
@@ -259,16 +258,16 @@ class RestoreMaker:
         Raises:
             TierMissError, StoreError: one of the chunks is gone, on some rank; nothing is held then.
         """
-        layers, limit_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
-        deadline_s = limit_s
+        layers, deadline_s = tuple(range(self._tiers.layout.num_layers)), self._config.restore_deadline_s
         if decision is not None:
             layers = decision.layers
-            deadline_s = limit_s if self._restores_all else decision.deadline_s(backlog_s)
+            if not self._restores_all:
+                deadline_s = decision.deadline_s(backlog_s)
         beside = self._device.beside
         fence = None if beside is None else beside.stage.fence()
         is_whole = len(layers) == self._tiers.layout.num_layers
         leases = self._lease(keys, promote=is_whole)
-        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence, limit_s)
+        job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence)
         recomputation = None
         if decision is not None and decision.num_recompute:
             self._observer.count("restore.layers_recomputed", decision.num_recompute)

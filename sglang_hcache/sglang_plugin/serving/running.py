@@ -82,7 +82,9 @@ class Running:
         first = next(iter(self._restores), None)
         if first is None:
             return 0.0
-        return min(_predicted_s(first), max(0.0, time.monotonic() - first.job.started))
+        return min(
+            _predicted_s(first), max(0.0, time.monotonic() - max(first.job.started, first.job.fenced_until))
+        )
 
     def newest(self) -> Restore | None:
         """The one that started last."""

@@ -106,8 +106,10 @@ class Restore:
     @property
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
-        computed = 0.0 if self.recomputation is None else self.recomputation.ended - self.job.started
-        return max(self.job.seconds, computed, self.slowest_s)
+        job, computed = self.job, 0.0
+        if self.recomputation is not None:
+            computed = self.recomputation.ended - job.started - job.fenced_s
+        return max(job.seconds, computed, self.slowest_s)
 
     @property
     def is_late(self) -> bool:

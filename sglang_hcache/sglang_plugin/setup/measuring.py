@@ -175,7 +175,7 @@ class Bench:
         width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
         slots, positions = self.forward.allocate(length), self.restorer.positions(0, length)
         rows = torch.ones(length, width, dtype=self.model.row_dtype, device=positions.device)
-        self.restorer.after(self.restorer.fence(), reading=True)
+        self.restorer.after(self.restorer.fence())
         began = time.monotonic()
         stored = [StoredRows.of(0, method, rows)] * num_layers  # as a restore does it: several at once
         for part in self.restorer.start(stored, positions, slots[:length]):

@@ -119,7 +119,6 @@ class Bench:
         *,
         first: int = 1,
         deadline_s: float = PATIENCE_S,
-        limit_s: float = PATIENCE_S,
         cancel: bool = False,
         layers: tuple[int, ...] = tuple(range(LAYERS)),
         slots: torch.Tensor | None = None,
@@ -131,7 +130,7 @@ class Bench:
         blocks = tuple(self.tiers.lease(keys[start : start + BLOCK_CHUNKS]) for start in starts)
         if slots is None:
             slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
-        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence, limit_s)
+        job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence)
         if cancel:
             job.cancel()
         self.engine.submit(job)

@@ -337,14 +337,45 @@ def test_a_cancelled_job_writes_nothing_more(bench: Bench) -> None:
     bench.assert_nothing_is_pinned()
 
 
-@pytest.mark.parametrize("limit", ["deadline_s", "limit_s"])
-def test_a_hung_read_ends_with_the_deadline(bench: Bench, limit: str) -> None:
+def test_a_hung_read_ends_with_the_deadline(bench: Bench) -> None:
     release = threading.Event()
     bench.tiers.before_read = lambda _layer: release.wait(2 * PATIENCE_S)  # type: ignore[method-assign]
-    job = bench.run(**{limit: 0.2})  # type: ignore[arg-type]
+    job = bench.run(deadline_s=0.2)
     assert job.state is RestoreState.FAILED
     assert isinstance(job.error, RestoreTimeoutError)
     release.set()
+
+
+class _Pass:
+    """A forward pass of so many seconds, which the device is at."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def is_reached(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._until - time.monotonic()))
+
+
+def test_a_pass_before_it_is_no_time_of_the_restore(bench: Bench) -> None:
+    """Recomputing would wait for it as well: it counts neither against the deadline, nor as slow."""
+    job = bench.run(fence=_Pass(0.5), deadline_s=0.3)
+    assert job.state is RestoreState.DONE, job.error
+    assert job.fenced_s > 0.3
+    assert job.seconds == pytest.approx(time.monotonic() - job.started - job.fenced_s, abs=0.3)
+
+
+def test_what_waits_behind_a_pass_in_the_queue_keeps_its_time() -> None:
+    job = RestoreJob((), 0, torch.arange(0), 1.0, (), fence=_Pass(60.0))
+    job.submitted -= 20.0
+    assert job.check() > 0.5
+    job.fence = _Pass(0.0)
+    assert job.check() > 0.5, "it counts from where the pass was last seen to run"
+    job.fenced_until -= 2.0
+    with pytest.raises(RestoreTimeoutError):
+        job.check()
 
 
 def test_a_wait_that_ends_early_is_no_end_of_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,18 +387,6 @@ def test_a_wait_that_ends_early_is_no_end_of_the_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(read, "result", lambda: pytest.fail("who waits here knows no deadline"))
     with pytest.raises(RestoreCancelledError):
         running.await_read(read)
-
-
-def test_who_waits_for_others_has_its_own_time_afterwards(bench: Bench) -> None:
-    """``limit_s`` counts from where the engine begins with a job."""
-    job = RestoreJob((), 0, torch.arange(0), 60.0, (), limit_s=5.0)
-    job.submitted -= 20.0
-    assert job.check() > 30
-    job.started = time.monotonic() - 4.0
-    assert 0 < job.check() <= 1.0
-    job.started -= 2.0
-    with pytest.raises(RestoreTimeoutError):
-        job.check()
 
 
 def test_closing_ends_the_job_that_runs(bench: Bench) -> None:

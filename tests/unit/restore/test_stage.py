@@ -12,7 +12,7 @@ import torch
 
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.device.streams import Mark
-from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite
@@ -93,16 +93,12 @@ MUTANTS: dict[str, Any] = {
     "computes from rows that are not copied": lambda patch: patch.setattr(
         DelayedStreams, "copied", lambda _self: _there(_self)
     ),
-    "writes before the last pass is over": lambda patch: patch.setattr(DeviceStage, "after", _no_after),
+    "writes before the last pass is over": lambda patch: patch.setattr(RestoreJob, "await_fence", _ignored),
     "is done before the device is": _no_wait_at_the_end,
     "one buffer too few is waited for": lambda patch: patch.setattr(
         DelayedStreams, "computed", lambda self: _one_less(self)
     ),
 }
-
-
-def _no_after(_stage: DeviceStage, _mark: Mark, *, reading: bool) -> None:
-    del reading
 
 
 def _there(streams: DelayedStreams) -> Mark:
