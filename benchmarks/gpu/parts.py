@@ -64,6 +64,12 @@ PARTS = (
         105,
         "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
     ),
+    Part(
+        "defaults",
+        75,
+        "Llama-2-7B with the tier's defaults: what is predicted, what is restored, also behind prefills",
+        is_extra=True,
+    ),
     Part("flashinfer", 105, "the same server, with FlashInfer's attention", is_extra=True),
     Part(
         "disk",
@@ -113,6 +119,10 @@ def measure_of(name: str, logs: Path) -> Callable[[Report], None]:
         from gpu import models
 
         return functools.partial(models.measure, shape_named(shape))
+    if name == "defaults":
+        from gpu import defaults
+
+        return functools.partial(defaults.measure, logs=logs)
     from gpu import serving
 
     measure = {

@@ -41,10 +41,11 @@ from sglang_hcache.restore.pipeline import (
 )
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import DevicePool
 from sglang_hcache.sglang_plugin.compat.v0_5_17.forward import ForwardOf
-from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers
+from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import device_buffers, served_model
 from sglang_hcache.sglang_plugin.hooks import install_cpu_fixes
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt
+from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.tickets import Ticket
 from sglang_hcache.sglang_plugin.setup.assembly import restorer_of
@@ -129,7 +130,8 @@ class Rig:
         with redirect_stdout(sys.stderr):  # it prints
             loaded, _ = load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         runner = loaded.torch_runner
-        model = ServedModel.of(runner.model, runner.model_config)
+        runner.hcache_ranks = Alone()  # as a hook of the server's does
+        model = served_model(runner, runner.kv_cache_dtype)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
         beside = device_buffers(runner, PlanKind.AUTO)

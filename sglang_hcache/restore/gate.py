@@ -41,7 +41,7 @@ class Load:
     """Factors by which computations slow down under load."""
 
     computing: float
-    """All but projections."""
+    """All but projections; of these what does not grow with the tokens, which beside a device is the CPU's work."""
     projecting: float
 
 
@@ -160,7 +160,8 @@ class RestoreGate:
         for tier in parts.keys() - self.profile.tiers.keys():
             self._assume(tier)
         costs = self._costs(parts, start)
-        projecting_s = load.projecting * costs.compute_hidden_s
+        fixed_s = self._drift[_COMPUTE] * self.profile.compute.hidden.fixed_s
+        projecting_s = load.computing * fixed_s + load.projecting * (costs.compute_hidden_s - fixed_s)
         count = sum(parts.values())
         times = fastest_restore(
             self._stored,

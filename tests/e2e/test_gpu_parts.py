@@ -63,6 +63,20 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+DEFAULTS = """
+import dataclasses, json, pathlib, tempfile
+from gpu import defaults
+from gpu.shapes import shape_named
+
+shape = shape_named("llama-2-7b")
+shape = dataclasses.replace(shape, config=shape.config | small)
+sizes = defaults.Sizes(lengths=(512, 640), prompt=256, host_size="256MB")
+tell = lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True)
+with tempfile.TemporaryDirectory() as folder:
+    defaults.measure(tell, pathlib.Path(folder), shape, sizes)
+"""
+
+
 def results_of(program: str) -> dict[str, dict[str, Any]]:
     _, environment = prepare_launch([])
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
@@ -121,3 +135,13 @@ def test_the_part_of_overhead() -> None:
     beside = found["TBT p50 while 512 tokens return, over TBT alone"]
     assert beside["restored_tokens"] >= 512 - 64
     assert all(each["ok"] for each in found.values()), found
+
+
+def test_the_part_of_the_defaults() -> None:
+    """Whether so small a model is restored depends on the machine."""
+    found = results_of(SMALL + DEFAULTS)
+    assert set(found) == {"computed", "they return to an idle server", "they return beside prefills"}
+    for each in list(found.values())[1:]:
+        assert each["done"] + each["declined_slower"] >= 1
+        assert not each["late"] + each["failed"] + each["errors"]
+        assert (each["restored_tokens"] > 0) is (each["done"] > 0)

@@ -154,6 +154,16 @@ def test_projections_alone_are_slowed_where_they_leave_the_device_to_others() ->
     assert work_s(Method.KV, slow) == work_s(Method.KV, IDLE)
 
 
+def test_what_it_takes_to_launch_a_projection_is_not_slowed_with_it() -> None:
+    """It is the CPU's work, and decides what a few tokens take."""
+    some = gate(methods=(Method.HIDDEN,) * LAYERS)
+    hidden = CostCurve(fixed_s=2.5e-4, per_token_s=1e-7)
+    compute = replace(some.profile.compute, hidden=hidden)
+    some.profile = replace(some.profile, compute=compute)
+    slowed, idle = (some.decide({"host": 64}, 0, load).work_s for load in (Load(1.0, 5.0), IDLE))
+    assert slowed - idle == pytest.approx(LAYERS * 64 * 4 * 1e-7, rel=0.01)
+
+
 def test_a_layer_is_not_recomputed_for_a_few_per_cent() -> None:
     """All layers are read in 80 us a token, all but the first one in 72."""
 

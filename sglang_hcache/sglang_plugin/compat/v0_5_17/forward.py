@@ -46,9 +46,8 @@ class ForwardOf:
         Returns the seconds on the device.
         """
         # Passes of the scheduler's that a GPU still works on use the same memory of the attention backend; and who
-        # asked for this one takes the time. Nothing to wait for on a CPU.
-        device = torch.get_device_module(self._runner.device)
-        device.synchronize()
+        # asked for this one takes the time.
+        self._await_passes()
         began = time.monotonic()
         table = self._cache.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
@@ -65,8 +64,14 @@ class ForwardOf:
         finally:
             if stop is not None:
                 stop.remove()
-            device.synchronize()
+            self._await_passes()
         return time.monotonic() - began
+
+    def _await_passes(self) -> None:
+        """Not the whole device: it may be at a restore, whose other layers this pass is for."""
+        if self._runner.device != "cpu":
+            for stream in (self._runner.forward_stream, torch.cuda.current_stream()):
+                stream.synchronize()
 
     def allocate(self, count: int) -> torch.Tensor:
         slots = self._cache.allocate(_round_up(count, self._cache.page_size))
