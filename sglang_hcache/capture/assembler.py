@@ -74,11 +74,13 @@ class _Pass:
         tokens: of its rows.
         count: rows that were not dropped, the first ones.
         groups: those rows, group by group of the layout: (layers, count, row bytes).
+        why_dropped: the counter of chunks that lack the other rows.
     """
 
     tokens: array[int]
     count: int
     groups: list[npt.NDArray[np.uint8]]
+    why_dropped: str
 
 
 class Assembler:
@@ -195,7 +197,9 @@ class Assembler:
 
     def _taken(self, event: RowsCaptured) -> _Pass:
         tokens, span = array("q", event.tokens.tolist()), event.span
-        return _Pass(tokens, 0, []) if span is None else _Pass(tokens, span.count, self._ring.groups(span))
+        count, groups = (0, []) if span is None else (span.count, self._ring.groups(span))
+        why_dropped = "incomplete" if event.is_incomplete else "staging_full"
+        return _Pass(tokens, count, groups, f"capture.chunks_dropped_{why_dropped}")
 
     def _begin(self, event: RequestBegins) -> None:
         self._end(event.rid)
@@ -298,7 +302,7 @@ class Assembler:
     def _copy(self, request: _OpenRequest, taken: _Pass, first: int, filled: int, count: int) -> None:
         """Rows [first, first + count) of the pass into rows [filled, filled + count) of the request's chunk."""
         if first + count > taken.count:
-            self._drop_chunk(request, "capture.chunks_dropped_staging_full")
+            self._drop_chunk(request, taken.why_dropped)
             return
         if not filled:
             request.chunk.slot = self._reserve(request)

@@ -50,7 +50,8 @@ class RowsCaptured:
 
     ``tokens``, (rows,) int64, has one entry a row of the pass; rows at or past ``span.count`` (all, without a span)
     were dropped. Tokens and rows are there once ``ready`` is reached; None: now. ``can_wait``: they complete no chunk,
-    and nobody begins behind them before another event comes.
+    and nobody begins behind them before another event comes. ``is_incomplete``: not all layers were seen, so no row is
+    kept, though staging had room.
     """
 
     requests: tuple[RequestRows, ...]
@@ -58,6 +59,7 @@ class RowsCaptured:
     span: RowSpan | None
     ready: Mark | None = None
     can_wait: bool = False
+    is_incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Hidden states are taken as layers show them, K and V out of the pool.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,10 @@ from sglang_hcache.capture.staging import RowSpan, StagingRing
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.stretches import stretches
+from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.device.kv_gather import KVGather
+
+logger = logging.getLogger(__name__)
 
 _FEW_ROWS = 64
 
@@ -65,6 +69,8 @@ class PassCapture:
         self._rows: list[torch.Tensor] = []
         """Each layer's in the ring, once a layer's hidden states are written into it."""
         self._layers_seen = self._kv_taken = 0
+        self._is_incomplete = False
+        self._may_warn = Throttle()
 
     def begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         """A pass begins. What staging has room for is taken; the rest is dropped.
@@ -75,7 +81,7 @@ class PassCapture:
         """
         self._tokens = tokens.clone() if self._device is None else self._device.values(tokens)
         self._slots = slots
-        self._rows, self._layers_seen, self._kv_taken = [], 0, 0
+        self._rows, self._layers_seen, self._kv_taken, self._is_incomplete = [], 0, 0, False
         num_rows = len(tokens)
         self._span = self._ring.reserve(min(num_rows, self._ring.num_rows))
         dropped = num_rows - (self._span.count if self._span else 0)
@@ -115,7 +121,7 @@ class PassCapture:
         ready = None if self._device is None else self._device.taken()
         can_wait = not is_prefill and complete_no_chunk(requests)
         span, self._span = self._span, None
-        self._publish(RowsCaptured(tuple(requests), self._tokens, span, ready, can_wait))
+        self._publish(RowsCaptured(tuple(requests), self._tokens, span, ready, can_wait, self._is_incomplete))
 
     def abandon(self) -> None:
         """The pass failed: forget its rows."""
@@ -136,6 +142,11 @@ class PassCapture:
         kv_left = len(self._kv_layers) - self._kv_taken
         if self._layers_seen + kv_left != len(self._methods):
             self._drop(span)
+            if self._may_warn():
+                logger.warning(
+                    "hcache: not all layers of a forward pass of %d tokens were seen, so it is not saved: a CUDA graph "
+                    "may run it that was recorded without the tier", num_rows,
+                )  # fmt: skip
             return
         self._take_kv(span, len(self._methods))
         self._observer.count("capture.rows", span.count)
@@ -158,4 +169,5 @@ class PassCapture:
 
     def _drop(self, span: RowSpan) -> None:
         self._observer.count("capture.rows_dropped_incomplete", span.count)
+        self._is_incomplete = True
         self.abandon()

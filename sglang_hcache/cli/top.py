@@ -49,6 +49,7 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
+    ("  dropped: layers not seen", "capture.chunks_dropped_incomplete", "bad"),
     ("  dropped: host memory full", "capture.chunks_dropped_host_full", "bad"),
     ("  dropped: beginning gone", "capture.chunks_dropped_beginning_gone", "bad"),
     ("  dropped: disk full", "demote.chunks_dropped_full", "bad"),

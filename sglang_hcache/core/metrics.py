@@ -155,6 +155,7 @@ COUNTERS = (
         "chunks_dropped", "Chunks that are not kept, and why.", "chunks", "reason",
         {
             "capture.chunks_dropped_staging_full": "staging_full",
+            "capture.chunks_dropped_incomplete": "incomplete_pass",
             "capture.chunks_dropped_host_full": "host_full",
             "capture.chunks_dropped_beginning_gone": "beginning_gone",
             "demote.chunks_dropped_full": "disk_full",

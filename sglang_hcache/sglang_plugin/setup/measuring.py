@@ -130,7 +130,7 @@ class Bench:
             token_range=range_of(passes),
         )
         if self._is_beside:
-            torch.cuda.empty_cache()  # SGLang's passes, on another stream, could not use it
+            torch.accelerator.empty_cache()  # SGLang's passes, on another stream, could not use it
         logger.info("hcache: measured this machine in %.1f s", time.monotonic() - began)
         return profile
 

@@ -265,6 +265,8 @@ def test_a_pass_that_saw_too_few_layers_is_not_used(path: SavePath) -> None:
     path.finish()
     assert path.sealed([1] * 64) == [False]
     assert path.counters["capture.rows_dropped_incomplete"] == 64
+    assert path.counters["capture.chunks_dropped_incomplete"] == 1
+    assert not path.counters["capture.chunks_dropped_staging_full"], "more memory would not help"
     assert path.ring.reserve(path.ring.num_rows) is not None
 
 

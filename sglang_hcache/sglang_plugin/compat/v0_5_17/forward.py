@@ -69,8 +69,9 @@ class ForwardOf:
 
     def _await_passes(self) -> None:
         """Not the whole device: it may be at a restore, whose other layers this pass is for."""
-        if self._runner.device != "cpu":
-            for stream in (self._runner.forward_stream, torch.cuda.current_stream()):
+        device = self._runner.device
+        if device != "cpu":
+            for stream in (self._runner.forward_stream, torch.get_device_module(device).current_stream()):
                 stream.synchronize()
 
     def allocate(self, count: int) -> torch.Tensor:
