@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -19,7 +18,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from sglang_hcache.cli.paths import given_path
 from sglang_hcache.cli.tiny_model.model import FAMILIES, Family, TinyModel
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.units import format_bytes
 
 _EOS = "<|end|>"
 _SPECIAL_TOKENS = (_EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -59,11 +57,9 @@ def write_tiny_model(
         device: that draws the weights, others than a CPU does: a wide model's take a CPU long.
 
     Raises:
-        ConfigError: ``path`` holds something already or cannot be written, or memory is too small for ``model``.
+        ConfigError: ``path`` holds something already or cannot be written.
     """
     path = given_path("DIR", path)
-    _check_name(path)
-    _check_memory(model)
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} exists already; name a new or an empty folder")
@@ -79,23 +75,6 @@ def write_tiny_model(
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     except SafetensorError as error:  # a full disk, too
         raise ConfigError(f"cannot write {path}: {error}") from None
-
-
-def _check_name(path: Path) -> None:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{str(path)!r} is not allowed: the tokenizer can write UTF-8 names only") from None
-
-
-def _check_memory(model: TinyModel) -> None:
-    """Before torch fails with an error of its own, or the system kills the process."""
-    available = psutil.virtual_memory().available
-    if model.fewest_bytes > available:
-        raise ConfigError(
-            "--layers, --hidden, --vocab, --max-position: the weights would take more than the "
-            f"{format_bytes(available)} of memory that are available"
-        )
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
