@@ -16,7 +16,7 @@ from sglang_hcache.cli.plan.command import plan
 from sglang_hcache.cli.profile.command import profile
 from sglang_hcache.cli.server.command import serve
 from sglang_hcache.cli.store.command import app as store_app
-from sglang_hcache.cli.terminal import OutputError, checked_output, never_fail_to_write
+from sglang_hcache.cli.terminal import never_fail_to_write
 from sglang_hcache.cli.tiny_model.command import tiny_model
 from sglang_hcache.cli.top import top
 from sglang_hcache.core.errors import HCacheError
@@ -38,15 +38,19 @@ app.add_typer(store_app, name="store")
 
 
 def main() -> None:
-    """Entry point of ``hcache``: our own errors end in one line and exit status 2."""
+    """Entry point of ``hcache``: our own errors and the system's end in one line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
         never_fail_to_write(stream)
     try:
-        with checked_output():
+        try:
             app()
-    except HCacheError as error:
-        if isinstance(error, OutputError) and isinstance(error.__cause__, BrokenPipeError):
-            raise SystemExit(2) from None  # whoever reads has seen enough
+        finally:
+            print(end="", flush=True)  # output that cannot be written is an error here, not when Python ends
+    except (HCacheError, OSError) as error:
+        if isinstance(error, OSError):
+            sys.stdout = sys.stderr  # Python writes the rest when it ends, and would complain once more
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(2) from None  # the reader has seen enough
         for line in str(error).splitlines():
             print(f"hcache: error: {line}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -11,7 +11,6 @@ import typer
 from rich.text import Text
 
 from sglang_hcache.cli.report import Report, print_report
-from sglang_hcache.cli.terminal import OutputError
 from sglang_hcache.core.errors import HCacheError
 
 Dirs = tuple[Path, ...]
@@ -61,8 +60,6 @@ class _Ranks:
             print_report([*([Text()] if rank else []), Text(name, "bold")])
         try:
             return 0 if work(dirs, show) else 1
-        except OutputError:  # nobody reads what the others say either
-            raise
         except HCacheError as error:
             answer["error"] = str(error)
             print(end="", flush=True)
