@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_hcache.core.config import STAGED_PASSES_AHEAD, STAGING_PARTS, host_size_for
 from sglang_hcache.core.units import format_bytes, format_duration
-from sglang_hcache.plan.capacity import Capacity, Load
+
+_DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +16,12 @@ class Sizing:
     """What is asked for."""
 
     pass_tokens: int
-    load: Load | None
-    """None: it is not known, and nothing is said of the disk."""
+    """Most tokens of one prefill pass."""
+    tokens_per_s: float | None
+    """New tokens of prompts and answers, without what comes from a cache; None: it is not known, and nothing is said
+    of the disk."""
+    keep_s: float
+    """How long they should be kept."""
     drive_bytes: int | None
     """Size of all drives of the disk tier together; None: it is not known."""
 
@@ -23,25 +29,31 @@ class Sizing:
         """For programs. Sizes in bytes; None if nothing is stored."""
         if not bytes_per_token:
             return None
-        capacity, load = Capacity(bytes_per_token, self.pass_tokens), self.load
+        staging = STAGED_PASSES_AHEAD * self.pass_tokens * bytes_per_token
+        least_host = (
+            STAGING_PARTS * staging
+        )  # on a GPU no row of a prefill is lost for want of staging from there on
         sizes = {
             "bytes_per_token": bytes_per_token,
             "pass_tokens": self.pass_tokens,
-            "host_size_at_least": capacity.least_host,
+            "host_size_at_least": least_host,
         }
-        if load is None:
+        if self.tokens_per_s is None:
             return sizes
-        a_day, drives = capacity.written_a_day(load), self.drive_bytes
+        kept = round(self.tokens_per_s * self.keep_s)
+        disk = kept * bytes_per_token  # index and half-full segments come on top
+        written_per_s = self.tokens_per_s * bytes_per_token  # if everything is evicted in the end
+        written_a_day = written_per_s * _DAY_S
         return sizes | {
-            "tokens_per_s": load.tokens_per_s,
-            "keep_s": load.keep_s,
-            "kept_tokens": load.kept_tokens,
-            "disk_size": capacity.disk(load),
-            "host_size_without_disk": capacity.host_alone(load),
-            "written_per_s": capacity.written_per_s(load),
-            "written_a_day": a_day,
-            "drive_size": drives,
-            "drive_writes_a_day": None if drives is None else a_day / drives,
+            "tokens_per_s": self.tokens_per_s,
+            "keep_s": self.keep_s,
+            "kept_tokens": kept,
+            "disk_size": disk,
+            "host_size_without_disk": max(least_host, host_size_for(staging, disk)),
+            "written_per_s": written_per_s,
+            "written_a_day": written_a_day,
+            "drive_size": self.drive_bytes,
+            "drive_writes_a_day": None if self.drive_bytes is None else written_a_day / self.drive_bytes,
         }
 
     def lines(self, bytes_per_token: int) -> list[str]:
@@ -51,9 +63,9 @@ class Sizing:
             return []
         least = format_bytes(data["host_size_at_least"])
         lines = [f"Memory    {least} at least on a GPU, for prefill passes of {self.pass_tokens:,} tokens"]
-        if self.load is None:
+        if self.tokens_per_s is None:
             return lines
-        kept = f"{self.load.tokens_per_s:,g} tokens/s for {format_duration(self.load.keep_s)}"
+        kept = f"{self.tokens_per_s:,g} tokens/s for {format_duration(self.keep_s)}"
         drives = data["drive_size"]
         of_drives = (
             ""

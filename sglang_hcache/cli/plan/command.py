@@ -189,14 +189,12 @@ def _check_between(least: float, most: float, **values: float | None) -> None:
 
 def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str, drive_size: str) -> Sizing:
     from sglang_hcache.cli.plan.capacity import Sizing
-    from sglang_hcache.plan.capacity import Load
 
     keep_s = _read("--keep", parse_duration, keep)
     drive_bytes = _read("--drive-size", parse_size, drive_size) if drive_size else None
     if drive_bytes == 0:
         raise ConfigError("--drive-size: 0 is not allowed; leave it out, or give the drives' capacity")
-    load = None if tokens_per_s is None else Load(tokens_per_s, keep_s)
-    return Sizing(pass_tokens, load, drive_bytes)
+    return Sizing(pass_tokens, tokens_per_s, keep_s, drive_bytes)
 
 
 def _read(flag: str, parse: Callable[[str], _Value], text: str) -> _Value:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from sglang_hcache.cli.plan.capacity import Sizing
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import Method, StateLayout
-from sglang_hcache.plan.capacity import Capacity
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
 from sglang_hcache.sglang_plugin.seam import budget as budget_module
 from sglang_hcache.sglang_plugin.seam.budget import (
@@ -51,7 +51,9 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
 
 def test_the_planned_host_size_is_the_least_that_stages_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "available_host_bytes", lambda: 10**12)
-    least = Capacity(sum(LAYOUT.row_bytes), 8192).least_host
+    sizes = Sizing(8192, None, 0.0, None).data(sum(LAYOUT.row_bytes))
+    assert sizes is not None
+    least = sizes["host_size_at_least"]
 
     def ring_rows(host_size: int) -> int:
         config = HCacheConfig(host_size=host_size)
