@@ -1,4 +1,4 @@
-"""What a server does by a profile's numbers, for ``hcache plan`` and ``hcache profile``."""
+"""What a server does by a profile's numbers, for ``hcache plan``."""
 
 from __future__ import annotations
 

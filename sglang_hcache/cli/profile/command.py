@@ -82,8 +82,8 @@ def profile(
     better. Run it while nothing else uses the machine.
 
     It starts the real server, lets it time forward passes, projections, writes of K and V and reads of each tier at
-    several lengths, stops it, prints the fitted costs, and shows what a server would do with them. Give the arguments
-    that you will serve with, of SGLang and of `hcache serve`:
+    several lengths, stops it and prints the fitted costs. `hcache plan --profile FILE` shows what a server does with
+    them. Give the arguments that you will serve with, of SGLang and of `hcache serve`:
 
     `hcache profile --model-path MODEL --hcache-dirs /mnt/nvme0/hcache`
 

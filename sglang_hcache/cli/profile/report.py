@@ -1,4 +1,4 @@
-"""What ``hcache profile`` prints: the fitted costs, and what a server would do with them."""
+"""What ``hcache profile`` prints: the fitted costs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from sglang_hcache.cli.plan.report import shape_text, split_text, text_ms
-from sglang_hcache.cli.plan.server import ServerPlan, decision_data
+from sglang_hcache.cli.plan.report import shape_text
 from sglang_hcache.cli.profile.run import Measured
 from sglang_hcache.cli.report import METHOD_NAMES, Report, new_table
 from sglang_hcache.core.layout import Method
 from sglang_hcache.plan.curves import CostCurve
-from sglang_hcache.plan.planner import stored_bytes
 from sglang_hcache.plan.profile import Profile
-from sglang_hcache.plan.stored import PLANNED_TOKENS
 
 _POOR_FIT = 0.9
 """R² below which a curve does not tell what was measured."""
-_LENGTHS = (256, 1024, 4096, 16384)
 _WORK_NAMES = {
     Method.HIDDEN: "project hidden states",
     Method.KV: "write K and V",
@@ -49,7 +45,6 @@ class ProfileReport:
 
     def data(self) -> dict[str, Any]:
         """For programs. Times in the units that the names say; curves as in the profile's file."""
-        plan = ServerPlan.of(self.profile)
         return {
             "file": str(self.path),
             "wall_s": self.measured.seconds,
@@ -62,13 +57,6 @@ class ProfileReport:
                 for tier in self.profile.tiers
             },
             "warnings": self.warnings(),
-            "plan": {
-                **plan.data(),
-                "restores": [
-                    {"tier": tier, "tokens": length, **decision_data(plan.restore(tier, length))}
-                    for tier, length in _cases(self.profile)
-                ],
-            },
         }
 
     def show(self, *, as_json: bool) -> None:
@@ -103,8 +91,6 @@ class ProfileReport:
             _compute_table(profile),
             *(Text(f"Warning: {warning}", "yellow") for warning in self.warnings()),
             Text(""),
-            *_plan_parts(profile),
-            Text(""),
             *(Text(line) for line in self._ending()),
         ]
 
@@ -127,7 +113,10 @@ class ProfileReport:
             lines.append(f"Servers started with {same} use it by themselves.")
         else:
             lines.append(f"Give it to servers with {same}: --hcache-profile {self.path}")
-        return [*lines, f"More about it: hcache plan --profile {self.path}"]
+        return [
+            *lines,
+            f"What servers store by it, and from which length restoring pays: hcache plan --profile {self.path}",
+        ]
 
 
 def _read_table(profile: Profile) -> Table:
@@ -156,41 +145,6 @@ def _compute_table(profile: Profile) -> Table:
             name, _digits(1e6 * curve.fixed_s), _digits(1e6 * curve.per_token_s), squared, _fit(curve)
         )
     return table
-
-
-def _plan_parts(profile: Profile) -> Iterator[Text | Table]:
-    plan = ServerPlan.of(profile)
-    size = stored_bytes(profile.model, plan.stored)
-    yield Text(
-        f"A server with --hcache-method auto stores {split_text(plan.split)}, {size:,} bytes a token: the best mix "
-        f"for {PLANNED_TOKENS:,} tokens from {plan.tier}. What it predicts for one restore, without other requests:"
-    )
-    numbers = ["tokens", "layers recomputed", "restore ms", "recompute ms"]
-    table = new_table(["from", *numbers, "so it will"], set(numbers))
-    for tier, length in _cases(profile):
-        decision = plan.restore(tier, length)
-        ratio = decision.recompute_s / decision.restore_s
-        table.add_row(
-            tier,
-            f"{length:,}" + ("*" if _is_beyond(profile, length) else ""),
-            str(decision.num_recompute),
-            text_ms(decision.restore_s),
-            text_ms(decision.recompute_s),
-            f"restore, {_digits(ratio)} times faster" if decision.is_faster else "recompute",
-        )
-    yield table
-    if any(_is_beyond(profile, length) for _, length in _cases(profile)):
-        yield Text("* longer or shorter than what was measured: a guess")
-
-
-def _cases(profile: Profile) -> Iterator[tuple[str, int]]:
-    """(tier, tokens) of the restores that are shown."""
-    return ((tier, length) for tier in profile.tiers for length in _LENGTHS)
-
-
-def _is_beyond(profile: Profile, length: int) -> bool:
-    measured = profile.token_range
-    return measured is not None and not measured[0] <= length <= measured[1]
 
 
 def _reads(profile: Profile, tier: str) -> list[tuple[Method, CostCurve, int]]:

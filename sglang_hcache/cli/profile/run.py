@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError, settings_arguments
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -20,12 +19,6 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.profile import Profile
 
 _STARTUP_TIMEOUT_S = 3600.0  # large models take their time, and who waits sees the seconds
-_STAGES = (
-    ("KV Cache is allocated", "Measuring"),
-    ("Load weight begin", "Loading the model"),
-    ("", "Starting SGLang"),
-)
-"""What SGLang 0.5.17 logs first -> what goes on then; the latest first. Only shown: nothing depends on it."""
 _WARNING = "hcache: reads from the disk tier could not be measured"
 
 
@@ -60,16 +53,18 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
         troubles: list[str] = []
-        with _progress(server, file, is_shown=shows_progress) as status:
+        with _progress(is_shown=shows_progress) as show:
             try:
-                server.start(status.waited)
+                server.start(
+                    lambda waited: show(f"Starting SGLang, loading the model, measuring: {waited:.0f} s")
+                )
             except ServerProcessError as error:
                 if not file.exists():
                     raise
                 # Measuring comes before the rest of a start, which may fail for reasons of its own.
                 troubles = [f"after measuring, the server did not start: {error}"]
             else:
-                status.show("Stopping the server")
+                show("Stopping the server")
                 troubles = [
                     line[line.index("hcache: ") + len("hcache: ") :]
                     for line in server.log_text().splitlines()
@@ -82,41 +77,15 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
         return Measured(_read(file), time.monotonic() - began, tuple(troubles))
 
 
-class _Stages:
-    """Tells a spinner how far a server is; None: nobody looks."""
-
-    def __init__(self, server: ServerProcess, file: Path, status: Status | None) -> None:
-        self._server = server
-        self._file = file
-        self._status = status
-        self._stage = ""
-        self._since_s = 0.0
-
-    def waited(self, seconds: float) -> None:
-        """``seconds`` since the server was launched."""
-        if self._status is None:
-            return
-        log = self._server.log_text()
-        stage = next(text for marker, text in _STAGES if marker in log)
-        if self._file.exists():
-            stage = "Measured; waiting until the server can be stopped"
-        if stage != self._stage:
-            self._stage, self._since_s = stage, seconds
-        self.show(f"{stage}: {seconds - self._since_s:.0f} s")
-
-    def show(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
-
-
 @contextmanager
-def _progress(server: ServerProcess, file: Path, *, is_shown: bool) -> Iterator[_Stages]:
+def _progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
+    """Shows what it is given beside a spinner, if somebody looks."""
     console = Console(stderr=True)
     if not (is_shown and console.is_terminal):
-        yield _Stages(server, file, None)
+        yield lambda text: None
         return
     with console.status("Starting SGLang", spinner=spinner_for(console)) as status:
-        yield _Stages(server, file, status)
+        yield status.update
 
 
 def _read(file: Path) -> Profile:

@@ -14,7 +14,6 @@ from sglang_hcache.cli import main as command
 from sglang_hcache.cli.demo import chat as demo_chat
 from sglang_hcache.cli.demo.view import LiveView
 from sglang_hcache.cli.profile import run as profile_run
-from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.terminal import spinner_for
 
 
@@ -48,8 +47,8 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> Terminal:
 
 def test_progress_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch, "latin-1")
-    with profile_run._progress(cast(ServerProcess, None), Path("f"), is_shown=True) as stages:
-        stages.show("Measuring")
+    with profile_run._progress(is_shown=True) as show:
+        show("Measuring")
     assert "Measuring" in terminal.written
 
 
