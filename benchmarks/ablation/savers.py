@@ -15,14 +15,14 @@ import torch
 
 from ablation.row_places import places
 from restoring.counted_disk import open_disk
-from restoring.rig import RUN_CHUNKS, Rig
+from restoring.rig import Rig
 from sglang_hcache.capture.assembler import Assembler
 from sglang_hcache.capture.events import RequestBegins, RequestEnds, RequestRows
 from sglang_hcache.capture.passes import PassCapture
 from sglang_hcache.capture.staging import StagingRing
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.kv_gather import load_gather
 from sglang_hcache.device.memory import host_buffer

@@ -22,7 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.attention import kv_weights
 from sglang_hcache.device.memory import host_buffer
@@ -56,7 +56,6 @@ from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 BLOCK_CHUNKS = 64
-RUN_CHUNKS = 16
 MOST_ERROR = 0.05
 """Of a restored value, relative to the largest one: bf16, and passes of other sizes."""
 NAMESPACE = Namespace(b"benchmark", "benchmark")
@@ -209,7 +208,6 @@ class Rig:
             disk,
             device.largest_pass,
             measure_s,
-            RUN_CHUNKS,
             "benchmark",
         ).measure()
 

@@ -19,7 +19,7 @@ import psutil
 
 from sglang_hcache.core.config import IOEngineName, WritePolicy
 from sglang_hcache.core.keys import Namespace, chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.format.rows import RunPlace
@@ -28,7 +28,6 @@ from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
-_RUN_CHUNKS = 16
 _RUNS_OF_SEGMENT = 256
 _LAYER_BYTES = (2**16,) * 24
 _ROUNDS = 21
@@ -80,7 +79,7 @@ def _opened(folder: Path) -> Iterator[tuple[DiskStore, TieredStore]]:
     disk = DiskStore.open(config, observer)
     layout = StateLayout((Method.HIDDEN,), (8,))
     host = HostTier(np.zeros(64 * layout.chunk_bytes, np.uint8), layout, observer, keep_dirty=True)
-    tiers = TieredStore(host, disk, observer, write_policy=WritePolicy.WRITE_BACK, run_chunks=_RUN_CHUNKS)
+    tiers = TieredStore(host, disk, observer, write_policy=WritePolicy.WRITE_BACK, run_chunks=RUN_CHUNKS)
     with closing(tiers):
         yield disk, tiers
 
@@ -103,12 +102,12 @@ class _Filling:
         self._num_runs = 0
 
     def add(self, keys: list[bytes]) -> None:
-        for first in range(0, len(keys), _RUN_CHUNKS):
+        for first in range(0, len(keys), RUN_CHUNKS):
             if self._num_runs % _RUNS_OF_SEGMENT == 0:
                 self._segment = Segment(self._num_runs, self._volumes, (0,), 0)
                 self._catalog.add_segment(self._segment)
             self._num_runs += 1
-            part = tuple(keys[first : first + _RUN_CHUNKS])
+            part = tuple(keys[first : first + RUN_CHUNKS])
             shape = self._catalog.shapes.get(len(part), _LAYER_BYTES, (0,), 0)
             place = RunPlace(
                 os.urandom(16), bytes(16), part, first, shape, self._segment.number, (self._num_runs,)

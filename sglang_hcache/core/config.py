@@ -89,7 +89,6 @@ def _no_truth_value(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_truth_value)]
 Number = Annotated[float, BeforeValidator(_no_truth_value)]
 
 
@@ -157,9 +156,6 @@ class HCacheConfig(BaseModel):
     """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
     save_profile: Path | None = None
     """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
-    run_chunks: Count = Field(default=16, ge=1, le=64)
-    """Most chunks of 64 tokens that are written together as one run, 1 to 64; fewer where they would take more than an
-    eighth of the disk tier."""
     max_inflight_fraction: Number = Field(default=0.5, gt=0, le=0.9)
     """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
     exceed it."""
@@ -253,7 +249,6 @@ FILE_ONLY_FIELDS = frozenset(
         "io_timeout_s",
         "measure_s",
         "save_profile",
-        "run_chunks",
         "max_inflight_fraction",
         "restore_deadline_s",
         "slow_request_s",

@@ -9,6 +9,8 @@ from enum import StrEnum
 
 CHUNK_TOKENS = 64
 """Tokens in a chunk. Part of every stored byte's meaning: never change it."""
+RUN_CHUNKS = 16
+"""Most chunks that are written to disk together as one run."""
 
 
 class Method(StrEnum):

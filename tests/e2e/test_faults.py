@@ -29,7 +29,6 @@ TIER_CONFIG = f"""\
 disk_size: {DISK_SIZE}
 disk_free_floor: 4MiB
 segment_size: 8MiB
-run_chunks: 8
 host_size: 16MiB  # 40 chunks
 io_timeout_s: 1
 restore_deadline_s: 60

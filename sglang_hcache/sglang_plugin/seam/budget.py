@@ -15,7 +15,7 @@ from sglang_hcache.core.config import (
     HCacheConfig,
 )
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, StateLayout
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.memory import available_host_bytes
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
@@ -88,9 +88,9 @@ class HostBudget:
         return budget
 
 
-def longest_run(config: HCacheConfig, layout: StateLayout, disk_bytes: int) -> int:
-    """Most chunks of a disk run: as configured, unless one would need much of a small disk to itself."""
-    return max(1, min(config.run_chunks, int(disk_bytes * _RUN_SHARE) // layout.chunk_bytes))
+def longest_run(layout: StateLayout, disk_bytes: int) -> int:
+    """Most chunks of a disk run: fewer than usual where one would need much of a small disk to itself."""
+    return max(1, min(RUN_CHUNKS, int(disk_bytes * _RUN_SHARE) // layout.chunk_bytes))
 
 
 def pool_share(config: HCacheConfig, sglangs: float) -> float:

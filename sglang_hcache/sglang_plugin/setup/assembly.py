@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_hcache.core.config import HCacheConfig, RestoreWhen
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.row_writers import load_row_writer
 from sglang_hcache.plan.profile import Profile
@@ -137,9 +137,7 @@ class _Assembly:
         if not _predicts(config) and config.save_profile is None:
             return None
         longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
-        bench = Bench(
-            model, restorer, device.forward, self._disk, longest, config.measure_s, config.run_chunks, machine
-        )
+        bench = Bench(model, restorer, device.forward, self._disk, longest, config.measure_s, machine)
         return find_profile(config, bench)
 
     def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:
@@ -156,7 +154,7 @@ class _Assembly:
             disk,
             self._counters,
             write_policy=config.write_policy,
-            run_chunks=config.run_chunks if stats is None else longest_run(config, layout, stats.cap_bytes),
+            run_chunks=RUN_CHUNKS if stats is None else longest_run(layout, stats.cap_bytes),
             piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
             left_out=left_out,
             open_late=None if left_out is None else late,

@@ -67,7 +67,6 @@ class Bench:
         longest: most tokens that a pass may have, and that the KV pool may lend.
         budget_s: seconds for each thing that is measured.
         disk: the disk tier, which takes a few chunks that nobody asks for; None: there is none.
-        run_chunks: chunks that are written together.
         machine: the profile's :attr:`Profile.machine`.
     """
 
@@ -77,7 +76,6 @@ class Bench:
     disk: DiskStore | None
     longest: int
     budget_s: float
-    run_chunks: int
     machine: str
 
     @property
@@ -215,7 +213,7 @@ class Bench:
             row_bytes = self.model.row_bytes(method)
             most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
             count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
-            found[method] = ScratchReads(method, row_bytes, count, disk, self.run_chunks, together)
+            found[method] = ScratchReads(method, row_bytes, count, disk, together)
             holds.callback(found[method].close)
         return found
 

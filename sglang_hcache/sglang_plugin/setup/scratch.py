@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreError, WriteBudgetError
-from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
+from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.pipeline import NUM_READERS, STEP_BYTES, layers_of_steps
@@ -30,7 +30,6 @@ class ScratchReads:
         row_bytes: bytes of one token in one layer.
         count: chunks.
         disk: the store that takes them, until :meth:`close`; None: memory of our own.
-        run_chunks: chunks that are written together.
         together: layers that a restore of the model reads together at most.
 
     Raises:
@@ -43,7 +42,6 @@ class ScratchReads:
         row_bytes: int,
         count: int,
         disk: DiskStore | None,
-        run_chunks: int,
         together: int,
     ) -> None:
         self._layout = layout = StateLayout((method,) * NUM_LAYERS, (row_bytes,) * NUM_LAYERS)
@@ -57,7 +55,7 @@ class ScratchReads:
         self._tier = self._filled_host(count) if disk is None else disk
         if disk is not None:
             try:
-                self._fill_disk(disk, run_chunks)
+                self._fill_disk(disk)
             except StoreError:
                 disk.discard(self._keys)
                 raise
@@ -101,10 +99,10 @@ class ScratchReads:
             tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         return tiers
 
-    def _fill_disk(self, disk: DiskStore, run_chunks: int) -> None:
+    def _fill_disk(self, disk: DiskStore) -> None:
         size = self._layout.chunk_layer_bytes[0]
-        for first in range(0, len(self._keys), run_chunks):
-            keys = tuple(self._keys[first : first + run_chunks])
+        for first in range(0, len(self._keys), RUN_CHUNKS):
+            keys = tuple(self._keys[first : first + RUN_CHUNKS])
             rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
             run = Run(bytes(16), keys, first, self._layout.chunk_layer_bytes)
             if not disk.admits(len(keys), run.chunk_layer_bytes, reused=False):

@@ -143,7 +143,7 @@ def test_passes_may_be_shorter_than_a_chunk() -> None:
 @pytest.mark.parametrize(("disk_bytes", "chunks"), [(10**12, 16), (10 * 2**27, 10), (2**20, 1)])
 def test_a_run_never_needs_all_of_a_small_disk(disk_bytes: int, chunks: int) -> None:
     assert LAYOUT.chunk_bytes == 2**24
-    assert longest_run(HCacheConfig(), LAYOUT, disk_bytes) == chunks
+    assert longest_run(LAYOUT, disk_bytes) == chunks
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:

@@ -75,7 +75,7 @@ def bench(
     shape = SimpleNamespace(num_layers=LAYERS)
     model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape, ranks=Ranks(forward))
     restorer = SimpleNamespace(stage=stage)
-    return Bench(model, restorer, forward, None, longest, budget_s, 1, "here")  # type: ignore[arg-type]
+    return Bench(model, restorer, forward, None, longest, budget_s, "here")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("longest", [256, 512, 1024, 8192])
@@ -182,7 +182,7 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
     restorer = SimpleNamespace(stage=SlowBus(forward, seconds_per_byte))
-    measured = Bench(model, restorer, forward, None, 512, 0.2, 1, "here")  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 512, 0.2, "here")  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s
     assert found == pytest.approx(8e-6 if is_slower else read.per_token_s)  # 8 bytes a token
     restorer.stage = None
@@ -196,7 +196,7 @@ def test_host_memory_is_as_fast_as_the_way_to_the_device(
     shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
     restorer = SimpleNamespace(stage=SlowBus(forward, 1e-6))
-    measured = Bench(model, restorer, forward, None, 256, 0.01, 1, "here")  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 256, 0.01, "here")  # type: ignore[arg-type]
     monkeypatch.setattr(measuring, "ScratchReads", None)
     with ExitStack() as holds:
         assert measured._tiers(holds)[HOST].kv.per_token_s == pytest.approx(8e-6)  # 8 bytes a token
@@ -256,7 +256,7 @@ def test_reading_and_restoring_at_once(
     monkeypatch.setattr(Bench, "_restore_one", restore_one)
     monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
     restorer = SimpleNamespace(stage=None, projector=object())
-    measured = Bench(None, restorer, forward, None, 1024, 0.2, 1, "here")  # type: ignore[arg-type]
+    measured = Bench(None, restorer, forward, None, 1024, 0.2, "here")  # type: ignore[arg-type]
     contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
     assert contention == pytest.approx(float(share_a_core))
     restorer.projector = None
@@ -264,7 +264,7 @@ def test_reading_and_restoring_at_once(
     assert set(restored) == {Method.HIDDEN, Method.KV}
 
 
-def fill_nothing(_scratch: ScratchReads, _disk: DiskStore, _run_chunks: int) -> None:
+def fill_nothing(_scratch: ScratchReads, _disk: DiskStore) -> None:
     """The chunks are gone before they are read."""
 
 
@@ -293,7 +293,7 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=64, kv_row_bytes=128)
     model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
     restorer = SimpleNamespace(stage=None, projector=object())
-    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, 4, "here")  # type: ignore[arg-type]
+    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, "here")  # type: ignore[arg-type]
     before = demoters()
     try:
         with ExitStack() as scratch:
