@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 _DAYS = 14
 _SHIPS = ("Heron", "Petrel", "Gannet", "Curlew", "Dunlin", "Plover", "Turnstone", "Kittiwake")
@@ -28,7 +29,7 @@ _QUESTIONS = (
     "Sum the distances of the days with a west wind.",
     "Write the entry of the following day in the same style.",
 )
-
+_STARTERS = 3
 
 Script = list[str]
 """What the user says in one conversation, message by message."""
@@ -37,6 +38,23 @@ Script = list[str]
 def write_scripts(conversations: int, turns: int) -> list[Script]:
     """One script of ``turns`` messages for each conversation; the same ones every time."""
     return [_script(number, turns, random.Random(f"0/{number}")) for number in range(conversations)]
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """Something to begin a conversation with: long enough that the tier keeps something of it."""
+
+    name: str
+    text: str
+
+
+def starters() -> tuple[Starter, ...]:
+    """The first messages of some conversations; the same ones every time."""
+    texts = [text for (text,) in write_scripts(_STARTERS, 1)]
+    return tuple(
+        Starter(f"{text.split(',')[0]} ({len(text.split()):,} words)", text)  # Log of the Heron
+        for text in texts
+    )
 
 
 def _script(number: int, turns: int, dice: random.Random) -> Script:

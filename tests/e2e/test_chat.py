@@ -12,7 +12,7 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect
 
-from sglang_hcache.cli.chat.starters import starters
+from sglang_hcache.cli.logbooks import starters
 from sglang_hcache.cli.server.ports import free_port
 from tests.e2e.chat_page import PATIENCE_MS, ChatProcess, Tab, running_browser
 from tests.e2e.harness import TierServer

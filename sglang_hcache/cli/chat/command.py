@@ -116,7 +116,7 @@ def serve_page(
     authorization(api_key)  # its error belongs on the terminal, not into the page's log
     from sglang_hcache.cli.chat.page.app import PageSettings, run_page
     from sglang_hcache.cli.chat.page.tab import PageTexts
-    from sglang_hcache.cli.chat.starters import starters
+    from sglang_hcache.cli.logbooks import starters
 
     run_page(
         PageSettings(

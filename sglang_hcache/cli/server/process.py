@@ -19,7 +19,6 @@ import psutil  # type: ignore[import-untyped]
 import yaml
 
 from sglang_hcache.cli.server.arguments import values_of
-from sglang_hcache.cli.server.guard import Guard
 from sglang_hcache.cli.server.launch import prepare_launch
 from sglang_hcache.cli.server.ports import LOCAL_HOST, free_port
 from sglang_hcache.core.errors import HCacheError
@@ -31,6 +30,8 @@ _KILL_TIMEOUT_S = 30.0
 _LOG_LINES = 25
 _ERROR = re.compile(r"(?:hcache|sglang serve|launch_server\.py): error: (.*)")
 """One line that says it all: ours, or of SGLang's parser below its long list of arguments."""
+_END_GROUP = 'read _ || kill -s KILL -- "-$1"'
+"""For a shell: its standard input ends when we do. It asks for SIGKILL to all of the group at once."""
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 Progress = Callable[[float], None]
@@ -77,7 +78,7 @@ class ServerProcess:
         self._extra_env = dict(extra_env)
         self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: Guard | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log_start = 0
 
@@ -139,7 +140,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._guard = Guard(self._process.pid)
+        self._guard = _start_guard(self._process.pid)
 
     def _addresses(self) -> list[str]:
         # SGLang takes an ephemeral port for its process group and opens it much later, when somebody else may have it.
@@ -220,7 +221,8 @@ class ServerProcess:
             time.sleep(0.02)
             self._process.poll()
         if self._guard is not None:  # before the group's number is anybody else's
-            self._guard.dismiss()
+            self._guard.kill()
+            self._guard.communicate()
         self._process.wait()
 
     def __enter__(self) -> ServerProcess:
@@ -238,6 +240,21 @@ def _is_healthy(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def _start_guard(group: int) -> subprocess.Popen[bytes]:
+    """A small process that ends the process group ``group`` when we end, also where we are killed.
+
+    The kernel could tell a server itself (``PR_SET_PDEATHSIG``), but when a thread of ours ends, and not its children
+    that do not yet ask for the same. In a session of its own it outlives Ctrl-C and a closed terminal.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _END_GROUP, "sh", str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _members(group: int) -> list[psutil.Process]:

@@ -14,8 +14,8 @@ from sglang_hcache.cli.chat.page.parts import icon_button, labelled
 from sglang_hcache.cli.chat.page.sidebar import Sidebar
 from sglang_hcache.cli.chat.page.thread import Thread
 from sglang_hcache.cli.chat.session import Session
-from sglang_hcache.cli.chat.starters import Starter
 from sglang_hcache.cli.chat.watch import Look, Reach, Watch
+from sglang_hcache.cli.logbooks import Starter
 
 _REFRESH_S = 0.15
 _NARROW = 1023

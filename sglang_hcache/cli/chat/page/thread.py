@@ -12,7 +12,7 @@ from sglang_hcache.cli.chat.figures import exchange_html
 from sglang_hcache.cli.chat.page.answer_html import answer_html
 from sglang_hcache.cli.chat.page.parts import labelled
 from sglang_hcache.cli.chat.session import Session
-from sglang_hcache.cli.chat.starters import Starter
+from sglang_hcache.cli.logbooks import Starter
 
 _LONG_QUESTION = 600  # characters; longer ones are folded
 _CLEARED = "GPU cache cleared"
