@@ -11,9 +11,14 @@ import typer
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
 from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path, named_path
+from sglang_hcache.core.errors import ConfigError
+
+_WITH_PAGE_ONLY = ("host", "port", "allowed", "opens_browser")
+_WITHOUT_PAGE_ONLY = ("conversations", "turns", "as_json")
 
 
 def demo(
+    context: typer.Context,
     conversations: Annotated[int, typer.Option(help="Conversations, held in turn; at least 3.")] = 4,
     turns: Annotated[int, typer.Option(help="Turns of each conversation; at least 2.")] = 4,
     dirs: Annotated[
@@ -47,12 +52,12 @@ def demo(
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
 
     Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
-    the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C; only then do
-    `--host`, `--port`, `--allow-host` and `--open` matter.
+    the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C.
     """
     from sglang_hcache.cli.demo.run import DemoSettings, run_demo
-    from sglang_hcache.cli.demo.view import DemoView
+    from sglang_hcache.cli.demo.view import choose_view
 
+    _check_used(context, with_page=with_page)
     folders = tuple(given_path("--dirs", part.strip()) for part in dirs.split(",") if part.strip())
     if with_page:
         from sglang_hcache.cli.demo.chat import run_chat_demo
@@ -62,8 +67,19 @@ def demo(
         )
         return
     settings = DemoSettings(conversations=conversations, turns=turns, dirs=folders, keep=keep)
-    with DemoView(as_json=as_json) as view:
+    with choose_view(as_json=as_json) as view:
         report = run_demo(settings, view)
     if report.failure is not None:
         print(f"hcache demo: {report.failure}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _check_used(context: typer.Context, *, with_page: bool) -> None:
+    """Refuse what would change nothing."""
+    unused = _WITHOUT_PAGE_ONLY if with_page else _WITH_PAGE_ONLY
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in unused and source is not None and source.name == "COMMANDLINE":
+            belongs = "to the demo without --chat" if with_page else "to the page of --chat"
+            names = "/".join((*option.opts, *option.secondary_opts))
+            raise ConfigError(f"{names}: it belongs {belongs}; leave it out")

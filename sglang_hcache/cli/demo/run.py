@@ -119,7 +119,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
             launch_together(
                 [tier, reference], lambda waited: view.status(f"Starting two servers: {waited:.0f} s")
             )
-            view.status("Talking")
+            view.status("")
             with ChatClient(tier.url) as tier_client, ChatClient(reference.url) as reference_client:
                 turns = _talk(scripts, ServerPair(tier_client, reference_client), view)
                 tier_client.wait_saved()

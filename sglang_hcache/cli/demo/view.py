@@ -1,12 +1,18 @@
-"""How the demo shows itself: a line a turn, and a spinner where there is a terminal; or JSON."""
+"""How the demo shows itself: a live table in a terminal, lines elsewhere, or JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable
+import sys
+from types import TracebackType
+from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
@@ -14,83 +20,145 @@ from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE, Timings
 from sglang_hcache.cli.terminal import redraws, spinner_for
 from sglang_hcache.core.units import format_bytes
 
-_TITLE = "Tokens of each prompt by where they came from, and the time to the first token with and without the tier:"
-_COLUMNS = {
-    "turn": 4,
-    "chat": 4,
-    "prompt": 6,
-    "device": 6,
-    "host": 6,
-    "disk": 6,
-    "recomputed": 10,
-    "TTFT": 7,
-    "tier off": 8,
-    "ratio": 5,
-}
-"""Heading -> characters: a line fits into a window of 80."""
+_COLUMNS = (
+    "turn",
+    "conversation",
+    "prompt tokens",
+    "GPU cache",
+    "host tier",
+    "disk tier",
+    "recomputed",
+    "TTFT",
+    "TTFT, tier off",
+    "ratio",
+)
 
 
-class DemoView:
-    """Told what happens, in order. Use it as a context manager around the run.
-
-    As JSON it prints one object at the end, and what is going on to standard error.
-    """
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._console = console = Console(stderr=as_json, highlight=False)
-        self._spinner = console.status("", spinner=spinner_for(console)) if redraws(console) else None
-        self._last_stage = ""
-        self._has_header = False
+class DemoView(Protocol):
+    """Told what happens, in order. Use it as a context manager around the run."""
 
     def status(self, text: str) -> None:
-        """What is going on now."""
-        stage = text.split(":")[0]  # without the seconds: one line a stage
-        if self._spinner is not None:
-            self._spinner.update(text)
-            self._spinner.start()
-        elif stage not in self._last_stage:
-            self._console.print(stage)
-            self._last_stage = stage
+        """What is going on now; empty when there is more to see than that."""
 
     def turn(self, result: TurnResult) -> None:
         """One more turn has its two answers."""
-        if self._as_json:
-            return
-        if not self._has_header:
-            self._has_header = True
-            self._print(Text(_TITLE))
-            self._print(_row(_COLUMNS, "bold"))
-        style = "" if result.is_returning else "dim"
-        self._print(_row(_cells(result), style if result.answer.is_equal else "bold red"))
 
     def finish(self, report: DemoReport) -> None:
         """All turns are done."""
-        self._stop()
-        if self._as_json:
-            print(json.dumps(report.as_json(), indent=2), flush=True)
-            return
-        self._print(Text())
+
+    def __enter__(self) -> DemoView: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def choose_view(*, as_json: bool) -> DemoView:
+    """The view for this process's standard output."""
+    if as_json:
+        return JsonView()
+    console = Console()
+    return LiveView(console) if redraws(console) else PlainView()
+
+
+class LiveView:
+    """A table that grows."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._table = Table(title="SGLang with the hidden-state tier, and without it", title_justify="left")
+        for column in _COLUMNS:
+            self._table.add_column(column, justify="right")
+        self._spinner = Spinner(spinner_for(console))
+        self._status = ""
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+
+    def _render(self) -> Group:
+        parts: list[Table | Spinner] = [self._table] if self._table.row_count else []
+        if self._status:
+            self._spinner.update(text=self._status)
+            parts.append(self._spinner)
+        return Group(*parts)
+
+    def status(self, text: str) -> None:
+        self._status = text
+
+    def turn(self, result: TurnResult) -> None:
+        if self._table.row_count and result.conversation == 1:
+            self._table.add_section()
+        style = "" if result.is_returning else "dim"
+        self._table.add_row(*_cells(result), style=style if result.answer.is_equal else "bold red")
+        self._status = "Talking"
+
+    def finish(self, report: DemoReport) -> None:
+        self._status = ""
+        self._live.stop()  # what is printed while it is live appears above the table
+        self._console.print()
         for line in _summary_lines(report):
-            self._print(Text(line))
+            self._console.print(Text(line))
 
-    def _print(self, line: Text) -> None:
-        self._console.print(line, soft_wrap=True)
-
-    def _stop(self) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-
-    def __enter__(self) -> DemoView:
+    def __enter__(self) -> LiveView:
+        self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status = ""
+        self._live.stop()
 
 
-def _row(cells: Iterable[str], style: str) -> Text:
-    padded = (cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True))
-    return Text("  ".join(padded), style)
+class PlainView:
+    """One line a turn, for files and pipes."""
+
+    _WIDTHS = tuple(max(len(column), 8) for column in _COLUMNS)
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._has_header = False
+
+    def status(self, text: str) -> None:
+        stage = text.split(":")[0]  # without the seconds: one line a stage
+        if stage and stage not in self._last:
+            print(stage, flush=True)
+            self._last = stage
+
+    def turn(self, result: TurnResult) -> None:
+        if not self._has_header:
+            self._has_header = True
+            self._print(_COLUMNS)
+        self._print(_cells(result))
+
+    def finish(self, report: DemoReport) -> None:
+        print()
+        print("\n".join(_summary_lines(report)), flush=True)
+
+    def _print(self, cells: tuple[str, ...]) -> None:
+        print(
+            "  ".join(cell.rjust(width) for cell, width in zip(cells, self._WIDTHS, strict=True)), flush=True
+        )
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class JsonView(PlainView):
+    """One JSON object on standard output at the end; what is going on goes to standard error."""
+
+    def status(self, text: str) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            super().status(text)
+
+    def turn(self, result: TurnResult) -> None:
+        pass
+
+    def finish(self, report: DemoReport) -> None:
+        print(json.dumps(report.as_json(), indent=2), flush=True)
 
 
 def _summary_lines(report: DemoReport) -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sglang_hcache.cli import main as command
 from sglang_hcache.cli.demo import chat as demo_chat
-from sglang_hcache.cli.demo.view import DemoView
+from sglang_hcache.cli.demo.view import LiveView
 from sglang_hcache.cli.profile import run as profile_run
 from sglang_hcache.cli.terminal import spinner_for
 
@@ -54,8 +54,9 @@ def test_progress_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_of_the_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     terminal = on_terminal(monkeypatch, "latin-1")
-    with DemoView(as_json=False) as view:
+    with LiveView(Console()) as view:
         view.status("Starting two servers")
+        view._live.refresh()
     assert "Starting two servers" in terminal.written
 
     class NoServer:

@@ -7,12 +7,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.run import DemoSettings
-from sglang_hcache.cli.demo.view import DemoView
+from sglang_hcache.cli.demo.view import DemoView, JsonView, LiveView, PlainView, choose_view
 from sglang_hcache.cli.logbooks import write_scripts
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.server.client import AnswerToken, ChatAnswer, TokenSources
@@ -90,23 +91,31 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["failure"] is None
 
 
-def test_a_line_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = _run(monkeypatch, _report())[1].splitlines()
-    assert lines[0] == "Starting"
-    rows = [line.split() for line in lines]
-    assert ["1", "1", "1,000", "0", "0", "0", "1,000", "2.00", "s", "2.00", "s", "1.00"] in rows
-    assert ["2", "1", "1,000", "0", "0", "896", "104", "1.00", "s", "3.00", "s", "3.00"] in rows
-    assert len({len(line) for line in lines if line.endswith(("ratio", "1.00", "3.00"))}) == 1
-    assert not any("\x1b" in line for line in lines)
+def test_live_table() -> None:
+    console = Console(force_terminal=True, width=140, record=True)
+    report = _report()
+    with LiveView(console) as view:
+        view.status("Starting")
+        for turn in report.turns:
+            view.turn(turn)
+        view.finish(report)
+    shown = console.export_text()
+    assert "disk tier" in shown
+    assert "896" in shown
+    assert shown.rindex("896") < shown.rindex("All 2 answers equalled")
 
 
-@pytest.mark.parametrize(("kind", "has_spinner"), [("xterm", True), ("dumb", False)])
-def test_a_spinner_only_where_the_terminal_can_draw_over(
-    monkeypatch: pytest.MonkeyPatch, kind: str, has_spinner: bool
-) -> None:
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, output = _run(monkeypatch, _report())
+    assert "\x1b" not in output
+    assert isinstance(JsonView(), PlainView)
+
+
+def test_a_terminal_that_cannot_draw_over_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", kind)
-    assert (DemoView(as_json=False)._spinner is not None) is has_spinner
+    for kind, view in (("xterm", LiveView), ("dumb", PlainView)):
+        monkeypatch.setenv("TERM", kind)
+        assert type(choose_view(as_json=False)) is view
 
 
 @pytest.mark.parametrize(("field", "value"), [("conversations", 2), ("turns", 1)])
@@ -131,9 +140,32 @@ def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
     monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
     monkeypatch.setattr(demo, "launch_together", launch)
     with pytest.raises(ServerProcessError):
-        demo.run_demo(DemoSettings(), DemoView(as_json=True))
+        demo.run_demo(DemoSettings(), JsonView())
     assert len(folders) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--conversations", "4", "--chat"],
+        ["--turns", "3", "--chat"],
+        ["--json", "--chat"],
+        ["--host", "127.0.0.1"],
+        ["--port", "0"],
+        ["--allow-host", "chat.example.org"],
+        ["--open"],
+        ["--no-open"],
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(ServerProcess, "launch", pytest.fail)
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    name = "--open/--no-open" if "open" in arguments[0] else arguments[0]
+    assert str(result.exception).startswith(f"{name}: it belongs to the ")
 
 
 @pytest.mark.parametrize("page", [[], ["--chat", "--port", "0"]])
