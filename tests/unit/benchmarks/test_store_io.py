@@ -32,7 +32,17 @@ def run(store_io: Any, *arguments: str) -> str:
 
 def small(tmp_path: Path) -> list[str]:
     sizes = ["--size", "1MiB", "--block", "64KiB", "--depth", "2", "--rounds", "2"]
-    return ["--dir", str(tmp_path), "--quick", *sizes, "--quiet", "0", "--no-store", "--out", str(tmp_path / "out")]
+    return [
+        "--dir",
+        str(tmp_path),
+        "--quick",
+        *sizes,
+        "--quiet",
+        "0",
+        "--no-store",
+        "--out",
+        str(tmp_path / "out"),
+    ]
 
 
 def report_of(tmp_path: Path) -> dict[str, Any]:
