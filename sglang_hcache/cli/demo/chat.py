@@ -10,6 +10,7 @@ from rich.console import Console
 from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import spinner_for
@@ -96,8 +97,10 @@ def _server(folder: Path, model: Path, dirs: Sequence[Path], scratch: str) -> Se
         host_size=_HOST_BYTES,
         staging_size=_STAGING_BYTES,
     )
+    # A GPU would compute so small a model sooner than it comes back, and takes no float32.
+    own = ["--dtype", "float16", "--hcache-restore", "always"] if has_gpu() else ["--dtype", "float32"]
     arguments = [
-        *("--model-path", str(model), "--dtype", "float32", "--served-model-name", "random-model"),
+        *("--model-path", str(model), *own, "--served-model-name", "random-model"),
         *("--max-total-tokens", str(_POOL_TOKENS), "--chunked-prefill-size", str(_PASS_TOKENS)),
         *tier,
         "--sleep-on-idle",

@@ -51,8 +51,9 @@ def demo(
 ) -> None:
     """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
 
-    Builds a small random model, so it needs no download and no GPU. Exit status 1 if an answer differs from
-    the recomputed one or no turn was restored. With `--chat` it is you who talks, until Ctrl-C.
+    Builds a small random model, so it needs no download. For machines without a GPU; with `--chat` for all.
+    Exit status 1 if an answer differs from the recomputed one or no turn was restored. With `--chat` it is you
+    who talks, until Ctrl-C.
     """
     from sglang_hcache.cli.demo.run import DemoSettings, run_demo
     from sglang_hcache.cli.demo.view import choose_view

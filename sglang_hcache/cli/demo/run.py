@@ -16,6 +16,7 @@ from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
 from sglang_hcache.cli.server.client import ChatClient, Message
+from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.pair import ServerPair, kill_all, launch_together
 from sglang_hcache.cli.server.process import ServerProcess
 from sglang_hcache.cli.signals import terminated_as_interrupted
@@ -100,6 +101,11 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
         ServerProcessError: a server did not start.
         ChatError: a server failed.
     """
+    if has_gpu():
+        raise ConfigError(
+            "hcache demo compares answers computed in float32, which SGLang does not serve on a GPU: it is for "
+            "machines without one. Here try hcache demo --chat, or serve a model (docs/gpu.md)"
+        )
     began = time.monotonic()
     with (
         terminated_as_interrupted() as interruptions,

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sglang_hcache.cli.demo import chat
 from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.run import DemoSettings
@@ -143,6 +144,21 @@ def test_the_servers_leave_their_temporary_files_in_a_folder_that_goes(
         demo.run_demo(DemoSettings(), JsonView())
     assert len(folders) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_with_a_gpu_is_told_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "has_gpu", lambda: True)
+    with pytest.raises(ConfigError, match=r"hcache demo --chat"):
+        demo.run_demo(DemoSettings(), JsonView())
+
+
+def test_a_page_on_a_gpu_shows_restores_in_a_type_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for gpu in (False, True):
+        monkeypatch.setattr(chat, "has_gpu", lambda gpu=gpu: gpu)
+        arguments = chat._server(tmp_path, tmp_path, [], "")._args
+        assert ("float16" in arguments) is ("always" in arguments) is gpu
 
 
 @pytest.mark.parametrize(
