@@ -172,8 +172,6 @@ class StoreStats:
     written_today_bytes: int
     """Bytes written in the last 24 hours."""
     write_budget_bytes: int | None
-    clearing_pending: bool
-    """What was cleared would be back after a restart: no directory has taken the note of it yet."""
     engine: str
     """What reads and writes: ``posix`` or ``nixl``; ``none`` if it was not opened."""
     totals: Mapping[str, int]
@@ -192,7 +190,6 @@ class StoreStats:
             cap_bytes=config.size_bytes,
             written_today_bytes=0,
             write_budget_bytes=config.write_budget_bytes,
-            clearing_pending=False,
             engine="none",
             totals={},
             directories=tuple(DirectoryStats(path, "out", _not_open(why)) for path in config.dirs),

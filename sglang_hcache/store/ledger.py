@@ -36,8 +36,8 @@ _PARTIAL = "partial"
 class Ledger:
     """Writes the index under its directory's deadline. The catalog in memory has all it holds, so it can move.
 
-    Safe from several threads. ``identity``, ``is_clearing_pending``, ``outgrow`` and ``mark_whole`` do no I/O; the
-    other methods may, and raise ``StoreError``.
+    Safe from several threads. ``identity``, ``outgrow`` and ``mark_whole`` do no I/O; the other methods may, and raise
+    ``StoreError``.
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
@@ -84,11 +84,6 @@ class Ledger:
     def identity(self) -> StoreIdentity:
         """What the directories agree on."""
         return self._identity
-
-    @property
-    def is_clearing_pending(self) -> bool:
-        """Whether what was cleared would be back after a restart, for no directory has taken the note of it yet."""
-        return self._published.first_segment != self._identity.first_segment
 
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
         """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone.
@@ -208,23 +203,23 @@ class Ledger:
             self.is_partial = False
             self._lost = True
 
-    def void_before(self, segment: int) -> bool:
+    def void_before(self, segment: int) -> None:
         """From now on segments below this number count as cleared, whatever becomes of their files and rows.
 
-        Returns:
-            False if no directory takes the note of it now: :meth:`move_if_needed` brings it there as soon as one does.
+        Raises:
+            StoreError: no directory takes the note of it now, so they would be back after a restart.
         """
         with self._lock:
             self._identity = self._identity.next(first_segment=segment)
             try:
                 self._publish()
             except StoreError as error:
-                logger.warning(
-                    "hcache: cleared, but no directory takes the note of it: after a restart the chunks on disk would "
-                    "be back. See to the disk; it is tried again until one does (%s): %s",
-                    "; ".join(f"{item.path} is {item.health.condition}" for item in self._volumes), error,
-                )  # fmt: skip
-            return not self.is_clearing_pending
+                healths = [(item.path, item.health) for item in self._volumes]
+                sick = "; ".join(f"{path} is {health.condition}: {health.reason}" for path, health in healths)
+                raise StoreIOError(
+                    "no directory takes the note that all was cleared: after a restart the chunks on disk would be "
+                    f"back. See to one of them ({sick}): {error}"
+                ) from error
 
     def close(self) -> None:
         """Close the index, unless its directory hangs; also where that is out, for an open one is locked."""
@@ -256,11 +251,8 @@ class Ledger:
             return result
 
     def _publish(self) -> None:
-        was_pending = self.is_clearing_pending
         publish(self._volumes, self._identity)
         self._published = self._identity
-        if was_pending:
-            logger.info("hcache: the clearing is written down")
 
     def _close_abandoned(self, volume: Volume) -> None:
         for stripe, index in list(self._abandoned):

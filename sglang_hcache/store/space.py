@@ -196,21 +196,23 @@ class Space:
                     self._seal_active()
                 self._remover.retire(segment, only_unpinned=True)
 
-    def clear(self) -> bool:
+    def clear(self) -> None:
         """Remove every segment, those in use as soon as they are unpinned.
 
-        Returns:
-            False if they would be back after a restart now (:meth:`Ledger.void_before`).
+        Raises:
+            StoreError: they would be back after a restart now (:meth:`Ledger.void_before`).
         """
         with self._lock:
-            if not all(volume.health.readable for volume in self._volumes):
+            is_first_try = self._next_number != self._ledger.identity.first_segment
+            if is_first_try and not all(volume.health.readable for volume in self._volumes):
                 self._next_number += UNSEEN_SEGMENTS
             self._active = None
-            # First, for it is one short write: who is killed meanwhile starts empty too.
-            is_noted = self._ledger.void_before(self._next_number)
-            for segment in self._catalog.segments():
-                self._remover.retire(segment, only_unpinned=False)
-            return is_noted
+            try:
+                # First, for it is one short write: who is killed meanwhile starts empty too.
+                self._ledger.void_before(self._next_number)
+            finally:  # a full disk takes the note when files are gone
+                for segment in self._catalog.segments():
+                    self._remover.retire(segment, only_unpinned=False)
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
         """As :meth:`Eraser.erase`."""

@@ -244,7 +244,6 @@ class DiskStore:
             cap_bytes=self._config.size_bytes,
             written_today_bytes=self._allowance.written(time.time()),
             write_budget_bytes=self._config.write_budget_bytes,
-            clearing_pending=self._ledger.is_clearing_pending,
             engine=self._engine.name,
             totals=self._tally.totals(),
             directories=stats_of(self._volumes),
@@ -270,17 +269,16 @@ class DiskStore:
         with self._operations.one():
             self._space.discard(keys)
 
-    def clear(self) -> bool:
+    def clear(self) -> None:
         """Forget everything at once; files under a lease are deleted when it closes.
 
-        What is in directories that are out is deleted when they are back, also after a restart, provided that
-        one directory took the note of it.
+        What is in directories that are out is deleted when they are back, also after a restart.
 
-        Returns:
-            False if none has: what was cleared would be back after a restart now (``StoreStats.clearing_pending``).
+        Raises:
+            StoreError: no directory took the note of it, so all would be back after a restart. Do it again.
         """
         with self._operations.one():
-            return self._space.clear()
+            self._space.clear()
 
     def erase(self, namespace_ids: Collection[bytes]) -> Erased:
         """As :meth:`Eraser.erase`, with the notes of whose they are. Nobody may read or write meanwhile."""

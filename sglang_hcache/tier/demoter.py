@@ -32,8 +32,8 @@ _MOST_WAITING_TOKENS = 2**22  # 32 MiB of evicted prefixes
 ChunkSource = Callable[[], Iterable[ChunkKey]]
 """Computes the keys of chunks to demote; called on the demoter's thread."""
 
-ClearedTold: TypeAlias = Callable[[bool], object]
-"""Told once that everything is cleared: True, or False if what was on disk would be back after a restart now."""
+ClearedTold: TypeAlias = Callable[[], object]
+"""Told once that everything is cleared, for good."""
 
 
 class Demoter:
@@ -65,7 +65,8 @@ class Demoter:
         self._waiting_tokens = 0
         self._keeps_up = True
         self._busy = False
-        self._clearing = False
+        self._clear_at: float | None = None
+        """When clearing is tried next, by the monotonic clock; 0 before the first try, None: all is cleared."""
         self._tell_cleared: list[ClearedTold] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="hcache-demoter", daemon=True)
@@ -75,12 +76,12 @@ class Demoter:
     def is_busy(self) -> bool:
         """Whether there is work."""
         with self._wake:
-            return self._busy or self._clearing or self._has_work()
+            return self._busy or self._may_clear() or self._has_work()
 
     @property
     def is_clearing(self) -> bool:
         """Whether what is on disk must count as gone already."""
-        return self._clearing
+        return self._clear_at is not None
 
     @property
     def takes_writes(self) -> bool:
@@ -145,12 +146,14 @@ class Demoter:
     def clear_disk(self, tell: ClearedTold | None = None) -> None:
         """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits.
 
+        While no directory takes the note of it, it is tried again and again.
+
         Args:
-            tell: what came of it, on the demoter's thread.
+            tell: on the demoter's thread.
         """
         with self._wake:
             self._forget_requests()
-            self._clearing = True
+            self._clear_at = self._clear_at or 0.0
             if tell is not None:
                 self._tell_cleared.append(tell)
             self._wake.notify()
@@ -169,16 +172,16 @@ class Demoter:
         while True:
             with self._wake:
                 self._busy = False
-                while not (self._stopping or self._clearing or self._has_work()):
+                while not (self._stopping or self._may_clear() or self._has_work()):
                     self._wake.wait(_TICK_S)
-                if self._stopping and not self._clearing:
+                if self._stopping and not self._may_clear():
                     return
                 self._busy = True
             try:
-                if self._clearing:
+                if self._may_clear():
                     self._clear()
                 else:
-                    self._demote(self._wanted(self._take_requests()))
+                    self._demote(self._wanted())
             except Exception:
                 # The thread must outlive anything: what could not be written stays in host memory or is dropped.
                 if self._may_trace():
@@ -208,26 +211,35 @@ class Demoter:
     def _are_few(self, counts: SlotCounts) -> bool:
         return counts.free + counts.clean < self._spare_slots
 
+    def _may_clear(self) -> bool:
+        return self._clear_at is not None and time.monotonic() >= self._clear_at
+
     def _clear(self) -> None:
-        is_for_good = self._disk.clear()
+        is_first_try = not self._clear_at
+        try:
+            self._disk.clear()
+        except StoreError as error:
+            if is_first_try:
+                logger.warning("hcache: the clear is tried again until it is durable: %s", error)
+            self._clear_at = time.monotonic() + _TICK_S
+            return
+        if not is_first_try:
+            logger.info("hcache: the clear is durable now")
         with self._wake:
             # Whoever asked meanwhile is served, too: nobody else writes to the disk.
-            told, self._tell_cleared, self._clearing = self._tell_cleared, [], False
+            told, self._tell_cleared, self._clear_at = self._tell_cleared, [], None
         for tell in told:
-            tell(is_for_good)
-
-    def _take_requests(self) -> list[ChunkSource]:
-        with self._wake:
-            requests = list(self._requests)
-            self._forget_requests()
-        return requests
+            tell()
 
     def _forget_requests(self) -> None:
         self._requests.clear()
         self._waiting_tokens = 0
 
-    def _wanted(self, requests: Iterable[ChunkSource]) -> dict[ChunkKey, ChunkInfo]:
-        """What of ``requests`` still has to be written."""
+    def _wanted(self) -> dict[ChunkKey, ChunkInfo]:
+        """What was asked for and still has to be written."""
+        with self._wake:
+            requests = list(self._requests)
+            self._forget_requests()
         return {
             info.key: info
             for request in requests
@@ -248,7 +260,7 @@ class Demoter:
         runs = form_runs(chunks.values(), self._run_chunks)
         # What was used again first: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
-            if self._stopping or self._clearing or not self._write_run(run):
+            if self._stopping or self._may_clear() or not self._write_run(run):
                 return
 
     def _write_run(self, run: Sequence[ChunkInfo]) -> bool:
@@ -260,7 +272,8 @@ class Demoter:
             False if there is no room on disk, for this one and so for others: they are not tried now.
         """
         is_settled, is_full = True, False
-        pinned = [(info, slot) for info in run if (slot := self._pin_dirty(info.key)) is not None]
+        dirty = [info for info in run if self._host.dirty_info(info.key)]  # what was not given up meanwhile
+        pinned = [(info, slot) for info in dirty if (slot := self._host.pin(info.key)) is not None]
         try:
             for piece in _consecutive(self._not_on_disk(pinned)):
                 self._write_within_budget(piece)
@@ -278,10 +291,6 @@ class Demoter:
                 self._keeps_up = True
                 self._freed.notify_all()
         return is_settled or not is_full
-
-    def _pin_dirty(self, key: ChunkKey) -> int | None:
-        """As :meth:`HostTier.pin`; None for what has been given up since it was asked for."""
-        return None if self._host.dirty_info(key) is None else self._host.pin(key)
 
     def _not_on_disk(self, chunks: Sequence[tuple[ChunkInfo, int]]) -> list[tuple[ChunkInfo, int]]:
         return [item for item in chunks if not self._disk.contains(item[0].key)]
@@ -308,26 +317,18 @@ class Demoter:
         """Write consecutive chunks; when the write budget runs short, only those that were used again."""
         # A prefix that was used again begins with its first chunk, so what was not is the tail.
         reused = sum(1 for _ in itertools.takewhile(lambda item: self._host.is_reused(item[0].key), piece))
-        all_pass = self._disk.admits(len(piece), self._host.layout.chunk_layer_bytes, reused=False)
-        keep = len(piece) if all_pass else reused
+        sizes = self._host.layout.chunk_layer_bytes
+        keep = len(piece) if self._disk.admits(len(piece), sizes, reused=False) else reused
         if keep:
             infos, slots = zip(*piece[:keep], strict=True)
+            run = Run(infos[0].namespace_id, tuple(info.key for info in infos), infos[0].index, sizes)
             try:
-                self._write_piece(infos, slots)
+                self._disk.write_run(run, lambda layer: [self._host.layer_of(slot, layer) for slot in slots])
+                self._observer.count("demote.chunks_written", keep)
             except WriteBudgetError:
                 keep = 0
         if keep < len(piece):
             self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
-
-    def _write_piece(self, infos: Sequence[ChunkInfo], slots: Sequence[int]) -> None:
-        run = Run(
-            namespace_id=infos[0].namespace_id,
-            keys=tuple(info.key for info in infos),
-            first_chunk=infos[0].index,
-            chunk_layer_bytes=self._host.layout.chunk_layer_bytes,
-        )
-        self._disk.write_run(run, lambda layer: [self._host.layer_of(slot, layer) for slot in slots])
-        self._observer.count("demote.chunks_written", len(infos))
 
 
 def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:

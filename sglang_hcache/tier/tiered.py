@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
@@ -116,6 +116,8 @@ class TieredStore:
         self._piece_chunks = piece_chunks
         self.disk = disk
         self._left_out = left_out
+        self._clears_late = False
+        """What the disk tier that is left out holds must not be back."""
         self.layout: StateLayout = host.layout
         self._observer = observer
         self._promoter = Promoter(host, observer)
@@ -138,8 +140,9 @@ class TieredStore:
         """A disk tier that was left out is open now. On a thread of its own, while others use the tiers."""
         with self._attaching:
             demoter = self._new_demoter(disk)
-            if self._left_out is not None and self._left_out.clearing_pending:
-                demoter.clear_disk()  # what it holds must not be back
+            if self._clears_late:
+                demoter.clear_disk()
+                self._clears_late = False
             # In this order: who sees the disk asks whether it is cleared.
             self._demoter, self.disk = demoter, disk
             self.host.keep_dirty = True
@@ -284,8 +287,8 @@ class TieredStore:
 
     @property
     def is_clearing(self) -> bool:
-        """Whether what is on disk is to be removed still, and must count as gone already."""
-        return self._demoter is not None and self._demoter.is_clearing
+        """Whether what was cleared on disk would be back after a restart now. It counts as gone already."""
+        return self._clears_late or (self._demoter is not None and self._demoter.is_clearing)
 
     def _visible_disk(self, key: ChunkKey) -> DiskStore:
         if self.disk is None or self.is_clearing:
@@ -338,11 +341,6 @@ class TieredStore:
         """The disk tier's numbers, or of one that is left out; None if nobody wants one."""
         return self._left_out if self.disk is None else self.disk.stats()
 
-    @property
-    def is_clearing_pending(self) -> bool:
-        """Whether what was cleared on disk would be back after a restart now."""
-        return self.is_clearing or (self.disk_stats is not None and self.disk_stats.clearing_pending)
-
     def flush(self, timeout_s: float) -> bool:
         """Write all chunks that exist only in host memory, those that fail again after a rest; False if time ran out
         first.
@@ -362,16 +360,16 @@ class TieredStore:
         """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files.
 
         Args:
-            tell: what came of it, from any thread.
+            tell: called when nothing can be back after a restart, from any thread; never if that is only known of a
+                disk tier that is left out.
         """
         self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
         with self._attaching:
-            if self._demoter is None and self._left_out is not None:
-                self._left_out = replace(self._left_out, clearing_pending=True)
+            self._clears_late = self._demoter is None and self._left_out is not None
         if self._demoter is not None:
             self._demoter.clear_disk(tell)
-        elif tell is not None:
-            tell(self._left_out is None)
+        elif tell is not None and not self._clears_late:
+            tell()
 
     def close(self) -> None:
         """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""

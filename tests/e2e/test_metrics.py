@@ -200,11 +200,11 @@ def test_a_clear_call_is_answered_when_it_is_for_good(server: TierServer) -> Non
         if server.post("/hicache/storage-backend/clear").status_code == 400:
             return False  # a busy machine: not within the time that a clear call has
         assert not server.state()["disk"]["clearing_pending"]
-        return "the clearing is written down" in server.process.log_text()
+        return "the clear is durable now" in server.process.log_text()
 
     with server.switched_on("fail_writes"):
         wait_for(had_to_wait, "a clearing that no directory takes down", _PATIENCE_S)
-    assert "cleared, but no directory takes the note of it" in server.process.log_text()
+    assert "no directory takes the note that all was cleared" in server.process.log_text()
     assert server.state()["disk"]["chunks"] == 0
 
 

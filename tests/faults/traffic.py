@@ -106,8 +106,11 @@ class Traffic:
             self._hold(chance, leases)
 
     def clear(self) -> None:
-        self.store.clear()
-        self.counts["cleared"] += 1
+        try:
+            self.store.clear()
+            self.counts["cleared"] += 1
+        except StoreError as error:
+            self.counts[f"clear {type(error).__name__}"] += 1
 
     def write(self, first: int, count: int, layers: tuple[int, ...]) -> None:
         try:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,15 +189,15 @@ class Bridge:
             self.restores.stop()
             self.saving.end_all()
 
-    def clear(self) -> Future[bool]:
+    def clear(self) -> Future[None]:
         """Empty both tiers. What they hold is a miss at once.
 
         Returns:
-            When that is over: whether it is for good. False if a restart now would bring back what was on disk.
+            Done when a restart cannot bring back what was on disk.
         """
-        cleared = Future[bool]()
+        cleared = Future[None]()
         self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
-        self.saving.tiers_cleared(cleared.set_result)
+        self.saving.tiers_cleared(partial(cleared.set_result, None))
         return cleared
 
     def close(self) -> None:

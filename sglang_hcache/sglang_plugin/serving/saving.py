@@ -200,8 +200,8 @@ class Saving:
         """What is computed from now on is of other weights."""
         self._assembler.publish(WeightsReplaced())
 
-    def tiers_cleared(self, tell: Callable[[bool], object]) -> None:
-        """What was computed before is cleared with the tiers; then tell whether that is durable."""
+    def tiers_cleared(self, tell: Callable[[], object]) -> None:
+        """What was computed before is cleared with the tiers; ``tell`` is called once that is durable."""
         self._assembler.publish(TiersCleared(tell))
 
     @property

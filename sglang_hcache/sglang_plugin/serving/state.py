@@ -28,7 +28,7 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
             "cap_bytes": disk.cap_bytes,
             "written_today_bytes": disk.written_today_bytes,
             "quarantined": disk.quarantined,
-            "clearing_pending": tiers.is_clearing_pending,
+            "clearing_pending": tiers.is_clearing,
             "engine": disk.engine,
             "directories": [{**asdict(item), "path": str(item.path)} for item in disk.directories],
         },

@@ -143,9 +143,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.store.clear()
-        if len(self.out) < len(self.config.dirs):  # else there is nobody to remember it over a restart
+        if len(self.out) < len(self.config.dirs):
+            self.store.clear()
             self.written.clear()
+        else:  # there is nobody to remember it over a restart
+            with pytest.raises(StoreIOError):
+                self.store.clear()
 
     @rule(lose_index=st.booleans())
     def restart(self, lose_index: bool) -> None:

@@ -95,7 +95,7 @@ def test_what_another_server_has_let_go_is_served(tmp_path: Path) -> None:
 
 def test_what_was_cleared_meanwhile_is_not_back(tmp_path: Path) -> None:
     stored(tmp_path / "store", [1, 2]).close()
-    may_open, said = threading.Event(), list[bool]()
+    may_open, said = threading.Event(), list[str]()
 
     def open_() -> DiskStore:
         if not may_open.is_set():
@@ -103,12 +103,12 @@ def test_what_was_cleared_meanwhile_is_not_back(tmp_path: Path) -> None:
         return DiskStore.open(config_of(tmp_path / "store"), Counters())
 
     tiers = without_disk(tmp_path / "store", open_)
-    tiers.clear(said.append)
-    assert (said, tiers.is_clearing_pending) == ([False], True)
+    tiers.clear(lambda: said.append("it is for good"))
+    assert (said, tiers.is_clearing) == ([], True)
     may_open.set()
     wait_until(lambda: tiers.disk is not None)
     assert tiers.match([key(1)]) == 0
-    wait_until(lambda: not tiers.is_clearing_pending)
+    wait_until(lambda: not tiers.is_clearing)
     tiers.close()
     again = open_tiers(tmp_path / "store")
     assert again.match([key(1)]) == 0

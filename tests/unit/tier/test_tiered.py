@@ -615,49 +615,65 @@ def test_clear_empties_both(tiers: TieredStore) -> None:
     assert read(tiers, [1]) == (HOST,)
 
 
-def test_a_clear_says_whether_it_is_for_good(tiers: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clear_says_when_it_is_for_good(tiers: TieredStore) -> None:
     put(tiers, 1)
     assert tiers.flush(60)
-    said: list[bool] = []
-    tiers.clear(said.append)
-    wait_for(lambda: said == [True])
+    said: list[int] = []
+    tiers.clear(lambda: said.append(1))
+    wait_for(lambda: said == [1])
     assert tiers.disk is not None
     go_on = held_up(tiers)
-    monkeypatch.setattr(tiers.disk, "clear", lambda: False)
     tiers.clear()
-    tiers.clear(said.append)
-    tiers.clear(said.append)
-    assert said == [True]
+    tiers.clear(lambda: said.append(2))
+    tiers.clear(lambda: said.append(3))
+    assert said == [1]
     go_on.set()
-    wait_for(lambda: said == [True, False, False])
+    wait_for(lambda: said == [1, 2, 3])
     TieredStore(tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1).clear(
-        said.append
+        lambda: said.append(4)
     )
-    assert said == [True, False, False, True], "without a disk nothing can come back"
+    assert said == [1, 2, 3, 4], "without a disk nothing can come back"
     left_out = StoreStats.not_opened(tiers.disk._config, "no reason")
     without = TieredStore(
         tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1, left_out=left_out
     )
-    assert not without.is_clearing_pending
-    without.clear(said.append)
-    assert said[4:] == [False], "at the next start it would be there"
-    assert without.is_clearing_pending
+    assert not without.is_clearing
+    without.clear(lambda: said.append(5))
+    assert said[4:] == [], "at the next start it would be there"
+    assert without.is_clearing
 
 
 def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
-    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+    put(tiers, 1)
+    assert tiers.flush(60)
+    put(tiers, 2)
     assert tiers.disk is not None
-    clear, said = tiers.disk.clear, list[bool]()
+    clear, tried, said = tiers.disk.clear, list[str](), list[str]()
 
-    def clear_the_second_time() -> bool:
-        monkeypatch.setattr(tiers.disk, "clear", clear)
-        raise StoreIOError("a file could not be deleted")
+    def fail() -> None:
+        tried.append("in vain")
+        raise StoreIOError("no directory takes the note")
 
-    monkeypatch.setattr(tiers.disk, "clear", clear_the_second_time)
-    tiers.clear(said.append)
+    monkeypatch.setattr(tiers.disk, "clear", fail)
+    tiers.clear(lambda: said.append("it is for good"))
+    wait_for(lambda: len(tried) == 2)
     assert tiers.is_clearing
-    wait_for(lambda: said == [True])
+    assert not said
+    assert tiers.disk.contains(key(1))
+    assert key(1) not in tiers, "a miss all the same"
+    for name in range(11, 19):  # more than there are slots: what is new is saved all the same
+        put(tiers, name)
+    assert tiers.flush(60)
+    monkeypatch.setattr(tiers.disk, "clear", clear)
+    wait_for(lambda: bool(said))
+    assert said == ["it is for good"]
+    assert not tiers.is_clearing
+    assert not any(tiers.disk.contains(key(name)) for name in (1, *range(11, 19)))
+    assert caplog.text.count("the clear is tried again until it is durable: no directory takes the note") == 1
+    assert "the clear is durable now" in caplog.text
 
 
 def test_what_is_given_up_stays_in_memory_and_is_not_written(tiers: TieredStore) -> None:
@@ -733,7 +749,7 @@ def test_what_was_cleared_is_gone_also_if_the_server_stops_at_once(tmp_path: Pat
     assert tiers.flush(60)
     assert tiers._demoter is not None
     with tiers._demoter._wake:  # the demoter cannot begin
-        tiers._demoter._clearing = tiers._demoter._stopping = True
+        tiers._demoter._clear_at, tiers._demoter._stopping = 0.0, True
     tiers.close()
     reopened = open_tiers(tmp_path / "store")
     assert reopened.match([key(1)]) == 0

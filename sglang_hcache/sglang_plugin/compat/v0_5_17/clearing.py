@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
 """An idle scheduler gives so much for the answer: SGLang may sleep for a second before it looks again."""
-_NOTE_S, _FILES_S = 10.0, 60.0
-"""So long a directory may take to be well again and take the note, and files to be deleted."""
+_PATIENCE_S = 20.0
+"""So long files may take to be deleted, and a directory to be well again and take the note."""
 
 _OUTCOMES = (False, None, True)
 """The worst first."""
@@ -27,18 +27,16 @@ _OUTCOMES = (False, None, True)
 @dataclass(slots=True, eq=False)
 class _Call:
     request: ClearHiCacheReqInput
-    cleared: Future[bool]
+    cleared: Future[None]
     began: float = field(default_factory=time.monotonic)
 
     def outcome(self, tiers: TieredStore) -> bool | None:
         """What to answer; None: nothing yet."""
-        is_over = self.cleared.done()
-        if is_over and (self.cleared.result() or not tiers.is_clearing_pending):
+        if self.cleared.done():
             return True
-        waited_s, patience_s = time.monotonic() - self.began, _FILES_S
-        if is_over:
-            patience_s = 0.0 if tiers.disk is None else _NOTE_S
-        if waited_s < patience_s:
+        waited_s = time.monotonic() - self.began
+        is_left_out = tiers.disk is None and tiers.is_clearing
+        if waited_s < _PATIENCE_S and not is_left_out:
             return None
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(

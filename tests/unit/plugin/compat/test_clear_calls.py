@@ -21,9 +21,9 @@ class Server:
     """A scheduler without a model: requests go in, answers come out."""
 
     def __init__(self) -> None:
-        self.clearings: list[Future[bool]] = []
+        self.clearings: list[Future[None]] = []
         self.sent: list[tuple[bool, Any]] = []
-        self.tiers = SimpleNamespace(is_clearing_pending=False, disk_stats=None, disk=object())
+        self.tiers = SimpleNamespace(is_clearing=False, disk_stats=None, disk=object())
         self.reaped = 0
         bridge = SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
         bridge.restores = self.restores = SimpleNamespace(reap=self.reap, waiting=[])
@@ -42,7 +42,7 @@ class Server:
         )
         self.scheduler._request_dispatcher = lambda request: hooks._clear(self.scheduler, request)
 
-    def clear(self) -> Future[bool]:
+    def clear(self) -> Future[None]:
         self.clearings.append(Future())
         return self.clearings[-1]
 
@@ -67,29 +67,18 @@ def test_a_call_is_answered_when_it_is_over() -> None:
     assert server.round(second) == []
     assert server.round() == []
     assert len(server.clearings) == 2, "each clears once"
-    server.clearings[1].set_result(True)
+    server.clearings[1].set_result(None)
     ((success, request),) = server.round()
     assert (success, request is second) == (True, True)
-    server.clearings[0].set_result(True)
+    server.clearings[0].set_result(None)
     ((success, request),) = server.round()
     assert (success, request is first) == (True, True)
     assert server.round() == []
 
 
-def test_a_directory_that_is_well_again_takes_the_note() -> None:
-    """A full disk does when its files are deleted."""
-    server = Server()
-    server.tiers.is_clearing_pending = True
-    assert server.round(ClearHiCacheReqInput()) == []
-    server.clearings[0].set_result(False)
-    assert server.round() == []
-    server.tiers.is_clearing_pending = False
-    assert [success for success, _ in server.round()] == [True]
-
-
 def test_one_that_is_over_at_once_is_answered_at_once() -> None:
-    server, done = Server(), Future[bool]()
-    done.set_result(True)
+    server, done = Server(), Future[None]()
+    done.set_result(None)
     server.scheduler.tree_cache.bridge.clear = lambda: done
     assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [True]
 
@@ -100,31 +89,23 @@ def test_without_a_disk_tier_it_may_take_a_while_too() -> None:
     server.tiers.disk = None
     assert server.round(ClearHiCacheReqInput()) == []
     assert server.round() == []
-    server.clearings[0].set_result(True)
+    server.clearings[0].set_result(None)
     assert [success for success, _ in server.round()] == [True]
 
 
 def test_nobody_waits_for_a_disk_tier_that_was_left_out() -> None:
-    server, done = Server(), Future[bool]()
-    done.set_result(False)
-    server.scheduler.tree_cache.bridge.clear = lambda: done
-    server.tiers.is_clearing_pending, server.tiers.disk = True, None
+    server = Server()
+    server.tiers.is_clearing, server.tiers.disk = True, None
     assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [False]
 
 
-@pytest.mark.parametrize(("limit", "is_over"), [("_NOTE_S", True), ("_FILES_S", False)])
-def test_nobody_waits_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, is_over: bool
-) -> None:
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
     out = SimpleNamespace(path="/a", condition="out", reason="no device")
     well = SimpleNamespace(path="/b", condition="healthy", reason="")
-    server.tiers.is_clearing_pending, server.tiers.disk_stats = True, SimpleNamespace(directories=(out, well))
+    server.tiers.is_clearing, server.tiers.disk_stats = True, SimpleNamespace(directories=(out, well))
     assert server.round(ClearHiCacheReqInput()) == []
-    if is_over:
-        server.clearings[0].set_result(False)
-        assert server.round() == []
-    monkeypatch.setattr(clearing, limit, 0.0)
+    monkeypatch.setattr(clearing, "_PATIENCE_S", 0.0)
     assert [success for success, _ in server.round()] == [False]
     assert "the clear is not durable yet (/a is out: no device; /b is healthy)" in caplog.text
     assert server.round() == []
