@@ -18,41 +18,21 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS
 
 _ATTEMPTS = 3
 _PAUSE_S = 0.05
-_LOOKS = 20
 _LINE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who has a lock, as its file says; as text, with what a user has to know to find that process."""
+    """Who has a lock, as its file says."""
 
     pid: str
     """In decimal; ``unknown`` where the file does not say."""
     host: str = ""
-    namespace: str = ""
-    """Where ``pid`` counts, as ``/proc/PID/ns/pid`` has it. Host and namespace are empty where nothing is known."""
+    """A container has a name, and process ids, of its own. Empty where the file does not say."""
 
     def __str__(self) -> str:
-        if self._is_seen():
-            return f"process {self.pid}"
-        place = f" on {self.host}" if self.host else ""
-        return (
-            f"process {self.pid}{place} (not to be seen from here: it is on another host or in another container, or "
-            "has ended and left a child)"
-        )
-
-    def _is_seen(self) -> bool:
-        """Whether the process is there for this one, as far as can be told."""
-        here = (socket.gethostname(), _pid_namespace())
-        if self.namespace and (self.host, self.namespace) != here:
-            return False
-        try:
-            os.kill(int(self.pid), 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except (OSError, ValueError):  # somebody else's; or nothing is known
-            return True
-        return True
+        is_here = self.host in ("", socket.gethostname())
+        return f"process {self.pid}" if is_here else f"process {self.pid} on {self.host}"
 
 
 class DirectoryLock:
@@ -146,7 +126,7 @@ class DirectoryLock:
 
 def _write_down(fd: int, pid: int) -> None:
     """Say who has the lock; a full disk may not take that, and the lock is good without."""
-    text = f"{pid} {socket.gethostname() or '-'} {_pid_namespace()}\n".encode()
+    text = f"{pid} {socket.gethostname()}\n".encode()
     try:
         os.pwrite(
             fd, text, 0
@@ -160,20 +140,8 @@ def _write_down(fd: int, pid: int) -> None:
 
 
 def _written_in(fd: int) -> LockHolder:
-    for _ in range(_LOOKS):
-        line, end, _ = os.pread(fd, _LINE_BYTES, 0).decode(errors="replace").partition("\n")
-        if end and (words := line.split()):
-            return LockHolder(*words[:3])
-        time.sleep(_PAUSE_S)  # who has just taken it is about to write
-    return LockHolder("unknown")
-
-
-def _pid_namespace() -> str:
-    """Which process ids mean the same as this process's; empty where that is not known."""
-    try:
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return ""
+    line, _, _ = os.pread(fd, _LINE_BYTES, 0).decode(errors="replace").partition("\n")
+    return LockHolder(*line.split()[:2] or ["unknown"])
 
 
 def _release(reference: weakref.ref[DirectoryLock]) -> None:

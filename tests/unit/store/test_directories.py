@@ -275,7 +275,6 @@ def test_on_a_full_disk_the_lock_is_taken_all_the_same(
     monkeypatch.setattr("os.pwrite", full)
     store = open_store(config)
     write_keys(store, make_keys(0, 2), (4096, 4096))
-    monkeypatch.setattr("sglang_hcache.store.volumes.lock._LOOKS", 2)
     open_fails(config, StoreLockedError, "in use by process unknown;")
 
 
