@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -23,9 +22,9 @@ from sglang_hcache.store.volumes.volume import Volume
 logger = logging.getLogger(__name__)
 
 _FAILURES_ALLOWED = 3
-"""Files in a row that could not be deleted, before nothing more is evicted in that directory for a while."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
-"""For each segment that is tried its chunks are lost, whether or not its file can be deleted."""
+"""Files in a row that could not be deleted, before nothing more is evicted in that directory for a while: ..."""
+_PAUSE_S = 600.0
+"""... for each segment that is tried its chunks are lost, whether or not its file can be deleted."""
 
 _RETRY_S = 0.5
 """Time for what is left at each attempt: after an outage it may be thousands of files, and others wait meanwhile."""
@@ -54,11 +53,8 @@ class Remover:
         """Retired segments whose files are not gone yet; those that could not be deleted last come last."""
         self._undeletable: dict[Segment, set[int]] = {}
         """In which directories a file of theirs could not be deleted. One that is out is not asked."""
-        self._may_say_stopped = Throttle()
-        self._in_vain: Counter[int] = Counter()
-        """By directory: files in a row that could not be deleted, each counted once."""
-        self._stopped_until: dict[int, float] = {}
-        """By directory, by the monotonic clock."""
+        self._failed_at: defaultdict[int, list[float]] = defaultdict(list)
+        """By directory: when files could not be deleted since one could, each once, by the monotonic clock."""
 
     @property
     def leftover_bytes(self) -> int:
@@ -68,7 +64,11 @@ class Remover:
     def stopped(self) -> int:
         """Directories, as bits, in which nothing is evicted now: of the last files there none could be deleted."""
         now = time.monotonic()
-        return mask_of(stripe for stripe, until in self._stopped_until.items() if now < until)
+        return mask_of(
+            stripe
+            for stripe, times in self._failed_at.items()
+            if len(times) >= _FAILURES_ALLOWED and now < times[-1] + _PAUSE_S
+        )
 
     def evict_coldest(self, within: int = -1) -> bool:
         """The segment with the lowest score goes, of those with a file ``within`` directories; False if none can."""
@@ -162,8 +162,7 @@ class Remover:
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
                 self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
-                self._in_vain.pop(stripe, None)
-                self._stopped_until.pop(stripe, None)
+                self._failed_at.pop(stripe, None)
         self.leftovers.pop(segment)
         if segment.left:
             self.leftovers[segment] = None
@@ -180,18 +179,10 @@ class Remover:
         known = self._undeletable.get(segment, set())
         self._undeletable[segment] = {*failures}
         for stripe in failures.keys() - known:
-            self._in_vain[stripe] += 1
-            more = self._in_vain[stripe] - _FAILURES_ALLOWED
-            if more >= 0:
-                pause_s = min(_FIRST_PAUSE_S * 2 ** min(more, 16), _LONGEST_PAUSE_S)
-                self._stopped_until[stripe] = time.monotonic() + pause_s
-                self._say_stopped(stripe, failures[stripe], pause_s)
-
-    def _say_stopped(self, stripe: int, error: Exception, pause_s: float) -> None:
-        if self._may_say_stopped():
-            cause = error if isinstance(error, OSError) else error.__cause__
-            number = cause.errno if isinstance(cause, OSError) else None
-            logger.warning(
-                "hcache: eviction stopped in %s: %d files cannot be deleted (%s); another one is tried in %.0f s",
-                self._volumes[stripe].path, self._in_vain[stripe], errno.errorcode.get(number or 0, error), pause_s,
-            )  # fmt: skip
+            times = self._failed_at[stripe]
+            times.append(time.monotonic())
+            if len(times) == _FAILURES_ALLOWED:
+                logger.warning(
+                    "hcache: eviction stopped in %s: %d files cannot be deleted (%s); until one can, another one is "
+                    "tried every %.0f s", self._volumes[stripe].path, len(times), failures[stripe], _PAUSE_S,
+                )  # fmt: skip
