@@ -26,7 +26,6 @@ class ReadLease:
         self._lock = threading.Lock()
         self._closed = False
         self._readers = 0
-        self._counted = False
 
     def close(self) -> None:
         """Let go of the chunks, after reads that are under way. Further calls do nothing."""
@@ -57,12 +56,6 @@ class ReadLease:
                 last = self._closed and self._readers == 0
             if last:
                 self._release(self)
-
-    def first_read(self) -> bool:
-        """True once: for counting chunks rather than their layers."""
-        with self._lock:
-            counted, self._counted = self._counted, True
-            return not counted
 
     def __enter__(self) -> ReadLease:
         return self

@@ -269,7 +269,7 @@ def _fsck(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, index, files and permissions, and say how to mend what is wrong.
+    """Check superblocks, index and files, and say how to mend what is wrong.
 
     Does not read the chunks: that is `hcache store verify`. Exit status 1 if something is wrong.
 

@@ -64,7 +64,6 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
                 "disk_bytes": item.disk_bytes,
                 "written_at": iso_time(item.written_at),
                 "oldest_at": iso_time(item.oldest_at),
-                "use_rank": item.use_rank,
                 "owner": dict(item.owner),
             }
             for item in shown
@@ -74,8 +73,8 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
     if not found:
         return Report(data, [Text("no run is stored"), *index_note(view)])
     table = new_table(
-        ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest", "use"],
-        right={"chunks", "runs", "on disk", "use"},
+        ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest"],
+        right={"chunks", "runs", "on disk"},
     )
     for item in shown:
         table.add_row(
@@ -88,14 +87,10 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
             format_bytes(item.disk_bytes),
             ago(item.oldest_at),
             ago(item.written_at),
-            "?" if item.use_rank is None else str(item.use_rank),
         )
     summary = Text(f"{len(shown)} of {counted(len(found), 'namespace')}, the largest first")
-    notes = (
-        "use: 1 holds the segment that was used last, 2 the one before, and so on",
-        "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: no server has noted whose it is",
-    )
-    return Report(data, [table, summary, *(Text(note, "dim") for note in notes), *index_note(view)])
+    note = "tenant: the first 8 digits of `printf %s TENANT | sha256sum`; ?: no server has noted whose it is"
+    return Report(data, [table, summary, Text(note, "dim"), *index_note(view)])
 
 
 def list_quarantined(view: StoreView, limit: int) -> Report:

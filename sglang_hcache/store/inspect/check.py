@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import stat
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
@@ -33,7 +32,7 @@ class Finding:
 
 
 def check(view: StoreView) -> list[Finding]:
-    """Compare superblocks, index, segment files and permissions. Reads one header a run and directory.
+    """Compare superblocks, index and segment files. Reads one header a run and directory.
 
     Beside a running server what changes all the time is left out (temporary files, files of no segment), and
     what is missing counts only if a second look finds it missing again.
@@ -72,36 +71,18 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         what = f"{path}: its superblock is older than others, for the directory was out when they changed"
         yield Finding(what, "none needed: the newest counts", is_error=False)
     try:
-        modes, strangers, found = item.volume.probe(
-            lambda: (item.directory.modes(), item.directory.strangers(), path.stat())
-        )
+        names, strangers = item.volume.probe(lambda: (item.directory.names(), item.directory.strangers()))
     except OSError as error:
         yield Finding(f"{path}: {error.strerror or error}", "check its device")
         return
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        yield Finding(f"{path}: its mode is {stat.S_IMODE(found.st_mode):o}, not 700", f"chmod 700 {path}")
-    yield from _files(view, item, modes, strangers)
-
-
-def _files(
-    view: StoreView, item: Seen, modes: Mapping[str, int], strangers: Sequence[str]
-) -> Iterator[Finding]:
-    path = item.volume.path
     if strangers:
         yield Finding(f"{path}: holds other files: {_shown(strangers)}", "move them out of the directory")
-    open_to_others = [
-        name for name, mode in modes.items()
-        if stat.S_ISREG(mode) and name not in strangers and stat.S_IMODE(mode) != 0o600
-    ]  # fmt: skip
-    if open_to_others:
-        what = f"{path}: the mode of {_shown(open_to_others)} is not 600: cached prompts are private"
-        yield Finding(what, f"chmod 600 {path}/*")
     if view.lock_holder is not None:
         return
-    left = [name for name in (INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in modes]
+    left = [name for name in (INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in names]
     if left:
         yield Finding(f"{path}: left behind by a crash: {_shown(left)}", f"`{GC}` removes it")
-    if INDEX_NAME in modes and item.volume.stripe != view.identity.index_stripe:
+    if INDEX_NAME in names and item.volume.stripe != view.identity.index_stripe:
         yield Finding(f"{path}: holds an old index", f"`{GC}` removes it")
 
 

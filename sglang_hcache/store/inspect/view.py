@@ -85,8 +85,6 @@ class NamespaceInfo:
     """When its newest segment was written to last, seconds since the epoch; None if no file can be asked."""
     oldest_at: float | None
     """Likewise of its oldest segment."""
-    use_rank: int | None
-    """1: no segment was used later than one of its. None: unknown."""
     owner: Mapping[str, str]
     """What the server that used it last has noted: ``model``, ``weights``, ``tenant``, ``adapter``, as far as known."""
 
@@ -229,7 +227,7 @@ class StoreView:
         groups: dict[bytes, list[RunInfo]] = {}
         for run in self.runs():
             groups.setdefault(run.place.namespace_id, []).append(run)
-        ranks, notes = self._use_ranks(), Notes(self._meta.get("namespaces"))
+        notes = Notes(self._meta.get("namespaces"))
         found = []
         for namespace_id, runs in groups.items():
             segments = {run.place.segment: run.place for run in runs}
@@ -242,7 +240,6 @@ class StoreView:
                     written_at=self.written_at(segments[max(segments)]),
                     oldest_at=self.written_at(segments[min(segments)]),
                     owner=read_value(notes.get(namespace_id.hex()), _texts_of),
-                    use_rank=min((ranks[number] for number in segments if number in ranks), default=None),
                 )
             )
         return sorted(found, key=lambda item: item.disk_bytes, reverse=True)
@@ -250,13 +247,6 @@ class StoreView:
     def written_at(self, place: RunPlace) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
         return written_s(place.segment, place.shape.members, self.volumes) or None
-
-    def _use_ranks(self) -> dict[int, int]:
-        """Segment -> its rank by last use, 1 for the latest."""
-        order = sorted(
-            self.contents.recency, key=lambda number: self.contents.recency[number].last_used, reverse=True
-        )
-        return {} if self.index_problem else {number: rank for rank, number in enumerate(order, 1)}
 
     def _told_health(self) -> dict[int, tuple[str, str]]:
         """What the running server thinks of its directories, by stripe."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -68,13 +67,9 @@ class SeenDirectory(StoreDirectory):
             blocks.append(os.pread(file.fd, BLOCK, offset))
         return blocks
 
-    def modes(self) -> dict[str, int]:
-        """``st_mode`` of every entry, by name. Raises OSError."""
-        found = {}
-        for entry in self._entries():
-            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                found[entry.name] = entry.stat(follow_symlinks=False).st_mode
-        return found
+    def names(self) -> set[str]:
+        """Of every entry. Raises OSError."""
+        return {entry.name for entry in self._entries()}
 
 
 class SilentHealth(Health):
