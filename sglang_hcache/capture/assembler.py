@@ -100,6 +100,7 @@ class Assembler:
         self._observer = observer
         self._copiers = copiers
         self._may_trace = Throttle()
+        self._may_warn = Throttle()
         self.beginnings = Beginnings(tiers.host)
         self._chunks = _chunk_groups(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
@@ -232,7 +233,7 @@ class Assembler:
                 return
         chunk.slot = self.beginnings.adopt(chunk.parent, tail, if_longer=True)
         if chunk.slot is None:
-            self._drop_chunk(request, "capture.chunks_dropped_host_full")
+            self._drop_for_want_of_slots(request)
 
     def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: _Pass) -> None:
         if rows.position != request.next_position:
@@ -308,7 +309,7 @@ class Assembler:
             request.chunk.slot = self._reserve(request)
         slot = request.chunk.slot  # known before the copy: after an error it is given back
         if slot is None:
-            self._drop_chunk(request, "capture.chunks_dropped_host_full")
+            self._drop_for_want_of_slots(request)
             return
         self._copy_rows(taken, slot, first, filled, count)
 
@@ -335,6 +336,17 @@ class Assembler:
         request.keys.append(key)
         request.chunk, request.complete = ChunkInMaking(key), True
         self.beginnings.add(request.chunk)
+
+    def _drop_for_want_of_slots(self, request: _OpenRequest) -> None:
+        self._drop_chunk(request, "capture.chunks_dropped_host_full")
+        if self._may_warn():
+            logger.warning(
+                "hcache: host memory is full, so chunks are not saved (more may follow): %s; a larger "
+                "--hcache-host-size helps",
+                "the disk takes fewer chunks than are computed"
+                if self._tiers.may_have_disk
+                else "requests and restores use all of it",
+            )
 
     def _drop_chunk(self, request: _OpenRequest, reason: str) -> None:
         self._observer.count(reason)

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _SPARE_SHARE = 1 / 8  # of the host slots: so many are kept free, or clean and not pinned
 _TICK_S = 0.5
 _REST_S = 5.0  # after an error or a full disk, before what should be on disk at once is tried again
+_BUDGET_WARNING_S = 600.0  # it lasts for hours
 _WAIT_FOR_SLOT_S = 0.5
 _CLOSE_S = 3.0
 _MOST_REQUESTS = 4096
@@ -56,6 +57,7 @@ class Demoter:
         """May be set at any time, without a lock: the thread looks every half second."""
         self._resting_until = 0.0
         self._may_warn = Throttle()
+        self._may_warn_of_budget = Throttle(_BUDGET_WARNING_S)
         self._may_trace = Throttle()
         self._spare_slots = max(1, int(host.num_slots * _SPARE_SHARE))
         lock = threading.Lock()
@@ -329,6 +331,11 @@ class Demoter:
                 keep = 0
         if keep < len(piece):
             self._observer.count("demote.chunks_dropped_budget", len(piece) - keep)
+            if self._may_warn_of_budget():
+                logger.warning(
+                    "hcache: %d chunks are not written to disk (more may follow), because the write budget is nearly "
+                    "used up (--hcache-disk-write-budget)", len(piece) - keep,
+                )  # fmt: skip
 
 
 def _consecutive(chunks: Sequence[tuple[ChunkInfo, int]]) -> list[list[tuple[ChunkInfo, int]]]:

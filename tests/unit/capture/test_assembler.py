@@ -233,13 +233,15 @@ def test_the_chain_of_keys_survives_dropped_rows() -> None:
     assert path.sealed(tokens[:192]) == [True, False, True]
 
 
-def test_a_full_host_tier_drops_chunks_and_counts_them() -> None:
+def test_a_full_host_tier_drops_chunks_counts_them_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     path = SavePath(slots=1)
     path.begin("a", [])
     path.begin("b", [])
     path.forward([("a", 0, [1] * 10), ("b", 0, [2] * 64)])
     path.finish()
     assert path.counters["capture.chunks_dropped_host_full"] == 1
+    assert "host memory is full, so chunks are not saved" in caplog.text
+    assert "--hcache-host-size" in caplog.text
     assert path.sealed([2] * 64) == [False]
 
 

@@ -288,7 +288,9 @@ def test_when_the_write_budget_runs_short_only_what_was_used_again_is_written(tm
     tiers.close()
 
 
-def test_what_the_write_budget_forbids_is_counted_once(tmp_path: Path) -> None:
+def test_what_the_write_budget_forbids_is_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """There is room for one chunk, but not for those of the next three that were used again."""
     tiers = open_tiers(tmp_path / "store", write_budget=40_000)
     assert tiers.disk is not None
@@ -302,6 +304,9 @@ def test_what_the_write_budget_forbids_is_counted_once(tmp_path: Path) -> None:
     wait_until_saved(tiers)
     assert [name for name in range(1, 5) if tiers.disk.contains(key(name))] == [1]
     assert tiers._observer["demote.chunks_dropped_budget"] == 3  # type: ignore[index]
+    [line] = [record.message for record in caplog.records if "write budget" in record.message]
+    assert line.startswith("hcache: 3 chunks are not written to disk (more may follow)")
+    assert line.endswith("(--hcache-disk-write-budget)")
     tiers.close()
 
 
