@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.observer import Observer
@@ -52,6 +52,8 @@ class Judge:
         self._observer = observer
         self._lock = threading.Lock()
         self._may_warn = Throttle()
+        self._unlogged = 0
+        """Runs with damaged chunks of which the log has no line yet."""
 
     def judge(self, failures: Sequence[SliceFailure], began: float) -> None:
         """What one call could not read. What the device's health explains is left to that.
@@ -96,12 +98,22 @@ class Judge:
         if not fresh:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
-        if self._may_warn():
-            logger.warning(
-                "hcache: run %d: %d chunks damaged and not served again (%s); see hcache store ls --quarantined",
-                run.number, len(fresh), next(iter(fresh.values())),
-            )  # fmt: skip
+        self._say(run, fresh)
         try:
             self._ledger.quarantine(run.number, fresh)
         except StoreError as error:
             logger.warning("hcache: the quarantine is not written down: %s", error)
+
+    def _say(self, run: StoredRun, quarantined: Mapping[int, str]) -> None:
+        with self._lock:
+            self._unlogged += 1
+            if not self._may_warn():
+                return
+            others, self._unlogged = self._unlogged - 1, 0
+        number, why = next(iter(quarantined.items()))
+        more = f" and {len(quarantined) - 1} more" if len(quarantined) > 1 else ""
+        left_out = f", and so are chunks of {others} other runs since the last such line" if others else ""
+        logger.warning(
+            "hcache: chunk %s%s: damaged and not served again (%s)%s; see hcache store ls --quarantined",
+            run.place.keys[number].hex()[:16], more, why, left_out,
+        )  # fmt: skip

@@ -117,6 +117,25 @@ def test_a_bit_flip_outside_the_chunks_read_does_not_matter(tmp_path: Path, stor
     read_keys(store, BAD[:3])
 
 
+def test_what_the_log_leaves_out_the_next_line_counts(
+    tmp_path: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    third = make_keys(20, 4)
+    write_keys(store, third, LAYERS)
+    answers = iter([True, False, True])
+    monkeypatch.setattr(store._judge, "_may_warn", lambda: next(answers))
+    for keys in (BAD, GOOD, third):
+        path, offset, _ = extent_of(tmp_path, 0, keys)
+        overwrite(path, offset, b"x")
+        with pytest.raises(CorruptExtentError):
+            read_keys(store, keys)
+    first, second = caplog.messages
+    assert first.startswith(f"hcache: chunk {BAD[0].hex()[:16]} and 3 more: damaged and not served again (")
+    assert "other runs" not in first
+    assert second.startswith(f"hcache: chunk {third[0].hex()[:16]} and 3 more: ")
+    assert "and so are chunks of 1 other runs since the last such line; see hcache store ls" in second
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
     tmp_path: Path,
@@ -134,8 +153,8 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
             store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
         lease.close()
     assert caplog.messages == [
-        f"hcache: run 1: 1 chunks damaged and not served again ({path}: the digest of layer 0 does not match); see "
-        "hcache store ls --quarantined"
+        f"hcache: chunk {BAD[bad].hex()[:16]}: damaged and not served again ({path}: the digest of layer 0 does not "
+        "match); see hcache store ls --quarantined"
     ]
     store.close()
     store = open_store(small_config(tmp_path, 2))
