@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,12 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.volumes.agreement import Found
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, SilentHealth
+from sglang_hcache.store.volumes.mounts import mount_of
 from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
 from sglang_hcache.store.volumes.ranks import check_shared
 from sglang_hcache.store.volumes.volume import Volume
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -81,6 +85,12 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
                 f"--hcache-disk-free-floor: {config.floor_text} is not allowed; the file system of "
                 f"{path} has {format_bytes(found.total_bytes)}"
             )
+        mount = volume.probe(partial(mount_of, path))
+        if mount is not None and mount.kind in ("tmpfs", "ramfs"):
+            logger.warning(
+                "hcache: %s (--hcache-dirs) is on %s, which is memory: it counts against the memory of this machine or "
+                "container beside --hcache-host-size, and is gone after a reboot", path, mount.kind,
+            )  # fmt: skip
         volume.probe(directory.check_writable)
         volume.probe(directory.check_ours)
         found.holder = volume.probe(directory.lock.holder)

@@ -113,6 +113,20 @@ def test_where_nobody_says_what_is_mounted_nothing_is_refused(
     write_keys(open_store(config), KEYS, SIZES)  # a store that is there is used
 
 
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext4"])
+def test_a_directory_in_memory_is_pointed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    (tmp_path / "mountinfo").write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/root rw\n2 1 0:2 / {tmp_path} rw - {kind} {kind} rw\n"
+    )
+    monkeypatch.setattr(mounts, "_MOUNTED", tmp_path / "mountinfo")
+    config = small_config(tmp_path)
+    look_ahead(config)
+    expected = f"{config.dirs[0]} (--hcache-dirs) is on {kind}, which is memory"
+    assert (expected in caplog.text) == (kind != "ext4")
+
+
 def test_one_of_two_disks_is_missing(tmp_path: Path, fstab: Path, open_store: OpenStore) -> None:
     """It is left out as ever, and nothing is made on the disk below."""
     point, away = tmp_path / "point", tmp_path / "away"
