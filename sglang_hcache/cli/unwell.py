@@ -16,9 +16,9 @@ _WHY_NOTHING_IS_SAVED = {
 
 
 def directory_problems(state: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each directory of the disk tier that is not healthy."""
+    """One line for each directory of the disk tier that is not healthy, or stores nothing new."""
     for directory in state["disk"]["directories"] if state["disk"] else ():
-        if directory["condition"] != "healthy":
+        if directory["condition"] != "healthy" or directory["reason"]:
             reason = f": {directory['reason']}" if directory["reason"] else ""
             yield f"{directory['path']}: {directory['condition']}{reason}"
 

@@ -148,7 +148,7 @@ class DirectoryStats:
     condition: str
     """``healthy``, ``read-only`` or ``out``."""
     reason: str
-    """Why it is not healthy."""
+    """Why it is not healthy, or stores nothing new although it is."""
     corrupt_extents: int = 0
     """Reads from it that found other bytes than were written, since the store was created."""
     io_errors: int = 0

@@ -11,7 +11,7 @@ from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import FILE_SLACK_BYTES, StoreConfig
 from sglang_hcache.store.format.geometry import mask_of, members_of
-from sglang_hcache.store.free_space import FreeSpace, Shortage
+from sglang_hcache.store.free_space import FreeSpace, Shortage, Usable
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -48,6 +48,7 @@ class Eviction:
         """
         while True:
             usable = self._free_space.usable(self._config.file_bytes)
+            self._note_want_of_room(usable)
             possible = {stripe for stripe in usable.by_eviction if self._volumes[stripe].health.writable}
             possible = possible or {*usable.by_eviction}
             members = tuple(stripe for stripe in usable.now if stripe in possible)
@@ -55,6 +56,17 @@ class Eviction:
                 return members
             if not self._evict_to_gain(mask_of(possible)):
                 return ()
+
+    def _note_want_of_room(self, usable: Usable) -> None:
+        """For people: where others have filled the disk so far that the tier stores nothing new, whatever it evicts."""
+        for volume in self._volumes:
+            lacks_room = volume.health.can_delete and volume.stripe not in usable.by_eviction
+            volume.want_of_room = (
+                "nothing new is stored: others fill the disk, and less than the floor of "
+                f"{self._config.floor_text} (--hcache-disk-free-floor) would stay free"
+                if lacks_room
+                else ""
+            )
 
     def why_no_members(self) -> StoreError:
         """Why no directory can take a new segment."""

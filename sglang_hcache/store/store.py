@@ -322,7 +322,7 @@ class DiskStore:
 
     def _meta(self, *, anew: bool = False) -> dict[str, str]:
         """What the index keeps beside runs; ``anew``: as it is now, and not a minute ago."""
-        health = [[str(volume.health.condition), volume.health.reason] for volume in self._volumes]
+        health = [[str(volume.health.condition), volume.reason] for volume in self._volumes]
         return {
             "totals": self._tally.to_json(),
             "written": self._allowance.to_json(),

@@ -64,7 +64,7 @@ def stats_of(volumes: Sequence[Volume]) -> tuple[DirectoryStats, ...]:
         DirectoryStats(
             volume.path,
             str(volume.health.condition),
-            volume.health.reason,
+            volume.reason,
             volume.health.corrupt_extents,
             volume.health.io_errors,
         )

@@ -36,6 +36,7 @@ def test_the_docs_list_them() -> None:
 SWITCHED_OFF = {'nothing_saved{instance="a", reason="switched_off"}': "1x120"}
 PENDING = {'clearing_pending{instance="a"}': "1x120"}
 STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
+REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
 SLOWER = {'restores_total{instance="a", tp_rank="0", result="predicted_slower"}': "0+1x120"}
 
@@ -52,6 +53,8 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheClearingPending", PENDING, 14, False),
         ("HCacheClearingPending", PENDING, 16, True),
         ("HCacheFilesStay", STAYS, 30, True),
+        ("HCacheNothingWritten", REFUSED, 14, False),
+        ("HCacheNothingWritten", REFUSED, 30, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),

@@ -44,12 +44,19 @@ class Volume:
         self.stripe = 0
         """Its number in the store, once that is known (``agreement.in_place``)."""
         self.health = health
+        self.want_of_room = ""
+        """Why it takes no new segment although it is well; empty: it takes one."""
         self.patience_s = patience_s
         self._caller = DeadlineCaller(f"hcache-dir {directory.path}")
 
     @property
     def path(self) -> Path:
         return self.directory.path
+
+    @property
+    def reason(self) -> str:
+        """Why it is not healthy, or stores nothing new although it is."""
+        return self.health.reason or self.want_of_room
 
     def call(
         self,

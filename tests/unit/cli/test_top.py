@@ -161,6 +161,10 @@ def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
         "errors that nobody foresaw since the start: 2 in capture, 1 in store; the log has them, please report",
     ]
     assert json.loads(checked(monkeypatch, "--json").stdout) == {"problems": ["/b: out: EIO"]}
+    told["disk"]["directories"] = [{"path": "/a", "condition": "healthy", "reason": "nothing new is stored"}]
+    told["disk"]["clearing_pending"] = False
+    result = checked(monkeypatch, disk=told["disk"])
+    assert (result.exit_code, result.stdout) == (1, "/a: healthy: nothing new is stored\n")
 
 
 def test_a_check_of_a_server_that_is_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,31 @@ def test_no_more_is_evicted_than_was_missing_at_one_look(
     assert disk.free() >= 100 * MIB
 
 
+def test_a_directory_that_others_have_filled_says_that_nothing_new_is_stored(
+    disk: SlowDisk, store: DiskStore
+) -> None:
+    def told() -> tuple[str, str]:
+        Inside(store).space.tend()
+        disk.show()
+        [directory] = store.stats().directories
+        return directory.condition, directory.reason
+
+    assert told() == ("healthy", "")
+    disk.others = 12 * MIB
+    assert told() == ("healthy", ""), "it shrinks, and goes on"
+    disk.others = 40 * MIB
+    for _ in range(3):
+        condition, reason = told()
+    assert condition == "healthy"
+    assert reason.startswith(
+        "nothing new is stored: others fill the disk, and less than the floor of 104.9 MB ("
+    )
+    with pytest.raises(StoreFullError):
+        write_keys(store, make_keys(5000, 6), LAYERS)
+    disk.others = 0
+    assert told() == ("healthy", "")
+
+
 def test_what_shows_up_bit_by_bit_is_not_evicted_again(
     disk: SlowDisk, store: DiskStore, counters: Counters
 ) -> None:
