@@ -10,7 +10,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.rows import Recency, RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
-from sglang_hcache.store.volumes.segment_file import SegmentFile
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 UNSEEN_SEGMENTS = 2**20

@@ -41,8 +41,7 @@ from sglang_hcache.store.format.rows import (
     decode_recency,
     encode,
 )
-from sglang_hcache.store.index_copy import private_copy
-from sglang_hcache.store.index_files import check_openable, log_of, remove_index, replace_index
+from sglang_hcache.store.index_files import check_openable, log_of, private_copy, remove_index, replace_index
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""

@@ -16,7 +16,7 @@ from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.scan import Scan
 from sglang_hcache.store.segments import Segment
-from sglang_hcache.store.volumes.segment_file import SegmentFile
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.format.geometry import RunShape, mask_of, members_of
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.volumes.segment_file import SegmentFile
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 

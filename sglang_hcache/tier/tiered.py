@@ -27,9 +27,8 @@ from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.stretches import stretches
 from sglang_hcache.store import DiskStore, ReadLease, StoreStats
-from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.chunk import ChunkInfo, Ghosts
 from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
-from sglang_hcache.tier.ghosts import Ghosts
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.late_disk import LateDisk
 from sglang_hcache.tier.promotion import Promoter, Promotion

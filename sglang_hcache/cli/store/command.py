@@ -242,7 +242,7 @@ def _clear(
 
 def _wipe(stores: list[Dirs], namespaces: list[bytes], *, yes: bool, as_json: bool) -> None:
     from sglang_hcache.cli.store import report
-    from sglang_hcache.store.inspect.wiping import look_for_own, wipe
+    from sglang_hcache.store.inspect.maintenance import look_for_own, wipe
 
     if namespaces:
         raise ConfigError("--any-format deletes all namespaces; leave --namespace out")
@@ -305,7 +305,7 @@ def _agree(question: str) -> None:
 
 def _stores(dirs: list[str] | None, config: Path | None) -> list[tuple[Path, ...]]:
     """The directories of each store that is meant: of one, or of each rank. Raises ConfigError, StoreFormatError."""
-    from sglang_hcache.store.volumes.ranks import stores_in
+    from sglang_hcache.store.volumes.agreement import stores_in
 
     return stores_in(_directories(dirs, config))
 

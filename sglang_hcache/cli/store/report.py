@@ -16,9 +16,8 @@ from sglang_hcache.store.config import format_floor
 from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.inspect.check import Finding
-from sglang_hcache.store.inspect.maintenance import Change
+from sglang_hcache.store.inspect.maintenance import Change, OwnFiles
 from sglang_hcache.store.inspect.view import DirectoryInfo, StoreView
-from sglang_hcache.store.inspect.wiping import OwnFiles
 from sglang_hcache.store.volumes.health import Condition
 
 _ROWS_SHOWN = 20

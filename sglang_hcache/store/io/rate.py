@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.memory import ByteArray, aligned_empty
-from sglang_hcache.store.io.probe_file import probe_file
+from sglang_hcache.store.io.probing import probe_file
 
 OP_BYTES = 512 * 2**10
 OPS_AT_ONCE = 16

@@ -14,12 +14,11 @@ from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.paths import check_distinct, real_place
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.volumes.agreement import Found
+from sglang_hcache.store.volumes.agreement import Found, check_shared
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, SilentHealth
 from sglang_hcache.store.volumes.mounts import mount_of
 from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
-from sglang_hcache.store.volumes.ranks import check_shared
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)

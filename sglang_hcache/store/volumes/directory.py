@@ -25,11 +25,10 @@ from sglang_hcache.store.format.names import (
 )
 from sglang_hcache.store.format.superblock import MAX_BYTES, Superblock
 from sglang_hcache.store.io.engine import OpenFile
+from sglang_hcache.store.io.probing import gives_direct_reads, takes_direct_writes
+from sglang_hcache.store.volumes.files import SegmentFile, preallocate, zero
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.lock import DirectoryLock
-from sglang_hcache.store.volumes.preallocation import preallocate, zero
-from sglang_hcache.store.volumes.probing import gives_direct_reads, takes_direct_writes
-from sglang_hcache.store.volumes.segment_file import SegmentFile
 
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(

@@ -15,10 +15,9 @@ from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place
+from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place, ranks_in
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
-from sglang_hcache.store.volumes.ranks import ranks_in
 from sglang_hcache.store.volumes.volume import Volume
 
 _PATIENCE_S = 30.0

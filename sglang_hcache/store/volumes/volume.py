@@ -11,8 +11,8 @@ from sglang_hcache.core.errors import StoreFullError, StoreIOError, StoreTimeout
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ONLY_ERRNOS, Health
-from sglang_hcache.store.volumes.segment_file import SegmentFile
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.index_copy import private_copy
+from sglang_hcache.store.index_files import private_copy
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.volumes.directory import StoreDirectory

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io import probing
 from sglang_hcache.store.reconciler import Reconciler
-from sglang_hcache.store.volumes import probing
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside

@@ -20,11 +20,12 @@ import pytest
 from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store.io import probing
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.keeper import Keeper
 from sglang_hcache.store.ledger import Ledger
-from sglang_hcache.store.volumes import probing, transfers
+from sglang_hcache.store.volumes import transfers
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.store.volumes.volume import Volume

@@ -21,7 +21,7 @@ from sglang_hcache.core.errors import (
     TemporaryFolderError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, index_copy
+from sglang_hcache.store import DiskStore, StoreConfig, index_files
 from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.rebuild import rebuild
@@ -152,7 +152,7 @@ def test_an_index_that_never_stands_still_is_not_believed(
     store = open_store(config)
     write_keys(store, make_keys(0, 2), LAYERS)
     path = config.dirs[0] / "index.sqlite"
-    real = index_copy._copy
+    real = index_files._copy
 
     def copy(source: Path, target: Path, go_on: Callable[[], None]) -> None:
         real(source, target, go_on)
@@ -160,8 +160,8 @@ def test_an_index_that_never_stands_still_is_not_believed(
             log.seek(16)
             log.write(os.urandom(8))
 
-    monkeypatch.setattr(index_copy, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(index_copy, "_copy", copy)
+    monkeypatch.setattr(index_files, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(index_files, "_copy", copy)
     with pytest.raises(StoreTimeoutError, match="changed all the time"):
         Index.read(path, ShapeTable(1), Inside(store).ledger.identity.store_id)
     with StoreView.open(config.dirs) as view:
@@ -180,7 +180,7 @@ def nowhere(**_: object) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "fails"),
-    [("index_copy", "_copy", full_disk), ("tempfile", "TemporaryDirectory", nowhere)],
+    [("index_files", "_copy", full_disk), ("tempfile", "TemporaryDirectory", nowhere)],
 )
 def test_no_room_for_a_copy_says_nothing_of_the_index(
     tmp_path: Path,
@@ -194,7 +194,7 @@ def test_no_room_for_a_copy_says_nothing_of_the_index(
     store = open_store(config)
     write_keys(store, make_keys(0, 2), LAYERS)
     store.close()
-    monkeypatch.setattr(getattr(index_copy, module, index_copy), name, fails)
+    monkeypatch.setattr(getattr(index_files, module, index_files), name, fails)
     for look in (StoreView.open, rebuild):
         with pytest.raises(TemporaryFolderError, match=r"folder for temporary files.*; set TMPDIR"):
             look(config.dirs)
@@ -213,7 +213,7 @@ def test_a_read_only_home_opens_without_room_for_a_copy(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(StoreDirectory, "probe", read_only)
-    monkeypatch.setattr(index_copy, "_copy", full_disk)
+    monkeypatch.setattr(index_files, "_copy", full_disk)
     read_keys(open_store(config), make_keys(0, 2))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hcache.store.volumes import preallocation
-from sglang_hcache.store.volumes.preallocation import preallocate
+from sglang_hcache.store.volumes import files
+from sglang_hcache.store.volumes.files import preallocate
 
 
 def test_what_the_system_refuses_is_raised(tmp_path: Path) -> None:
@@ -33,13 +33,13 @@ def test_a_part_of_a_file_becomes_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes_holes: bool
 ) -> None:
     if not makes_holes:
-        monkeypatch.setattr(preallocation, "_fallocate", lambda *_: False)
+        monkeypatch.setattr(files, "_fallocate", lambda *_: False)
     path = tmp_path / "file"
     path.write_bytes(b"x" * 3 * 2**20)
     fd = os.open(path, os.O_RDWR)
     try:
-        preallocation.zero(fd, 4096, 2**21 + 4096)
-        preallocation.zero(fd, 0, 0)
+        files.zero(fd, 4096, 2**21 + 4096)
+        files.zero(fd, 0, 0)
     finally:
         os.close(fd)
     assert path.read_bytes() == b"x" * 4096 + bytes(2**21) + b"x" * (2**20 - 4096)

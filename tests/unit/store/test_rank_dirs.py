@@ -15,9 +15,9 @@ from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir, ranks_named_by
 from sglang_hcache.store import DiskStore, look_ahead
-from sglang_hcache.store.volumes import ranks
+from sglang_hcache.store.volumes import agreement
+from sglang_hcache.store.volumes.agreement import stores_in
 from sglang_hcache.store.volumes.looking import look_at
-from sglang_hcache.store.volumes.ranks import stores_in
 from sglang_hcache.testing.stored_chunks import small_config
 
 
@@ -97,14 +97,14 @@ def test_a_directory_that_does_not_answer_is_taken_for_what_the_others_are(
 ) -> None:
     for name in ("sick", "well"):
         open_ranks(tmp_path / name, 2)
-    has_superblock = ranks.has_superblock
+    has_superblock = agreement.has_superblock
 
     def fails(path: Path) -> bool:
         if tmp_path / "sick" in (path, *path.parents):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return has_superblock(path)
 
-    monkeypatch.setattr(ranks, "has_superblock", fails)
+    monkeypatch.setattr(agreement, "has_superblock", fails)
     found = stores_in([tmp_path / "sick", tmp_path / "well"])
     assert [dirs[0].name for dirs in found] == ["rank-0-of-2", "rank-1-of-2"]
     assert stores_in([tmp_path / "sick"]) == [(tmp_path / "sick",)]

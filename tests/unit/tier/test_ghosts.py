@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hcache.testing.stored_chunks import make_keys
-from sglang_hcache.tier.ghosts import Ghosts
+from sglang_hcache.tier.chunk import Ghosts
 
 
 def test_what_was_evicted_is_known_and_nothing_else() -> None:

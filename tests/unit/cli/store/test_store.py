@@ -447,7 +447,7 @@ def test_no_room_for_a_copy_of_the_index(
     def full(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("sglang_hcache.store.index_copy._copy", full)
+    monkeypatch.setattr("sglang_hcache.store.index_files._copy", full)
     for arguments in (["stat"], ["fsck"], ["gc"], ["clear", "--yes"]):
         code, out, err = hcache(*arguments, *dirs)
         assert (code, out) == (2, "")

@@ -1,14 +1,30 @@
-"""Reserving the blocks of a file before they are written, and giving them back."""
+"""Files of segments: what is known of one without opening it, and reserving its blocks and giving them back."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+from dataclasses import dataclass
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ZEROS = bytes(2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """What a listing says of a segment's file."""
+
+    size: int
+    taken_bytes: int
+    """The larger of its length and its allocated blocks."""
+    written_s: float
+    """When it was last written to, seconds since 1970."""
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> SegmentFile:
+        return cls(found.st_size, max(found.st_size, found.st_blocks * 512), found.st_mtime)
 
 
 def preallocate(fd: int, size: int) -> None:
