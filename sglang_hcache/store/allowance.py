@@ -54,30 +54,27 @@ class WriteAllowance:
         with self._lock:
             return self._allows(size, 1.0 if reused else _SHARE_OF_NEW, now_s)
 
-    def spend(self, size: int, *, now_s: float) -> None:
-        """``size`` bytes go to disk. All of the budget may be used: of new chunks :meth:`allows` was asked before.
+    @contextmanager
+    def spending(self, size: int, *, now_s: float) -> Iterator[None]:
+        """``size`` bytes go to disk; nothing is counted if the block fails, for then nothing was written.
+
+        All of the budget may be used: of new chunks :meth:`allows` was asked before.
 
         Raises:
             WriteBudgetError: not within the budget; nothing is counted.
         """
+        hour = int(now_s // _HOUR_S)
         with self._lock:
             if not self._allows(size, 1.0, now_s):
                 budget = format_bytes(self.budget_bytes or 0)
                 raise WriteBudgetError(
                     f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
                 )
-            hour = int(now_s // _HOUR_S)
             self._hours[hour] = self._hours.get(hour, 0) + size
-
-    @contextmanager
-    def spending(self, size: int, *, now_s: float) -> Iterator[None]:
-        """:meth:`spend`, but nothing is counted if the block fails: then nothing was written."""
-        self.spend(size, now_s=now_s)
         try:
             yield
         except BaseException:
             with self._lock:
-                hour = int(now_s // _HOUR_S)
                 self._hours[hour] = max(0, self._hours.get(hour, 0) - size)
             raise
 

@@ -31,52 +31,57 @@ HOUR = 3600.0
 NOW = 500_000 * HOUR
 
 
+def spend(allowance: WriteAllowance, size: int, now_s: float) -> None:
+    with allowance.spending(size, now_s=now_s):
+        pass
+
+
 def test_the_last_fifth_is_for_chunks_that_were_used_again() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(700, now_s=NOW)
+    spend(allowance, 700, NOW)
     assert allowance.allows(100, now_s=NOW, reused=False)
     assert not allowance.allows(101, now_s=NOW, reused=False)
     with pytest.raises(WriteBudgetError, match="--hcache-disk-write-budget"):
-        allowance.spend(301, now_s=NOW)
+        spend(allowance, 301, NOW)
     assert allowance.written(NOW) == 700, "what was refused is not counted"
-    allowance.spend(300, now_s=NOW)
+    spend(allowance, 300, NOW)
 
 
 def test_a_day_later_everything_may_be_written_again() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(400, now_s=NOW)
-    allowance.spend(600, now_s=NOW + 12 * HOUR)
+    spend(allowance, 400, NOW)
+    spend(allowance, 600, NOW + 12 * HOUR)
     with pytest.raises(WriteBudgetError):
-        allowance.spend(1, now_s=NOW + 23 * HOUR)
+        spend(allowance, 1, NOW + 23 * HOUR)
     assert allowance.written(NOW + 25 * HOUR) == 600
     assert allowance.written(NOW + 37 * HOUR) == 0
 
 
 def test_without_a_budget_bytes_are_only_counted() -> None:
     allowance = WriteAllowance(None)
-    allowance.spend(10**15, now_s=NOW)
+    spend(allowance, 10**15, NOW)
     assert allowance.written(NOW) == 10**15
 
 
 def test_a_clock_set_back_does_not_give_bytes_away() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(900, now_s=NOW)
+    spend(allowance, 900, NOW)
     earlier = NOW - 100 * HOUR
     assert allowance.written(earlier) == 900
     with pytest.raises(WriteBudgetError):
-        allowance.spend(200, now_s=earlier + 23 * HOUR)
-    allowance.spend(200, now_s=earlier + 26 * HOUR)
+        spend(allowance, 200, earlier + 23 * HOUR)
+    spend(allowance, 200, earlier + 26 * HOUR)
 
 
 def test_what_was_not_written_after_all_is_given_back() -> None:
     allowance = WriteAllowance(1000)
-    allowance.spend(600, now_s=NOW)
+    spend(allowance, 600, NOW)
     with pytest.raises(StoreFullError), allowance.spending(400, now_s=NOW + HOUR):
         raise StoreFullError
     with pytest.raises(StoreFullError), allowance.spending(300, now_s=NOW):
         raise StoreFullError
     assert allowance.written(NOW + HOUR) == 600
-    allowance.spend(400, now_s=NOW + 2 * HOUR)
+    spend(allowance, 400, NOW + 2 * HOUR)
     assert allowance.written(NOW + 25 * HOUR) == 400
 
 
@@ -91,7 +96,7 @@ def test_no_24_hours_exceed_the_budget(steps: list[tuple[int, int]], budget: int
     for hours, size in steps:
         now += hours / 10 * HOUR
         with suppress(WriteBudgetError):
-            allowance.spend(size, now_s=now)
+            spend(allowance, size, now)
             spent.append((now, size))
         if len(spent) % 3 == 0:
             allowance = WriteAllowance.from_json(budget, allowance.to_json())
