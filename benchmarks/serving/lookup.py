@@ -22,6 +22,7 @@ from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.format.geometry import shape_of
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.testing.open_store import Inside
@@ -108,7 +109,7 @@ class _Filling:
                 self._catalog.add_segment(self._segment)
             self._num_runs += 1
             part = tuple(keys[first : first + RUN_CHUNKS])
-            shape = self._catalog.shapes.get(len(part), _LAYER_BYTES, (0,), 0)
+            shape = shape_of(len(part), _LAYER_BYTES, 1, (0,), 0)
             place = RunPlace(
                 os.urandom(16), bytes(16), part, first, shape, self._segment.number, (self._num_runs,)
             )

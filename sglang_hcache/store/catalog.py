@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.segments import Segment, StoredRun
 
@@ -55,12 +54,9 @@ class Catalog:
 
     Args:
         cost_doubling_tokens: the length at which a token costs twice as much to recompute as at the start.
-        num_stripes: directories of the store.
     """
 
-    def __init__(self, cost_doubling_tokens: int, num_stripes: int) -> None:
-        self.shapes = ShapeTable(num_stripes)
-        """Shapes of all its runs."""
+    def __init__(self, cost_doubling_tokens: int) -> None:
         self._doubling = cost_doubling_tokens
         self._lock = threading.Lock()
         # Of a million chunks: no object for each of them but its key, which the run holds as well.
@@ -300,7 +296,7 @@ class Catalog:
         self._next_run = max(self._next_run, run.number)
         for index, key in enumerate(run.place.keys):
             other = self._chunks.get(key)
-            # By segments, whose numbers grow with age: a run that was out of sight got its own number only now.
+            # By segments, whose numbers grow with age: of two runs at once the first may be committed last.
             is_newest = other is None or run.place.segment >= other.place.segment
             if index not in run.quarantined and is_newest:
                 self._chunks[key] = run

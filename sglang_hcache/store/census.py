@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.rows import Recency, RunPlace
+from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
-
-UNSEEN_SEGMENTS = 2**20
-"""More than directories hold that are out and of whose files nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +27,6 @@ class Files:
     def listed(cls, first_segment: int, volumes: Sequence[Volume]) -> Files:
         """As they are now; a directory that cannot be listed is taken out."""
         return cls(first_segment, [_files(volume) for volume in volumes])
-
-    def without(self, numbers: Collection[int]) -> Files:
-        """Those of other segments."""
-        others = [
-            None if found is None else {item: found[item] for item in found if item not in numbers}
-            for found in self.found
-        ]
-        return Files(self.first_segment, others)
 
     def of(self, number: int) -> dict[int, SegmentFile]:
         """Those of one segment that can be seen, by directory."""
@@ -56,6 +46,10 @@ class Files:
     def uncleared(self) -> list[int]:
         """Numbers of segments that may hold runs."""
         return [number for number in self.numbers() if number >= self.first_segment]
+
+    def runs(self, volumes: Sequence[Volume]) -> list[RunPlace]:
+        """Those that segments hold, by their headers, by age. Raises OSError."""
+        return [place for place in scan_segments(self.uncleared(), volumes) if self.hold(place)]
 
     def hold(self, place: RunPlace) -> bool:
         """Whether every part lies on the block grid inside its file, as far as files can be seen."""
@@ -112,24 +106,20 @@ class Census:
             last = self.segments[max(self.segments)]
             last.file_bytes = max(last.file_bytes, self._file_bytes)
 
-    def strays(self, *, is_partial: bool) -> tuple[list[Segment], list[Segment]]:
-        """Files of no segment: those to keep and those to delete.
-
-        While runs are missing (``is_partial``), every file may be of one, unless its segment was cleared or is
-        known and lies elsewhere.
-        """
-        kept: list[Segment] = []
-        useless: list[Segment] = []
+    def leftovers(self) -> list[Segment]:
+        """Files of no run, as segments to be deleted."""
+        found = []
         for number in self._files.numbers():
             members = self.segments[number].members if number in self.segments else ()
-            stray = Segment(number, self._volumes, (), self._file_bytes)
-            for stripe, file in self._files.of(number).items():
-                if stripe not in members:
-                    stray.extend(stripe, file)
-            if stray.members:
-                is_kept = is_partial and not members and number >= self._files.first_segment
-                (kept if is_kept else useless).append(stray)
-        return kept, useless
+            strays = {
+                stripe: file for stripe, file in self._files.of(number).items() if stripe not in members
+            }
+            if strays:
+                segment = Segment(number, self._volumes, tuple(sorted(strays)), self._file_bytes)
+                for stripe, file in strays.items():
+                    segment.note(stripe, file)
+                found.append(segment)
+        return found
 
 
 def _files(volume: Volume) -> dict[int, SegmentFile] | None:

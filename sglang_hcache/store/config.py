@@ -11,7 +11,7 @@ from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_STRIPES
+from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_LAYERS, MAX_STRIPES
 
 FILE_SLACK_BYTES = 16 * 2**10
 """Allowance per segment file for what a file system adds (extent tree blocks), bytes."""
@@ -138,6 +138,8 @@ class Run:
             raise ValueError(f"a namespace id has {NAMESPACE_ID_BYTES} bytes")
         if not 0 <= self.first_chunk < 2**32:
             raise ValueError(f"first_chunk {self.first_chunk} is out of range")
+        if len(self.chunk_layer_bytes) > MAX_LAYERS:
+            raise ValueError(f"a run has at most {MAX_LAYERS} layers, got {len(self.chunk_layer_bytes)}")
         if not self.chunk_layer_bytes or not all(0 < size < 2**32 for size in self.chunk_layer_bytes):
             raise ValueError(f"layer sizes must be 1 to 2**32 - 1 bytes, got {self.chunk_layer_bytes}")
 

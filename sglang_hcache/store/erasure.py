@@ -68,5 +68,3 @@ class Eraser:
         for volume in self._volumes:
             if not volume.health.writable:
                 raise StoreIOError(f"{volume.path} is {volume.health.condition}: {volume.health.reason}")
-        if self._ledger.is_partial:
-            raise StoreIOError("the index lacks runs; see `hcache store fsck`")

@@ -28,7 +28,6 @@ from sglang_hcache.core.errors import (
     StoreTimeoutError,
     TemporaryFolderError,
 )
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.record import FORMAT_VERSION
 from sglang_hcache.store.format.rows import (
     RUN_COLUMNS,
@@ -130,7 +129,7 @@ class Index:
 
     @classmethod
     def read(
-        cls, path: Path, shapes: ShapeTable, store_id: str, go_on: GoOn = lambda: None
+        cls, path: Path, num_stripes: int, store_id: str, go_on: GoOn = lambda: None
     ) -> tuple[IndexContents, dict[str, str]]:
         """Contents and meta values of the index at ``path``, beside what writes to it; ``go_on`` as for :meth:`open`.
 
@@ -147,7 +146,7 @@ class Index:
                 connection.execute(_EXCLUSIVE)
                 with index._telling(go_on):
                     index._verify(store_id)
-                return index.load(shapes, go_on), index.meta()
+                return index.load(num_stripes, go_on), index.meta()
         except (TemporaryFolderError, StoreTimeoutError):
             raise
         except (*_SQLITE_ERRORS, OSError, StoreFormatError, StoreIOError) as error:
@@ -157,7 +156,7 @@ class Index:
         """Say that all known runs are in: without it :meth:`open` refuses, so that a rebuild starts over."""
         self.save_meta({"complete": "1"})
 
-    def load(self, shapes: ShapeTable, go_on: GoOn = lambda: None) -> IndexContents:
+    def load(self, num_stripes: int, go_on: GoOn = lambda: None) -> IndexContents:
         """Everything; ``go_on`` as for :meth:`open`.
 
         Raises:
@@ -168,7 +167,7 @@ class Index:
             runs: dict[int, RunPlace] = {}
             bad: list[int] = []
             for fields in execute(f"SELECT {RUN_COLUMNS} FROM runs ORDER BY run"):
-                place = decode(fields, shapes)
+                place = decode(fields, num_stripes)
                 if place is None:
                     bad.append(fields[0])
                 else:

@@ -77,7 +77,6 @@ class Keeper:
                 self._try(volume.check_presence)
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
-        self._try(self._space.rejoin)
         self._try(partial(self._relieved, self._move_index))
         self._try(self._space.tend)
         self._try(partial(self._relieved, self._write_down))

@@ -30,14 +30,11 @@ T = TypeVar("T")
 _FAILURES_ALLOWED = 3
 """So many failures in a row mean the database, however well its directory is."""
 
-_PARTIAL = "partial"
-
 
 class Ledger:
     """Writes the index under its directory's deadline. The catalog in memory has all it holds, so it can move.
 
-    Safe from several threads. ``identity``, ``outgrow`` and ``mark_whole`` do no I/O; the other methods may, and raise
-    ``StoreError``.
+    Safe from several threads. ``identity`` and ``outgrow`` do no I/O; the other methods may, and raise ``StoreError``.
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
@@ -52,11 +49,7 @@ class Ledger:
         catalog: Catalog,
         config: StoreConfig,
         meta: Mapping[str, str],
-        *,
-        is_partial: bool,
     ) -> None:
-        self.is_partial = is_partial
-        """Runs are missing: a directory was out when the index was rebuilt, and not all have been there since."""
         self._index = index
         self._volumes = volumes
         self._identity = identity
@@ -197,12 +190,6 @@ class Ledger:
                 epoch = max(ours.epoch, other.epoch)
                 self._identity = replace(ours, epoch=epoch).next(first_segment=first_segment)
 
-    def mark_whole(self) -> None:
-        """The catalog has all runs now: :meth:`move_if_needed` writes the index anew with them."""
-        with self._lock:
-            self.is_partial = False
-            self._lost = True
-
     def void_before(self, segment: int) -> None:
         """From now on segments below this number count as cleared, whatever becomes of their files and rows.
 
@@ -302,16 +289,6 @@ class Ledger:
                     put(partial(index.quarantine, run.number, dict(run.quarantined)))
         segments = {item.number: Recency(item.last_used, item.score) for item in self._catalog.segments()}
         put(lambda: index.save_recency(segments))
-        put(lambda: index.save_meta({**self._meta, **partial_meta(self.is_partial)}))
+        put(lambda: index.save_meta(self._meta))
         put(index.mark_complete)
         return [run.number for run in filled if run.dropped]
-
-
-def partial_meta(is_partial: bool) -> dict[str, str]:
-    """How the index says whether runs are missing."""
-    return {_PARTIAL: "1" if is_partial else "0"}
-
-
-def is_partial(meta: Mapping[str, str]) -> bool:
-    """What :func:`partial_meta` said."""
-    return meta.get(_PARTIAL) == "1"

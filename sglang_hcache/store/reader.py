@@ -164,7 +164,7 @@ def _ops(
 def _verify(job: _Job) -> tuple[int, ...]:
     """Chunks of the run whose bytes are wrong. Raises CorruptExtentError if the header is."""
     found = parse_header(job.header.data)
-    check_header(found, job.item.run.place.header(job.layer))
+    check_header(found, job.item.run.place, job.layer)
     view, size = job.payload.data, found.chunk_bytes
     chunks = [view[at : at + size] for at in range(0, len(view), size)]
     return tuple(bad_chunks(found, chunks, job.item.start))

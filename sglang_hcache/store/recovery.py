@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from sglang_hcache.core.errors import (
@@ -16,21 +16,23 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.census import UNSEEN_SEGMENTS, Census, Files
+from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME
-from sglang_hcache.store.format.rows import MAX_COUNT, IndexContents, Recency, RunPlace
+from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches
 from sglang_hcache.store.index_files import remove_index
-from sglang_hcache.store.ledger import Ledger, is_partial, partial_meta
-from sglang_hcache.store.scan import scan_segments
+from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
 
 LOAD_S = 60.0
 """For each few thousand rows of the index, and for its check; the whole takes a second for 100,000 runs."""
+
+_UNSEEN_SEGMENTS = 2**20
+"""More than a directory holds that is out: new segments must not get the numbers of files that nobody has seen."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +52,8 @@ class Recovered:
     """Named values of the index."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundIndex:
-    index: Index | None
-    """None if no directory takes writes: then the ledger makes one as soon as one does."""
-    contents: IndexContents
-    meta: dict[str, str]
-    is_partial: bool
-    """Runs are missing: segments were not read yet, or not all."""
+_Found = tuple[Index | None, IndexContents, dict[str, str]]
+"""An index, what is in it, and its named values. No index if no directory takes one: the ledger makes it later."""
 
 
 class Recovery:
@@ -74,7 +70,7 @@ class Recovery:
         self._volumes = volumes
         self._identity = identity
         self._observer = observer
-        self._catalog = Catalog(config.cost_doubling_tokens, len(volumes))
+        self._catalog = Catalog(config.cost_doubling_tokens)
         self._files = Files.listed(identity.first_segment, volumes)
 
     @property
@@ -84,22 +80,18 @@ class Recovery:
 
     def run(self) -> Recovered:
         """Once. Raises StoreError if no directory can be read, OSError if this process lacks something."""
-        found = self._find_index()
+        index, contents, meta = self._find_index()
         try:
-            return self._agreed(self._with_files(found) if found.is_partial else found)
+            return self._agreed(index, contents, meta)
         except BaseException:
-            if found.index is not None:  # an open one is locked
+            if index is not None:  # an open one is locked
                 with contextlib.suppress(OSError):
-                    self._home.probe(found.index.close)
+                    self._home.probe(index.close)
             raise
 
-    def _agreed(self, found: _FoundIndex) -> Recovered:
-        """What ``found`` and the files say together. Raises StoreError."""
-        ledger = Ledger(
-            *(found.index, self._volumes, self._identity, self._catalog, self._config, found.meta),
-            is_partial=found.is_partial,
-        )
-        contents = found.contents
+    def _agreed(self, index: Index | None, contents: IndexContents, meta: dict[str, str]) -> Recovered:
+        """What the index and the files say together. Raises StoreError."""
+        ledger = Ledger(index, self._volumes, self._identity, self._catalog, self._config, meta)
         census = Census(self._files, self._volumes, self._catalog, self._config.file_bytes)
         unusable = [*contents.bad_rows]
         for number, place in contents.runs.items():
@@ -113,29 +105,29 @@ class Recovery:
         # What is said of no run would be said of the next one with its number.
         orphans = contents.quarantined.keys() - contents.runs.keys()
         _try_delete(ledger.delete_runs, [*unusable, *orphans])
-        if found.index is not None and not found.is_partial:
+        if index is not None:
             # Of an eviction that was killed, or overtaken by what saves recency: nobody else would ever delete it.
             _try_delete(ledger.delete_recency, sorted(contents.recency.keys() - census.segments.keys()))
         num_recovered = len(contents.runs) + len(contents.bad_rows) - len(unusable)
         self._observer.count("store.runs_recovered", num_recovered)
-        kept, leftovers = census.strays(is_partial=found.is_partial)
         mentioned = [place.segment for place in contents.runs.values()]
         highest = max(
             [*self._files.numbers(), *mentioned, *contents.recency, self._identity.first_segment - 1]
         )
+        is_all = all(volume.health.readable for volume in self._volumes)
         return Recovered(
             ledger=ledger,
             catalog=self._catalog,
-            segments=[*census.segments.values(), *kept],
-            leftovers=leftovers,
-            next_number=highest + 1 + (UNSEEN_SEGMENTS if found.is_partial else 0),
-            meta=found.meta,
+            segments=list(census.segments.values()),
+            leftovers=census.leftovers(),
+            next_number=highest + 1 + (0 if is_all else _UNSEEN_SEGMENTS),
+            meta=meta,
         )
 
     # -- the index -------------------------------------------------------------------------------
 
-    def _find_index(self) -> _FoundIndex:
-        """The index where it belongs, or an empty one, perhaps elsewhere: see :meth:`_with_files`."""
+    def _find_index(self) -> _Found:
+        """The index where it belongs, or a new one from the headers, perhaps elsewhere."""
         home = self._home
         for volume in self._volumes:
             if volume.health.writable:
@@ -151,8 +143,7 @@ class Recovery:
             if self._files.numbers() or _has_index(home):
                 logger.warning("hcache: the index cannot be used: %s; rebuilding it from the segments", error)
                 self._observer.count("store.index_rebuilds")
-        recency = {number: Recency(number, 0.0) for number in self._files.uncleared()}
-        return _FoundIndex(self._new_index(), IndexContents({}, [], recency, {}), {}, is_partial=True)
+        return self._rebuilt()
 
     def _refuse_if_all_are_out(self) -> None:
         """Without index and segments nothing is known, and whatever is there would be taken for files of no run.
@@ -166,7 +157,7 @@ class Recovery:
                 "nothing was changed, start again when its disk answers"
             )
 
-    def _load_index(self) -> _FoundIndex:
+    def _load_index(self) -> _Found:
         """
         Raises:
             StoreFormatError, StoreIOError: it cannot be used.
@@ -180,17 +171,34 @@ class Recovery:
         if not self._home.health.readable:
             raise StoreIOError(f"its directory is {self._home.health.condition}")
         if not self._home.health.writable:
-            contents, meta = Index.read(path, self._catalog.shapes, store_id, self._home.goes_on)
-            return _FoundIndex(None, contents, meta, is_partial(meta))
+            contents, meta = Index.read(path, len(self._volumes), store_id, self._home.goes_on)
+            return None, contents, meta
         index = Index.open(path, store_id, limit, self._home.goes_on)
         try:
             if index.file_bytes() > limit:
                 raise StoreFormatError("it is larger than the new --hcache-disk-size allows")
-            contents, meta = index.load(self._catalog.shapes, self._home.goes_on), index.meta()
-            return _FoundIndex(index, contents, meta, is_partial(meta))
+            return index, index.load(len(self._volumes), self._home.goes_on), index.meta()
         except BaseException:
             index.close()
             raise
+
+    def _rebuilt(self) -> _Found:
+        """A new index with the runs that the segments hold; those in directories that are out are believed."""
+        places = self._files.runs(self._volumes)
+        self._refuse_if_all_are_out()
+        runs, index = dict(enumerate(places, 1)), self._new_index()
+        if index is not None:
+            try:
+                runs = self._fill(index, runs)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    self._home.probe(index.close)
+                if not isinstance(error, StoreError):
+                    raise
+                logger.warning("hcache: the new index cannot be written yet: %s", error)
+                index = None  # the ledger makes another one, from memory
+        recency = {place.segment: Recency(place.segment, 0.0) for place in places}
+        return index, IndexContents(runs, [], recency, {}), {}
 
     def _new_index(self) -> Index | None:
         """An empty index, not complete yet; None if no directory takes it. From now on its directory is home."""
@@ -211,35 +219,8 @@ class Recovery:
         logger.warning("hcache: no directory takes writes; nothing new is stored until one does")
         return None
 
-    # -- an index that lacks runs ----------------------------------------------------------------
-
-    def _with_files(self, found: _FoundIndex) -> _FoundIndex:
-        """``found`` and the runs that the segments hold. Those with a directory that is out wait for it."""
-        scanned = scan_segments(self._files.uncleared(), self._volumes, self._catalog.shapes)
-        self._refuse_if_all_are_out()
-        well = {volume.stripe for volume in self._volumes if volume.health.readable}
-        contents = found.contents
-        known = {place.run_id for place in contents.runs.values()}
-        fresh = [run for run in scanned if run.run_id not in known and well.issuperset(run.shape.members)]
-        taken = [number for number in (*contents.bad_rows, *contents.runs) if number < MAX_COUNT]
-        runs = dict(enumerate(fresh, max(taken, default=0) + 1))
-        is_partial = len(well) < len(self._volumes)
-        if is_partial:
-            logger.warning("hcache: what lies in directories that are out is found again when all are back")
-        index = found.index
-        if index is not None:
-            try:
-                runs = self._fill(index, runs, is_partial)
-            except StoreError as error:
-                logger.warning("hcache: the new index cannot be written yet: %s", error)
-                with contextlib.suppress(OSError):
-                    self._home.probe(index.close)
-                index = None  # the ledger makes another one, from memory
-        contents = replace(contents, runs={**contents.runs, **runs})
-        return _FoundIndex(index, contents, found.meta, is_partial)
-
-    def _fill(self, index: Index, runs: Mapping[int, RunPlace], is_partial: bool) -> dict[int, RunPlace]:
-        """Put ``runs`` into an index that lacks them; returns those that it has room for.
+    def _fill(self, index: Index, runs: Mapping[int, RunPlace]) -> dict[int, RunPlace]:
+        """Put ``runs`` into a new index; returns those that it has room for.
 
         Raises:
             StoreError: it cannot be written.
@@ -255,7 +236,6 @@ class Recovery:
                 kept.update(batch)
         except StoreFullError as error:
             logger.warning("hcache: not all stored runs fit the index: %s", error)
-        put(partial(index.save_meta, partial_meta(is_partial)))
         put(index.mark_complete)
         return kept
 

@@ -96,13 +96,6 @@ class Segment:
             stripe: size for stripe, size in self.accounted.items() if self._volumes[stripe].health.can_delete
         }
 
-    def extend(self, stripe: int, file: SegmentFile) -> None:
-        """A file of it was found in one more directory."""
-        self.members = tuple(sorted({*self.members, stripe}))
-        self.mask = mask_of(self.members)
-        self.used[stripe] = file.size
-        self._note(stripe, file)
-
     def tidy(self) -> None:
         """Note what :attr:`found` says, and cut what is longer than what is used. Raises the last StoreError."""
         found, self.found = self.found, {}
@@ -111,7 +104,7 @@ class Segment:
             if stripe not in found:
                 self.measure([stripe])  # its directory is out
             else:
-                self._note(stripe, found[stripe])
+                self.note(stripe, found[stripe])
                 uncut += [stripe] if found[stripe].size > self.used[stripe] else []
         self.trim(uncut)
 
@@ -199,7 +192,8 @@ class Segment:
                 failures[stripe] = error
         return failures
 
-    def _note(self, stripe: int, file: SegmentFile) -> None:
+    def note(self, stripe: int, file: SegmentFile) -> None:
+        """What a listing says of its file in one directory."""
         self.accounted[stripe] = file.taken_bytes + FILE_SLACK_BYTES
         self.written_s = max(self.written_s, file.written_s)
         self.asked |= 1 << stripe

@@ -15,13 +15,11 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
-from sglang_hcache.store.census import UNSEEN_SEGMENTS
 from sglang_hcache.store.config import Run, StoreConfig
 from sglang_hcache.store.erasure import Erased, Eraser
 from sglang_hcache.store.eviction import Eviction
-from sglang_hcache.store.format.geometry import RunShape
-from sglang_hcache.store.format.record import RUN_ID_BYTES
-from sglang_hcache.store.format.rows import RunPlace
+from sglang_hcache.store.format.geometry import RunShape, shape_of
+from sglang_hcache.store.format.rows import RUN_ID_BYTES, RunPlace
 from sglang_hcache.store.free_space import FreeSpace
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.reconciler import Reconciler
@@ -31,9 +29,6 @@ from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
-
-_SCAN_S = 0.5
-"""To wait for headers in each round: those of a small store are read by then."""
 
 
 class Space:
@@ -60,7 +55,7 @@ class Space:
         self._eviction = Eviction(config, volumes, catalog, self._remover, free_space)
         self._retention = Retention(config.max_age_s, volumes, catalog, self._remover)
         self._eraser = Eraser(volumes, catalog, ledger, self._remover)
-        self._reconciler = Reconciler(config, volumes, catalog, ledger, self._remover, observer)
+        self._reconciler = Reconciler(catalog, ledger, self._remover, observer)
         self._lock = threading.Lock()
         self._active: Segment | None = None
         self._next_number = 0
@@ -71,10 +66,14 @@ class Space:
         """Take over what was found at start: segments in use, and files nobody needs."""
         with self._lock:
             self._next_number = next_number
-            self._take_over(segments)
+            for segment in segments:
+                self._trimmed(segment, segment.tidy)
+                self._catalog.add_segment(segment)
             self._catalog.set_floor()
             self._retention.enforce()
-            self._shed(leftovers)
+            for segment in leftovers:
+                self._remover.remove(segment)
+            self._eviction.restore_cap()
 
     def reserve(self, run: Run) -> StoredRun:
         """Room for ``run``, in a new segment if need be. Its segment is pinned until :meth:`Catalog.unpin`.
@@ -172,22 +171,6 @@ class Space:
             if self._active is not None and self._active.retired:
                 self._active = None
 
-    def rejoin(self) -> None:
-        """Serve what could not be put together before, if the directories are there now.
-
-        Reading its headers takes long where there is much, and goes on in the background from call to call.
-
-        Raises:
-            StoreError: it fails again.
-        """
-        with self._lock:
-            scan = None if self._closed else self._reconciler.begin_scan()
-        if scan is not None and scan.is_over(_SCAN_S):
-            with self._lock:
-                segments, leftovers = self._reconciler.end_scan(scan)
-                self._take_over(segments)
-                self._shed(leftovers)
-
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove the segments that hold ``keys``, with all else in them, unless they are in use."""
         with self._lock:
@@ -203,9 +186,6 @@ class Space:
             StoreError: they would be back after a restart now (:meth:`Ledger.void_before`).
         """
         with self._lock:
-            is_first_try = self._next_number != self._ledger.identity.first_segment
-            if is_first_try and not all(volume.health.readable for volume in self._volumes):
-                self._next_number += UNSEEN_SEGMENTS
             self._active = None
             try:
                 # First, for it is one short write: who is killed meanwhile starts empty too.
@@ -229,15 +209,13 @@ class Space:
         """Trim the active segment. Files of segments still pinned are left for the next start to remove."""
         with self._lock:
             self._seal_active()
-            self._reconciler.close()
             self._closed = True
 
     # -- new segments ----------------------------------------------------------------------------
 
     def _shape(self, run: Run, members: tuple[int, ...]) -> RunShape:
-        return self._catalog.shapes.get(
-            len(run.keys), run.chunk_layer_bytes, members, self._rotation % len(members)
-        )
+        rotation = self._rotation % len(members)
+        return shape_of(len(run.keys), run.chunk_layer_bytes, len(self._volumes), members, rotation)
 
     def _renew(self, run: Run) -> Segment:
         """Seal the active segment and begin one that ``run`` fits, wherever writes are taken and there is room."""
@@ -262,19 +240,6 @@ class Space:
         self._catalog.add_segment(segment)
         self._active = segment
         return segment
-
-    # -- what was found --------------------------------------------------------------------------
-
-    def _take_over(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
-            self._trimmed(segment, segment.tidy)
-            self._catalog.add_segment(segment)
-
-    def _shed(self, leftovers: Iterable[Segment]) -> None:
-        """Delete files that nobody needs, then what the cap has no room for."""
-        for segment in leftovers:
-            self._remover.remove(segment)
-        self._eviction.restore_cap()
 
     def _seal_active(self) -> None:
         segment, self._active = self._active, None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
-from sglang_hcache.store.format.record import digest, pack_header
+from sglang_hcache.store.format.record import ExtentHeader, digest, pack_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import IOKind, IOOp
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, check_bytes, is_aligned
@@ -58,7 +58,7 @@ class RunWriter:
             size = extent_bytes(shape.num_chunks, chunk_bytes)
             extent, scratch = scratch[:size], scratch[size:]
             digests = tuple(digest(chunk.data) for chunk in chunks)
-            extent[:BLOCK] = np.frombuffer(pack_header(place.header(layer, digests)), np.uint8)
+            extent[:BLOCK] = np.frombuffer(pack_header(ExtentHeader(place, layer, digests)), np.uint8)
             stripe = shape.stripe(layer)
             file = run.segment.file(stripe)
             buffers = _buffers(extent, chunks, chunk_bytes, file.direct)

@@ -58,7 +58,7 @@ def make_stores(base: Path) -> Stores:
     with_store = DiskStore.open(config, Counters())
     for keys, layers in zip((*RUNS[:3], QUARANTINED), SHAPES, strict=False):
         write_keys(with_store, keys, layers)
-    path, offset, _ = next(item for item in extents(config) if item.header.keys == QUARANTINED)
+    path, offset, _ = next(item for item in extents(config) if item.header.place.keys == QUARANTINED)
     change(path, offset + BLOCK, b"damaged")
     assert not is_served(with_store, QUARANTINED)
     with_store.close()

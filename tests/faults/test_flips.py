@@ -11,7 +11,7 @@ import xxhash
 
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
-from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from tests.faults.damage import (
     ALL,
     RUNS,
@@ -26,6 +26,8 @@ from tests.faults.damage import (
     served,
 )
 
+LENGTHS = {"32 * n": 96, "8 * n": 24, "8 * D": 16, "4 * L": 4}
+"""Bytes of the fields that vary, for three chunks, two directories and at least one layer."""
 WAYS = ("closed", "without index", "running")
 
 
@@ -33,8 +35,7 @@ def header_fields() -> dict[str, tuple[int, int]]:
     """Name -> first byte and bytes behind it, as docs/store-format.md has them."""
     fields = {}
     for offset, size, name, _ in rows_of_table("Extent header", "offset"):
-        end = int(offset) + int(size.replace("32 * n", "96").replace("8 * n", "24"))
-        fields[name] = (int(offset), end)
+        fields[name] = (int(offset), int(offset) + (LENGTHS.get(size) or int(size)))
     return fields
 
 
@@ -42,7 +43,7 @@ FIELDS = header_fields()
 
 
 def test_the_documented_fields_fill_the_header() -> None:
-    ends = {"chunk keys": 2176, "chunk digests": 2688}
+    ends = {"chunk keys": 2176, "chunk digests": 2688, "part offsets": 2816, "layer sizes": BLOCK}
     at = 0
     for name, (begin, end) in FIELDS.items():
         assert begin == at, name
@@ -78,7 +79,7 @@ def found_while_running(config: StoreConfig, damage: Damage) -> set[int]:
 
 
 def an_extent(config: StoreConfig, chance: random.Random, runs: Sequence[tuple[bytes, ...]] = RUNS) -> Extent:
-    return chance.choice([item for item in extents(config) if item.header.keys in runs])
+    return chance.choice([item for item in extents(config) if item.header.place.keys in runs])
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -92,7 +93,7 @@ def test_a_bit_of_a_header(
         extent = an_extent(config, chance)
         at = extent.offset + chance.randrange(*FIELDS[field])
         found = found_after(how, config, lambda _, at=at, path=extent.path: flip(path, at, chance))
-        assert found == ALL - {RUNS.index(extent.header.keys)}
+        assert found == ALL - {RUNS.index(extent.header.place.keys)}
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -116,7 +117,7 @@ def test_a_header_that_is_wrong_in_itself(
 
         filled = fill is not None and read(extent.path, at, end - begin) == fill * (end - begin)
         found = found_after(how, config, damage)
-        number = RUNS.index(extent.header.keys)
+        number = RUNS.index(extent.header.place.keys)
         assert found >= ALL - {number}
         if how != "without index" and field != "reserved" and not filled:
             assert number not in found, "the index promised something else"
@@ -137,11 +138,15 @@ def test_a_bit_of_a_payload(
     for _ in range(flips // 3):
         config = fresh()
         extent = an_extent(config, chance)
-        place = chance.randrange(extent.header.extent_bytes - BLOCK)
+        place = chance.randrange(
+            extent_bytes(len(extent.header.place.keys), extent.header.chunk_bytes) - BLOCK
+        )
         at = extent.offset + BLOCK + place
-        number = RUNS.index(extent.header.keys)
+        number = RUNS.index(extent.header.place.keys)
         found = found_after(how, config, lambda _, at=at, path=extent.path: flip(path, at, chance))
-        assert found == (ALL - {number} if place < extent.header.payload_bytes else ALL)
+        assert found == (
+            ALL - {number} if place < len(extent.header.place.keys) * extent.header.chunk_bytes else ALL
+        )
 
 
 def test_other_bytes_anywhere_in_the_files(

@@ -19,7 +19,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, StateLayout
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.memory import available_host_bytes
 from sglang_hcache.restore.pipeline import NUM_BUFFERS, buffer_bytes
-from sglang_hcache.store import StoreConfig
+from sglang_hcache.store import MAX_LAYERS, StoreConfig
 
 _FEWEST_SLOTS = 16
 _RUN_SHARE = 1 / 8
@@ -89,7 +89,16 @@ class HostBudget:
 
 
 def longest_run(layout: StateLayout, disk_bytes: int) -> int:
-    """Most chunks of a disk run: fewer than usual where one would need much of a small disk to itself."""
+    """Most chunks of a disk run: fewer than usual where one would need much of a small disk to itself.
+
+    Raises:
+        ConfigError: the model has more layers than the disk tier can store.
+    """
+    if layout.num_layers > MAX_LAYERS:
+        raise ConfigError(
+            f"--hcache-dirs: the model has {layout.num_layers} layers, and the disk tier stores at most {MAX_LAYERS}; "
+            "leave it out"
+        )
     return max(1, min(RUN_CHUNKS, int(disk_bytes * _RUN_SHARE) // layout.chunk_bytes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 BLOCK = 4096
 """Alignment of everything on disk, and the size of an extent's header, bytes."""
@@ -12,7 +13,10 @@ MAX_CHUNKS = 64
 """Chunks in a run at most: what fits a header."""
 
 MAX_STRIPES = 16
-"""Directories of a store at most: bits of the member mask."""
+"""Directories of a store at most: bits of the member mask, and what fits a header."""
+
+MAX_LAYERS = 320
+"""Layers of a run at most: what fits a header."""
 
 MAX_SEGMENT = 10**15 - 1
 """Largest number of a segment: what a file's name has room for, far from what an index can hold."""
@@ -30,7 +34,7 @@ def extent_bytes(num_chunks: int, chunk_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """The geometry of a run; pure arithmetic on its four numbers."""
+    """The geometry of a run: pure arithmetic on what it is made of. Use :func:`shape_of`."""
 
     num_chunks: int
     chunk_layer_bytes: tuple[int, ...]
@@ -81,20 +85,13 @@ def members_of(mask: int) -> tuple[int, ...]:
     return tuple(stripe for stripe in range(mask.bit_length()) if mask >> stripe & 1)
 
 
-class ShapeTable:
-    """Hands out one :class:`RunShape` per distinct geometry, so that a million runs share a few objects."""
-
-    def __init__(self, num_stripes: int) -> None:
-        self.num_stripes = num_stripes
-        self._shapes: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], RunShape] = {}
-
-    def get(
-        self, num_chunks: int, chunk_layer_bytes: tuple[int, ...], members: tuple[int, ...], rotation: int
-    ) -> RunShape:
-        """The shape of a run in this store. Safe from several threads."""
-        key = (num_chunks, chunk_layer_bytes, members, rotation)
-        shape = self._shapes.get(key)
-        if shape is None:
-            shape = RunShape(num_chunks, chunk_layer_bytes, self.num_stripes, members, rotation)
-            shape = self._shapes.setdefault(key, shape)
-        return shape
+@lru_cache(4096)
+def shape_of(
+    num_chunks: int,
+    chunk_layer_bytes: tuple[int, ...],
+    num_stripes: int,
+    members: tuple[int, ...],
+    rotation: int,
+) -> RunShape:
+    """One object for each geometry, so that a million runs share a few. Safe from several threads."""
+    return RunShape(num_chunks, chunk_layer_bytes, num_stripes, members, rotation)

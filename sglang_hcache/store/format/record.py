@@ -9,73 +9,51 @@ from dataclasses import dataclass
 import xxhash
 
 from sglang_hcache.core.errors import CorruptExtentError
-from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
-from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, extent_bytes, mask_of, members_of
+from sglang_hcache.core.keys import KEY_BYTES
+from sglang_hcache.store.format.geometry import BLOCK, MAX_CHUNKS, MAX_LAYERS, MAX_STRIPES
+from sglang_hcache.store.format.rows import RunPlace, decode, encode
 
 MAGIC = b"HCEXTENT"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Format of headers and directories together. Any change to stored bytes needs a new one."""
 
-RUN_ID_BYTES = 16
 DIGEST_BYTES = 8
 
-_FIXED = struct.Struct("<8sIIQ16s16sIIIIQQHHHHQQQQ")
+_FIXED = struct.Struct("<8sIIQ16s16sIIIIQHHH42x")
 _DIGEST_AT = 16
 _KEYS_AT = 128
 _DIGESTS_AT = _KEYS_AT + MAX_CHUNKS * KEY_BYTES
-_END = _DIGESTS_AT + MAX_CHUNKS * DIGEST_BYTES
+_OFFSETS_AT = _DIGESTS_AT + MAX_CHUNKS * DIGEST_BYTES
+_SIZES_AT = _OFFSETS_AT + MAX_STRIPES * 8
 assert _FIXED.size == _KEYS_AT
-
-PEEK_BYTES = _FIXED.size
-"""Bytes of a header without keys and digests."""
-_PEEKED = struct.Struct("<16s8x32sI8sIQQ32sQ")
-"""The same bytes, without the digest: what extents of a part have in common in a few pieces, and the rest."""
-assert _PEEKED.size == PEEK_BYTES
-assert _END <= BLOCK
+assert _SIZES_AT + MAX_LAYERS * 4 == BLOCK
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentHeader:
-    """Everything an extent says about itself. Field widths: docs/store-format.md."""
+    """Everything an extent says about itself: its whole run, as in the index, and which layer this is."""
 
-    namespace_id: bytes
-    run_id: bytes
+    place: RunPlace
     layer: int
-    num_layers: int
-    first_chunk: int
-    """Position of the first chunk's first token, divided by 64."""
-    chunk_bytes: int
-    """Bytes of one chunk in this layer."""
-    stripe: int
-    num_stripes: int
-    members: tuple[int, ...]
-    """Directories that hold the run, ascending."""
-    rotation: int
-    segment: int
-    part_offset: int
-    """Where the run's part begins in this file, bytes."""
-    part_bytes: int
-    extent_offset: int
-    """Where this extent begins inside the part, bytes."""
-    keys: tuple[bytes, ...]
     digests: tuple[int, ...]
     """xxh3_64 of each chunk's payload in this layer."""
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.keys)
+    def stripe(self) -> int:
+        """Of the directory it lies in."""
+        return self.place.shape.stripe(self.layer)
 
     @property
-    def payload_bytes(self) -> int:
-        """Without padding."""
-        return self.num_chunks * self.chunk_bytes
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk in this layer."""
+        return self.place.shape.chunk_layer_bytes[self.layer]
 
     @property
-    def extent_bytes(self) -> int:
-        """Header, payload and padding."""
-        return extent_bytes(self.num_chunks, self.chunk_bytes)
+    def begins_part(self) -> bool:
+        """Whether it is the first one of its run in its directory."""
+        return self.place.shape.layer_offsets[self.layer] == 0
 
 
 def digest(data: Buffer) -> int:
@@ -89,25 +67,23 @@ def pack_header(header: ExtentHeader) -> bytes:
     Raises:
         ValueError: a field does not fit, or keys and digests do not pair up.
     """
-    if not 1 <= header.num_chunks <= MAX_CHUNKS or len(header.digests) != header.num_chunks:
-        raise ValueError(f"{header.num_chunks} keys and {len(header.digests)} digests in one header")
-    if any(len(key) != KEY_BYTES for key in header.keys):
-        raise ValueError(f"a chunk key has {KEY_BYTES} bytes")
-    if len(header.namespace_id) != NAMESPACE_ID_BYTES or len(header.run_id) != RUN_ID_BYTES:
-        raise ValueError("namespace id and run id have 16 bytes")
-    block = bytearray(BLOCK)
+    place, shape = header.place, header.place.shape
     try:
-        _FIXED.pack_into(
-            block, 0, MAGIC, FORMAT_VERSION, BLOCK, 0, header.namespace_id, header.run_id,
-            header.layer, header.num_layers, header.first_chunk, header.num_chunks,
-            header.chunk_bytes, header.payload_bytes,
-            header.stripe, header.num_stripes, header.rotation, mask_of(header.members),
-            header.segment, header.part_offset, header.part_bytes, header.extent_offset,
+        row = encode(0, place)
+        _, run_id, segment, namespace_id, first_chunk, mask, rotation, keys, layer_bytes, offsets = row
+        fixed = _FIXED.pack(
+            MAGIC, FORMAT_VERSION, BLOCK, 0, namespace_id, run_id, header.layer, len(shape.chunk_layer_bytes),
+            first_chunk, shape.num_chunks, segment, shape.num_stripes, rotation, mask,
         )  # fmt: skip
+        digests = struct.pack(f"<{shape.num_chunks}Q", *header.digests)
     except struct.error as error:
         raise ValueError(f"a header field does not fit: {error}") from None
-    block[_KEYS_AT : _KEYS_AT + header.num_chunks * KEY_BYTES] = b"".join(header.keys)
-    struct.pack_into(f"<{header.num_chunks}Q", block, _DIGESTS_AT, *header.digests)
+    if decode(row, shape.num_stripes) != place or not header.layer < len(shape.chunk_layer_bytes):
+        raise ValueError("header fields contradict each other")
+    block = bytearray(BLOCK)
+    for at, data in ((0, fixed), (_KEYS_AT, keys), (_DIGESTS_AT, digests), (_OFFSETS_AT, offsets)):
+        block[at : at + len(data)] = data
+    block[_SIZES_AT : _SIZES_AT + len(layer_bytes)] = layer_bytes
     struct.pack_into("<Q", block, _DIGEST_AT, digest(block))
     return bytes(block)
 
@@ -122,74 +98,55 @@ def parse_header(block: Buffer) -> ExtentHeader:
         raise CorruptExtentError(f"header has {len(block)} of {BLOCK} bytes")
     if bytes(block[: len(MAGIC)]) != MAGIC:
         raise CorruptExtentError(f"header has wrong magic {bytes(block[:8])!r}")
-    fields = _FIXED.unpack_from(block)
     (_, version, header_bytes, stored_digest, namespace_id, run_id, layer, num_layers, first_chunk,
-     num_chunks, chunk_bytes, payload_bytes, stripe, num_stripes, rotation, member_mask,
-     segment, part_offset, part_bytes, extent_offset) = fields  # fmt: skip
+     num_chunks, segment, num_stripes, rotation, mask) = _FIXED.unpack_from(block)  # fmt: skip
     if version != FORMAT_VERSION or header_bytes != BLOCK:
         raise CorruptExtentError(f"header has format version {version}, expected {FORMAT_VERSION}")
     zeroed = bytearray(block)
     zeroed[_DIGEST_AT : _DIGEST_AT + DIGEST_BYTES] = bytes(DIGEST_BYTES)
     if digest(zeroed) != stored_digest:
         raise CorruptExtentError("header digest does not match")
-    if not 1 <= num_chunks <= MAX_CHUNKS or payload_bytes != num_chunks * chunk_bytes:
-        raise CorruptExtentError(f"header says {payload_bytes} bytes for {num_chunks} chunks")
-    members = members_of(member_mask)
-    in_range = layer < num_layers and rotation < len(members) and members[-1] < num_stripes
-    if not in_range or stripe not in members:
-        raise CorruptExtentError("header fields contradict each other")
-    if part_offset % BLOCK or part_bytes % BLOCK or extent_offset % BLOCK:
-        raise CorruptExtentError("header offsets are not multiples of 4096")
-    keys = bytes(block[_KEYS_AT : _KEYS_AT + num_chunks * KEY_BYTES])
-    return ExtentHeader(
-        namespace_id=namespace_id,
-        run_id=run_id,
-        layer=layer,
-        num_layers=num_layers,
-        first_chunk=first_chunk,
-        chunk_bytes=chunk_bytes,
-        stripe=stripe,
-        num_stripes=num_stripes,
-        members=members,
-        rotation=rotation,
-        segment=segment,
-        part_offset=part_offset,
-        part_bytes=part_bytes,
-        extent_offset=extent_offset,
-        keys=tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)),
-        digests=struct.unpack_from(f"<{num_chunks}Q", block, _DIGESTS_AT),
+    place = decode(
+        (
+            *(0, run_id, segment, namespace_id, first_chunk, mask, rotation),
+            bytes(block[_KEYS_AT:_DIGESTS_AT][: num_chunks * KEY_BYTES]),
+            bytes(block[_SIZES_AT:][: num_layers * 4]),
+            bytes(block[_OFFSETS_AT:_SIZES_AT][: num_stripes * 8]),
+        ),
+        num_stripes,
     )
+    if place is None or (place.shape.num_chunks, len(place.shape.chunk_layer_bytes)) != (
+        num_chunks,
+        num_layers,
+    ):
+        raise CorruptExtentError("header fields contradict each other")
+    if not layer < num_layers:
+        raise CorruptExtentError(f"header says layer {layer} of {num_layers}")
+    return ExtentHeader(place, layer, struct.unpack_from(f"<{num_chunks}Q", block, _DIGESTS_AT))
 
 
-def peek_extent(block: Buffer, first: Buffer) -> tuple[int, int, int] | None:
-    """Layer, chunk bytes and extent offset of a later extent of the part whose first header is ``first``, if it is one.
-
-    Looks at the first ``PEEK_BYTES`` only and not at the digest: quick, for what is served is checked again.
-    """
-    if len(block) < PEEK_BYTES:
-        return None
-    begin, run, layer, counts, chunks, chunk_bytes, payload_bytes, place, offset = _PEEKED.unpack_from(block)
-    begin_1, run_1, _, counts_1, chunks_1, _, _, place_1, _ = _PEEKED.unpack_from(first)
-    same = (begin, run, counts, chunks, place) == (begin_1, run_1, counts_1, chunks_1, place_1)
-    return (layer, chunk_bytes, offset) if same and payload_bytes == chunks * chunk_bytes else None
-
-
-def check_header(header: ExtentHeader, expected: ExtentHeader) -> None:
-    """Compare what was read with what the index promised; digests are left out.
+def check_header(header: ExtentHeader, place: RunPlace, layer: int) -> None:
+    """Compare what was read with what the index promised.
 
     Raises:
         CorruptExtentError: names the first field that differs.
     """
-    for name in _IDENTITY:
-        found, wanted = getattr(header, name), getattr(expected, name)
-        if found != wanted:
-            raise CorruptExtentError(f"extent has {name} {_show(found)}, expected {_show(wanted)}")
+    if (header.place, header.layer) != (place, layer):
+        pairs = zip(_identity(header.place, header.layer), _identity(place, layer), strict=True)
+        name, found, wanted = next(
+            (name, found, wanted) for (name, found), (_, wanted) in pairs if found != wanted
+        )
+        raise CorruptExtentError(f"extent has {name} {_show(found)}, expected {_show(wanted)}")
 
 
-_IDENTITY = (
-    "namespace_id", "keys", "layer", "num_layers", "chunk_bytes", "first_chunk", "run_id", "stripe",
-    "num_stripes", "members", "rotation", "segment", "part_offset", "part_bytes", "extent_offset",
-)  # fmt: skip
+def _identity(place: RunPlace, layer: int) -> list[tuple[str, object]]:
+    shape = place.shape
+    return [
+        ("namespace_id", place.namespace_id), ("keys", place.keys), ("layer", layer),
+        ("chunk_layer_bytes", shape.chunk_layer_bytes), ("first_chunk", place.first_chunk), ("run_id", place.run_id),
+        ("num_stripes", shape.num_stripes), ("members", shape.members), ("rotation", shape.rotation),
+        ("segment", place.segment), ("offsets", place.offsets),
+    ]  # fmt: skip
 
 
 def _show(value: object) -> str:

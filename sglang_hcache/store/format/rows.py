@@ -1,4 +1,4 @@
-"""A run as it lies on disk, and as a row of the index, checked when it comes back from there."""
+"""A run as it lies on disk, and as a row of the index or a header, checked when it comes back from there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from sglang_hcache.core.keys import KEY_BYTES, NAMESPACE_ID_BYTES
 from sglang_hcache.store.format.geometry import (
     MAX_CHUNKS,
+    MAX_LAYERS,
     MAX_SEGMENT,
+    MAX_STRIPES,
     RunShape,
-    ShapeTable,
     mask_of,
     members_of,
+    shape_of,
 )
-from sglang_hcache.store.format.record import RUN_ID_BYTES, ExtentHeader
+
+RUN_ID_BYTES = 16
 
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -40,13 +43,16 @@ CREATE TABLE quarantine (
 
 RUN_COLUMNS = "run, run_id, segment, namespace_id, first_chunk, members, rotation, keys, layer_bytes, offsets"
 
+Row = tuple[int, bytes, int, bytes, int, int, int, bytes, bytes, bytes]
+"""Values of ``RUN_COLUMNS``."""
+
 MAX_COUNT = 2**62
 """Run numbers and logical times are smaller: there is room to count on from any of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """What is needed to find and check a run's bytes: what the index keeps of it, and its headers say."""
+    """What is needed to find and check a run's bytes: what the index keeps of it, and each of its headers says."""
 
     run_id: bytes
     namespace_id: bytes
@@ -56,28 +62,6 @@ class RunPlace:
     segment: int
     offsets: tuple[int, ...]
     """Where the run's part begins in each directory's file, bytes; one entry a directory of the store."""
-
-    def header(self, layer: int, digests: tuple[int, ...] = ()) -> ExtentHeader:
-        """The header that belongs in front of ``layer``."""
-        stripe = self.shape.stripe(layer)
-        return ExtentHeader(
-            namespace_id=self.namespace_id,
-            run_id=self.run_id,
-            layer=layer,
-            num_layers=len(self.shape.chunk_layer_bytes),
-            first_chunk=self.first_chunk,
-            chunk_bytes=self.shape.chunk_layer_bytes[layer],
-            stripe=stripe,
-            num_stripes=self.shape.num_stripes,
-            members=self.shape.members,
-            rotation=self.shape.rotation,
-            segment=self.segment,
-            part_offset=self.offsets[stripe],
-            part_bytes=self.shape.part_bytes[stripe],
-            extent_offset=self.shape.layer_offsets[layer],
-            keys=self.keys,
-            digests=digests,
-        )
 
     def extent_offset(self, layer: int) -> int:
         """Byte at which the header of ``layer`` lies in its file."""
@@ -113,7 +97,7 @@ class IndexContents:
     """Run number -> chunk of the run -> why it is not served."""
 
 
-def encode(number: int, place: RunPlace) -> tuple[object, ...]:
+def encode(number: int, place: RunPlace) -> Row:
     """Values for ``RUN_COLUMNS``."""
     sizes = place.shape.chunk_layer_bytes
     return (
@@ -130,8 +114,8 @@ def encode(number: int, place: RunPlace) -> tuple[object, ...]:
     )
 
 
-def decode(fields: Sequence[object], shapes: ShapeTable) -> RunPlace | None:
-    """The run of ``fields``, in the order of ``RUN_COLUMNS``; None if they cannot be one."""
+def decode(fields: Sequence[object], num_stripes: int) -> RunPlace | None:
+    """The run of ``fields``, in the order of ``RUN_COLUMNS``, in so many directories; None if they cannot be one."""
     number, run_id, segment, namespace_id, first_chunk, mask, rotation, keys, layer_bytes, offsets = fields
     if not (
         isinstance(segment, int) and isinstance(first_chunk, int) and isinstance(rotation, int)
@@ -145,10 +129,11 @@ def decode(fields: Sequence[object], shapes: ShapeTable) -> RunPlace | None:
         or len(namespace_id) != NAMESPACE_ID_BYTES
         or len(keys) % KEY_BYTES
         or not 0 < len(keys) <= MAX_CHUNKS * KEY_BYTES
-        or not layer_bytes
         or len(layer_bytes) % 4
-        or len(offsets) != 8 * shapes.num_stripes
-        or not 0 < mask < 1 << shapes.num_stripes
+        or not 0 < len(layer_bytes) <= MAX_LAYERS * 4
+        or not 0 < num_stripes <= MAX_STRIPES
+        or len(offsets) != 8 * num_stripes
+        or not 0 < mask < 1 << num_stripes
         or not 0 <= rotation < mask.bit_count()
         or not 0 <= segment <= MAX_SEGMENT
         or not 0 <= number < MAX_COUNT
@@ -163,9 +148,9 @@ def decode(fields: Sequence[object], shapes: ShapeTable) -> RunPlace | None:
         namespace_id=namespace_id,
         keys=tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)),
         first_chunk=first_chunk,
-        shape=shapes.get(len(keys) // KEY_BYTES, sizes, members_of(mask), rotation),
+        shape=shape_of(len(keys) // KEY_BYTES, sizes, num_stripes, members_of(mask), rotation),
         segment=segment,
-        offsets=struct.unpack(f"<{shapes.num_stripes}Q", offsets),
+        offsets=struct.unpack(f"<{num_stripes}Q", offsets),
     )
 
 

@@ -48,10 +48,7 @@ def check(view: StoreView) -> list[Finding]:
             again = _parts(now)
         parts = {place: again[place] for place in parts if place in again}
     findings += parts.values()
-    if view.is_partial:
-        what = "some runs are not in the index yet, for one of their directories was out when it was rebuilt"
-        findings.append(Finding(what, "none needed: a server finds them when all are there", is_error=False))
-    elif view.lock_holder is None and not view.index_problem:
+    if view.lock_holder is None and not view.index_problem:
         findings += _strays(view)
     return findings
 
@@ -160,7 +157,7 @@ def _bad(stripe: int, place: RunPlace, block: bytes) -> str:
     shape = place.shape
     first = next(layer for layer in range(len(shape.chunk_layer_bytes)) if shape.stripe(layer) == stripe)
     try:
-        check_header(parse_header(block), place.header(first))
+        check_header(parse_header(block), place, first)
     except CorruptExtentError as error:
         return str(error)
     return ""

@@ -15,7 +15,6 @@ from sglang_hcache.core.errors import (
     TemporaryFolderError,
 )
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.record import ExtentHeader, parse_header
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
@@ -110,7 +109,10 @@ def _take_in(seen: Sequence[Seen]) -> tuple[StoreIdentity, list[str]]:
             continue
         path = item.volume.path
         others = {
-            header.run_id for other in seen if other is not item for header in headers[other.volume.path]
+            header.place.run_id
+            for other in seen
+            if other is not item
+            for header in headers[other.volume.path]
         }
         _place(item, headers[path], known | others, identity, alone=len(seen) == 1)
     stripes = [item.superblock.stripe for item in seen if item.superblock is not None]
@@ -137,11 +139,12 @@ def _place(
         if item.directory.segment_sizes():
             raise StoreFormatError(f"{path} holds segments without a readable header; delete its files first")
         return
-    stripes = {(header.stripe, header.num_stripes) for header in headers}
-    ours = alone or any(header.run_id in known for header in headers)
-    if not ours or len(stripes) > 1 or headers[0].num_stripes != identity.num_stripes:
+    stripes = {(header.stripe, header.place.shape.num_stripes) for header in headers}
+    ours = alone or any(header.place.run_id in known for header in headers)
+    stripe, num_stripes = min(stripes)
+    if not ours or len(stripes) > 1 or num_stripes != identity.num_stripes:
         raise StoreFormatError(f"{path} holds segments of another store; give the right directory")
-    item.superblock = Superblock(identity, headers[0].stripe)
+    item.superblock = Superblock(identity, stripe)
 
 
 def _first_headers(item: Seen) -> list[ExtentHeader]:
@@ -153,17 +156,16 @@ def _first_headers(item: Seen) -> list[ExtentHeader]:
             header = parse_header(block)
         except (CorruptExtentError, OSError):
             continue
-        if header.segment == segment:
+        if header.place.segment == segment:
             found.append(header)
     return found
 
 
 def _runs_in_index(seen: Sequence[Seen], identity: StoreIdentity) -> set[bytes]:
     """Ids of the runs that the index knows; none if it cannot be read. Raises TemporaryFolderError, OSError."""
-    shapes = ShapeTable(identity.num_stripes)
     for item in seen:
         try:
-            contents, _ = Index.read(item.volume.path / INDEX_NAME, shapes, identity.store_id)
+            contents, _ = Index.read(item.volume.path / INDEX_NAME, identity.num_stripes, identity.store_id)
         except TemporaryFolderError:
             raise
         except StoreError:
@@ -178,7 +180,7 @@ def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> S
     Raises:
         StoreFormatError: there is nothing to go by, or a directory is not named.
     """
-    counts = {header.num_stripes for found in headers.values() for header in found}
+    counts = {header.place.shape.num_stripes for found in headers.values() for header in found}
     if not counts:
         raise StoreFormatError(
             f"no segment in {seen[0].volume.path} has a readable header; nothing can be rebuilt"

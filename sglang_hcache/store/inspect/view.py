@@ -24,17 +24,14 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.census import Files
 from sglang_hcache.store.config import DirectoryStats
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.format.values import read_value
 from sglang_hcache.store.index import Index
-from sglang_hcache.store.ledger import is_partial
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.recovery import LOAD_S
 from sglang_hcache.store.retention import written_s
-from sglang_hcache.store.scan import scan_segments
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
@@ -113,8 +110,6 @@ class StoreView:
         """It was not read in time: the index may be well."""
         self.lock_holder = lock_holder
         """Process that uses the store; None if none does."""
-        self.is_partial = is_partial(meta)
-        """Runs are missing in the index: see ``Ledger``."""
         self._meta = meta
 
     @classmethod
@@ -287,9 +282,9 @@ def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
     home = sight.volumes[identity.index_stripe]
     if not home.health.readable:
         raise StoreFormatError(f"the index is in {home.path}, which is out: {home.health.reason}")
-    path, shapes = home.path / INDEX_NAME, ShapeTable(identity.num_stripes)
+    path = home.path / INDEX_NAME
     contents, meta = home.call(
-        lambda: Index.read(path, shapes, identity.store_id, home.goes_on),
+        lambda: Index.read(path, identity.num_stripes, identity.store_id, home.goes_on),
         "cannot read the index",
         patience_s=LOAD_S,
     )
@@ -302,7 +297,7 @@ def _read_index(sight: Sight) -> tuple[IndexContents, dict[str, str]]:
 def _read_headers(sight: Sight) -> IndexContents:
     """The runs that are complete in the directories that can be read, numbered by age."""
     files = Files.listed(sight.identity.first_segment, sight.volumes)
-    runs = scan_segments(files.uncleared(), sight.volumes, ShapeTable(sight.identity.num_stripes))
+    runs = files.runs(sight.volumes)
     return IndexContents(dict(enumerate(runs, 1)), [], {}, {})
 
 

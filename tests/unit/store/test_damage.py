@@ -13,7 +13,7 @@ import pytest
 from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
-from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import (
@@ -40,7 +40,7 @@ def store(tmp_path: Path, open_store: OpenStore) -> DiskStore:
 
 def extent_of(base: Path, layer: int, keys: tuple[bytes, ...] = BAD) -> tuple[Path, int, ExtentHeader]:
     found = [item for number in (0, 1) for item in find_extents(base / f"disk{number}")]
-    (extent,) = [item for item in found if item[2].layer == layer and item[2].keys == keys]
+    (extent,) = [item for item in found if item[2].layer == layer and item[2].place.keys == keys]
     return extent
 
 
@@ -71,7 +71,10 @@ def expect_corrupt(
     ("damage", "match"),
     [
         (lambda header: b"x", "magic"),
-        (lambda header: pack_header(replace(header, run_id=b"i" * 16)), "run_id"),
+        (
+            lambda header: pack_header(replace(header, place=replace(header.place, run_id=b"i" * 16))),
+            "run_id",
+        ),
     ],
     ids=["not a header", "of another run of the same keys"],
 )
@@ -90,7 +93,7 @@ def test_a_bad_header(
 
 def test_the_whole_extent_of_another_layer(tmp_path: Path, store: DiskStore, counters: Counters) -> None:
     path, offset, header = extent_of(tmp_path, 2)
-    data = path.read_bytes()[offset : offset + header.extent_bytes]
+    data = path.read_bytes()[offset : offset + extent_bytes(len(header.place.keys), header.chunk_bytes)]
     path, offset, _ = extent_of(tmp_path, 0)
     overwrite(path, offset, data)
     expect_corrupt(store, counters, "layer 2")

@@ -65,7 +65,7 @@ def test_what_nobody_foresaw_in_the_upkeep_is_counted_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counters, nothing = Counters(), MagicMock()
-    nothing.rejoin.side_effect = ZeroDivisionError
+    nothing.tend.side_effect = ZeroDivisionError
     keeper = Keeper((), nothing, nothing, counters, lambda: None, 600.0)
     for _ in range(3):
         keeper.round()

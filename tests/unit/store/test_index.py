@@ -22,7 +22,6 @@ from sglang_hcache.core.errors import (
 )
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, index_files
-from sglang_hcache.store.format.geometry import ShapeTable
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.inspect.view import StoreView
@@ -163,7 +162,7 @@ def test_an_index_that_never_stands_still_is_not_believed(
     monkeypatch.setattr(index_files, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(index_files, "_copy", copy)
     with pytest.raises(StoreTimeoutError, match="changed all the time"):
-        Index.read(path, ShapeTable(1), Inside(store).ledger.identity.store_id)
+        Index.read(path, 1, Inside(store).ledger.identity.store_id)
     with StoreView.open(config.dirs) as view:
         assert "changed all the time" in view.index_problem
         assert view.is_index_slow

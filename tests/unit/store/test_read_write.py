@@ -13,7 +13,7 @@ import pytest
 from sglang_hcache.core.errors import StoreIOError, TierMissError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
-from sglang_hcache.store.format.geometry import BLOCK
+from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.io.engine import Batch, IOKind
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.reader import PIECE_BYTES
@@ -149,8 +149,8 @@ def test_layers_are_spread_over_the_directories_and_runs_start_elsewhere(
         headers = [header for _, _, header in find_extents(directory)]
         assert len(headers) >= 4
         for header in headers:
-            assert header.stripe == stripe == (header.layer + header.rotation) % 3
-            rotations.add(header.rotation)
+            assert header.stripe == stripe == (header.layer + header.place.shape.rotation) % 3
+            rotations.add(header.place.shape.rotation)
     assert len(rotations) == 2
 
 
@@ -163,14 +163,16 @@ def test_extents_lie_where_their_headers_say(tmp_path: Path, open_store: OpenSto
     seen = set()
     for directory in config.dirs:
         for path, offset, header in find_extents(directory):
-            assert path.name == f"segment-{header.segment:08d}.seg"
-            assert offset == header.part_offset + header.extent_offset
-            assert header.first_chunk == 7
-            assert header.keys == keys
-            data = path.read_bytes()[offset + BLOCK : offset + header.extent_bytes]
+            assert path.name == f"segment-{header.place.segment:08d}.seg"
+            assert offset == header.place.extent_offset(header.layer)
+            assert header.place.first_chunk == 7
+            assert header.place.keys == keys
+            data = path.read_bytes()[
+                offset + BLOCK : offset + extent_bytes(len(header.place.keys), header.chunk_bytes)
+            ]
             expected = b"".join(chunk_payload(key, header.layer, header.chunk_bytes) for key in keys)
-            assert data[: header.payload_bytes] == expected
-            assert not any(data[header.payload_bytes :])
+            assert data[: len(header.place.keys) * header.chunk_bytes] == expected
+            assert not any(data[len(header.place.keys) * header.chunk_bytes :])
             seen.add(header.layer)
     assert seen == {0, 1, 2}
 

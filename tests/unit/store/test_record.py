@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hcache.core.errors import CorruptExtentError
-from sglang_hcache.store.format.geometry import BLOCK, RunShape, extent_bytes
+from sglang_hcache.store.format.geometry import BLOCK, MAX_SEGMENT, RunShape, extent_bytes
 from sglang_hcache.store.format.record import (
     ExtentHeader,
     bad_chunks,
@@ -22,8 +21,8 @@ from sglang_hcache.store.format.record import (
     pack_header,
     parse_header,
 )
+from sglang_hcache.store.format.rows import RunPlace
 
-u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 blocks = st.integers(0, 2**40).map(lambda count: count * BLOCK)
@@ -31,52 +30,45 @@ blocks = st.integers(0, 2**40).map(lambda count: count * BLOCK)
 
 @st.composite
 def headers(draw: st.DrawFn) -> ExtentHeader:
-    num_chunks = draw(st.integers(1, 64))
-    num_layers, num_stripes = draw(st.integers(1, 2**32 - 1)), draw(st.integers(1, 16))
+    num_chunks, num_stripes = draw(st.integers(1, 64)), draw(st.integers(1, 16))
     members = draw(
         st.sets(st.integers(0, num_stripes - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     )
-    return ExtentHeader(
-        namespace_id=draw(st.binary(min_size=16, max_size=16)),
+    sizes = tuple(draw(st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=320)))
+    place = RunPlace(
         run_id=draw(st.binary(min_size=16, max_size=16)),
-        layer=draw(st.integers(0, num_layers - 1)),
-        num_layers=num_layers,
-        first_chunk=draw(u32),
-        chunk_bytes=draw(st.integers(1, 2**56)),
-        stripe=draw(st.sampled_from(members)),
-        num_stripes=num_stripes,
-        members=members,
-        rotation=draw(st.integers(0, len(members) - 1)),
-        segment=draw(u64),
-        part_offset=draw(blocks),
-        part_bytes=draw(blocks),
-        extent_offset=draw(blocks),
+        namespace_id=draw(st.binary(min_size=16, max_size=16)),
         keys=tuple(draw(st.binary(min_size=32, max_size=32)) for _ in range(num_chunks)),
-        digests=tuple(draw(st.lists(u64, min_size=num_chunks, max_size=num_chunks))),
+        first_chunk=draw(u32),
+        shape=RunShape(num_chunks, sizes, num_stripes, members, draw(st.integers(0, len(members) - 1))),
+        segment=draw(st.integers(0, MAX_SEGMENT)),
+        offsets=tuple(draw(st.lists(blocks, min_size=num_stripes, max_size=num_stripes))),
     )
+    digests = tuple(draw(st.lists(u64, min_size=num_chunks, max_size=num_chunks)))
+    return ExtentHeader(place, draw(st.integers(0, len(sizes) - 1)), digests)
 
 
 def example(**changes: object) -> ExtentHeader:
     """The worked example of docs/store-format.md."""
-    header = ExtentHeader(
-        namespace_id=bytes(range(16)),
-        run_id=bytes(range(16, 32)),
-        layer=3,
-        num_layers=4,
-        first_chunk=5,
-        chunk_bytes=8192,
-        stripe=0,
-        num_stripes=2,
-        members=(0, 1),
-        rotation=1,
-        segment=42,
-        part_offset=0x10000,
-        part_bytes=2 * (4096 + 2 * 8192),
-        extent_offset=4096 + 2 * 8192,
-        keys=(b"\xaa" * 32, b"\xbb" * 32),
-        digests=(0x1122334455667788, 0x99AABBCCDDEEFF00),
-    )
-    return replace(header, **changes)  # type: ignore[arg-type]
+    shape = {
+        "num_chunks": len(changes.get("keys", (1, 2))),  # type: ignore[arg-type]
+        "chunk_layer_bytes": (8192,) * 4,
+        "num_stripes": 2,
+        "members": (0, 1),
+        "rotation": 1,
+    }
+    place = {
+        "run_id": bytes(range(16, 32)),
+        "namespace_id": bytes(range(16)),
+        "keys": (b"\xaa" * 32, b"\xbb" * 32),
+        "first_chunk": 5,
+        "segment": 42,
+        "offsets": (0x10000, 0x10000 + 40960),
+    }
+    header = {"layer": 3, "digests": (0x1122334455667788, 0x99AABBCCDDEEFF00)}
+    for fields in (shape, place, header):
+        fields.update({name: value for name, value in changes.items() if name in fields})
+    return ExtentHeader(RunPlace(shape=RunShape(**shape), **place), **header)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,19 +91,22 @@ def test_any_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
 def test_a_header_has_the_documented_bytes() -> None:
     block = pack_header(example())
     assert block[0:8] == b"HCEXTENT"
-    assert struct.unpack_from("<II", block, 8) == (2, 4096)
+    assert struct.unpack_from("<II", block, 8) == (3, 4096)
     zeroed = block[:16] + bytes(8) + block[24:]
     assert struct.unpack_from("<Q", block, 16) == (xxhash.xxh3_64_intdigest(zeroed),)
     assert block[24:40] == bytes(range(16))
     assert block[40:56] == bytes(range(16, 32))
     assert struct.unpack_from("<IIII", block, 56) == (3, 4, 5, 2)
-    assert struct.unpack_from("<QQ", block, 72) == (8192, 16384)
-    assert struct.unpack_from("<HHHH", block, 88) == (0, 2, 1, 3)
-    assert struct.unpack_from("<QQQQ", block, 96) == (42, 0x10000, 40960, 20480)
+    assert struct.unpack_from("<QHHH", block, 72) == (42, 2, 1, 3)
+    assert block[86:128] == bytes(42)
     assert block[128:192] == b"\xaa" * 32 + b"\xbb" * 32
     assert block[192:2176] == bytes(2176 - 192)
     assert struct.unpack_from("<QQ", block, 2176) == (0x1122334455667788, 0x99AABBCCDDEEFF00)
-    assert block[2192:] == bytes(BLOCK - 2192)
+    assert block[2192:2688] == bytes(496)
+    assert struct.unpack_from("<QQ", block, 2688) == (0x10000, 0x1A000)
+    assert block[2704:2816] == bytes(112)
+    assert struct.unpack_from("<4I", block, 2816) == (8192,) * 4
+    assert block[2832:] == bytes(BLOCK - 2832)
 
 
 def test_the_worked_example_of_the_document_is_true() -> None:
@@ -149,11 +144,19 @@ def test_short_header() -> None:
     [
         (68, "<I", 0),
         (68, "<I", 65),
-        (80, "<Q", 1),
+        (68, "<I", 2**32 - 1),
+        (60, "<I", 0),
+        (60, "<I", 5),
+        (60, "<I", 321),
+        (60, "<I", 2**32 - 1),
         (56, "<I", 4),
-        (94, "<H", 0),
-        (94, "<H", 2),
-        (94, "<H", 7),
+        (72, "<Q", 10**15),
+        (80, "<H", 0),
+        (80, "<H", 17),
+        (82, "<H", 2),
+        (84, "<H", 0),
+        (84, "<H", 7),
+        (2820, "<I", 0),
     ],
 )
 def test_contradicting_fields_even_with_a_good_digest(at: int, form: str, value: int) -> None:
@@ -173,7 +176,11 @@ def test_contradicting_fields_even_with_a_good_digest(at: int, form: str, value:
         {"digests": (1,)},
         {"keys": (b"short", b"k" * 32)},
         {"run_id": b"short"},
-        {"stripe": 2**16},
+        {"layer": 4},
+        {"chunk_layer_bytes": (1,) * 321},
+        {"num_stripes": 17, "offsets": (0,) * 17},
+        {"offsets": (0,)},
+        {"segment": 10**15},
     ],
 )
 def test_impossible_headers_are_not_written(change: dict[str, object]) -> None:
@@ -188,22 +195,21 @@ def test_impossible_headers_are_not_written(change: dict[str, object]) -> None:
         ("run_id", b"x" * 16),
         ("keys", (b"\xaa" * 32, b"\xcc" * 32)),
         ("layer", 1),
-        ("num_layers", 5),
+        ("chunk_layer_bytes", (8192,) * 5),
         ("first_chunk", 6),
-        ("chunk_bytes", 4096),
         ("rotation", 0),
         ("members", (0,)),
         ("segment", 41),
-        ("part_offset", 0),
+        ("offsets", (0, 0)),
     ],
 )
 def test_every_identity_field_is_compared(field: str, value: object) -> None:
     with pytest.raises(CorruptExtentError, match=field):
-        check_header(example(**{field: value}), example())
+        check_header(example(**{field: value}), example().place, example().layer)
 
 
 def test_digests_are_not_part_of_the_identity() -> None:
-    check_header(example(digests=(1, 2)), example(digests=()))
+    check_header(example(digests=(1, 2)), example().place, example().layer)
 
 
 def test_a_prefix_and_a_middle_of_a_run_can_be_verified_alone() -> None:

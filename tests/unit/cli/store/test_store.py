@@ -267,10 +267,10 @@ def test_verify_finds_a_flipped_byte_and_says_where(hcache: Hcache, dirs: tuple[
     code, out, _ = hcache("verify", *dirs)
     assert code == 1
     assert "1 damaged chunk" in out
-    assert header.keys[1].hex()[:16] in out
+    assert header.place.keys[1].hex()[:16] in out
     data = as_json(hcache("verify", "--json", *dirs), status=1)
     [damage] = data["damages"]
-    assert damage["keys"] == [header.keys[1].hex()]
+    assert damage["keys"] == [header.place.keys[1].hex()]
     assert (damage["run"], damage["segment"], damage["layer"]) == (1, 0, header.layer)
     assert damage["directory"] == str(dirs[1])
     assert data["checked_bytes"] > 24 * sum(LAYERS)

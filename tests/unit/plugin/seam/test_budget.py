@@ -146,6 +146,12 @@ def test_a_run_never_needs_all_of_a_small_disk(disk_bytes: int, chunks: int) -> 
     assert longest_run(LAYOUT, disk_bytes) == chunks
 
 
+def test_a_model_with_more_layers_than_the_disk_tier_stores_is_refused() -> None:
+    layout = StateLayout((Method.HIDDEN,) * 321, (8192,) * 321)
+    with pytest.raises(ConfigError, match=r"--hcache-dirs: the model has 321 layers, .* at most 320"):
+        longest_run(layout, 10**12)
+
+
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"--hcache-host-size: 100\.0 MB .* at least"):
         HostBudget.of(
