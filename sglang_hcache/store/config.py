@@ -49,8 +49,8 @@ class StoreConfig:
     retry_s: float = 1.0
     """First attempt to take a directory in again, seconds; doubles up to a minute."""
     index_patience_s: float = 30.0
-    """How long a directory that is out is waited for, if it has the index, before another one gets a new one, seconds.
-    Nothing is stored meanwhile; but writing a new index takes 20 seconds or more where there are a million runs."""
+    """How long the index's directory is waited for while it takes no writes, before the index is given up, seconds.
+    Nothing is stored meanwhile; but without it the next start reads all headers, and forgets what only it knew."""
     write_budget_bytes: int | None = None
     """Most bytes written in any 24 hours; None: as many as come."""
     max_age_s: float | None = None

@@ -40,7 +40,7 @@ from sglang_hcache.store.format.rows import (
     decode_recency,
     encode,
 )
-from sglang_hcache.store.index_files import check_openable, log_of, private_copy, remove_index, replace_index
+from sglang_hcache.store.index_files import check_openable, log_of, private_copy, remove_index
 
 BATCH_ROWS = 64
 """Rows changed in one transaction: bounds the log."""
@@ -246,22 +246,6 @@ class Index:
             return os.path.samestat(os.stat(self._path), self._file)
         except FileNotFoundError:
             return False
-
-    def moved_to(self, path: Path, max_bytes: int) -> Index:
-        """Itself in the place of whatever lies at ``path``, of which a kill before the end leaves all; this is closed.
-
-        Raises:
-            StoreIOError: it cannot be written.
-        """
-        with self._translated():
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            if self._log_path.stat().st_size:
-                raise StoreIOError(f"{self._log_path} cannot be emptied")
-            self._connection.close()
-            replace_index(self._path, path)
-            index = Index(_connect(path), path)
-            index._configure(max_bytes)
-        return index
 
     def close(self) -> None:
         """Checkpoint and close; an error here costs nothing that was committed."""

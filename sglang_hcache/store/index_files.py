@@ -31,21 +31,9 @@ def log_of(path: Path) -> Path:
 
 
 def remove_index(path: Path) -> None:
-    """Delete the database at ``path`` and what belongs to it. Raises OSError."""
+    """Delete the database at ``path``, then its log, without which it would be an older one. Raises OSError."""
     for suffix in INDEX_SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def replace_index(new: Path, path: Path) -> None:
-    """Durably put the closed database ``new`` in the place of the one at ``path``. Raises OSError."""
-    for suffix in INDEX_SUFFIXES[1:]:  # SQLite would take them for those of the new one
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-    os.replace(new, path)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def check_openable(path: Path) -> None:

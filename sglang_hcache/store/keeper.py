@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sglang_hcache.core.errors import HCacheError, StoreError, StoreFullError
+from sglang_hcache.core.errors import HCacheError, StoreError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.ledger import Ledger
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Watches the directories, takes them in again, moves the index, makes room, writes down what must last.
+    """Watches the directories, takes them in again, gives a bad index up, makes room, writes down what must last.
 
     Args:
         write_down: saves what changes often; called at the end of each round.
@@ -77,16 +77,9 @@ class Keeper:
                 self._try(volume.check_presence)
             if volume.health.is_due():
                 self._try(partial(self._take_again, volume))
-        self._try(partial(self._relieved, self._move_index))
+        self._try(self._ledger.settle)
         self._try(self._space.tend)
         self._try(partial(self._relieved, self._write_down))
-
-    def _move_index(self) -> None:
-        try:
-            self._ledger.move_if_needed()
-        except StoreFullError:
-            self._space.evict_one()  # until what is stored fits the index
-            raise
 
     def _relieved(self, step: Callable[[], None]) -> None:
         """Where ``step`` finds that a disk takes no more of the index, a segment there goes."""

@@ -18,7 +18,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import StoreConfig
-from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME
+from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import Index, batches
@@ -53,7 +53,7 @@ class Recovered:
 
 
 _Found = tuple[Index | None, IndexContents, dict[str, str]]
-"""An index, what is in it, and its named values. No index if no directory takes one: the ledger makes it later."""
+"""An index, what is in it, and its named values. No index if no directory takes one."""
 
 
 class Recovery:
@@ -91,7 +91,7 @@ class Recovery:
 
     def _agreed(self, index: Index | None, contents: IndexContents, meta: dict[str, str]) -> Recovered:
         """What the index and the files say together. Raises StoreError."""
-        ledger = Ledger(index, self._volumes, self._identity, self._catalog, self._config, meta)
+        ledger = Ledger(index, self._volumes, self._identity, self._catalog, self._config)
         census = Census(self._files, self._volumes, self._catalog, self._config.file_bytes)
         unusable = [*contents.bad_rows]
         for number, place in contents.runs.items():
@@ -130,10 +130,8 @@ class Recovery:
         """The index where it belongs, or a new one from the headers, perhaps elsewhere."""
         home = self._home
         for volume in self._volumes:
-            if volume.health.writable:
-                _remove_old_index(
-                    volume, [INDEX_TMP_NAME] if volume is home else [INDEX_TMP_NAME, INDEX_NAME]
-                )
+            if volume is not home and volume.health.writable:
+                _remove_old_index(volume)
         try:
             return home.probe(self._load_index, LOAD_S)
         except (StoreFormatError, StoreIOError, TimeoutError) as error:
@@ -195,8 +193,10 @@ class Recovery:
                     self._home.probe(index.close)
                 if not isinstance(error, StoreError):
                     raise
-                logger.warning("hcache: the new index cannot be written yet: %s", error)
-                index = None  # the ledger makes another one, from memory
+                logger.warning(
+                    "hcache: the new index cannot be written, the next start makes it anew: %s", error
+                )
+                index = None
         recency = {place.segment: Recency(place.segment, 0.0) for place in places}
         return index, IndexContents(runs, [], recency, {}), {}
 
@@ -247,10 +247,9 @@ def _has_index(home: Volume) -> bool:
         return False
 
 
-def _remove_old_index(volume: Volume, names: Sequence[str]) -> None:
+def _remove_old_index(volume: Volume) -> None:
     try:
-        for name in names:
-            volume.call(partial(remove_index, volume.path / name), "an old index", writing=True)
+        volume.call(partial(remove_index, volume.path / INDEX_NAME), "an old index", writing=True)
     except StoreError as error:
         logger.warning("hcache: an index that does not count stays in %s: %s", volume.path, error)
 

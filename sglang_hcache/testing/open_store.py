@@ -54,9 +54,9 @@ class Inside:
         return self.ledger._index
 
     @property
-    def is_index_lost(self) -> bool:
-        """Whether the index is to be written anew."""
-        return self.ledger._lost
+    def is_index_given_up(self) -> bool:
+        """Whether no start reads the index any more."""
+        return self.ledger.is_given_up
 
     @property
     def is_kept(self) -> bool:

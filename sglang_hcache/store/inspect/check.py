@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError
 from sglang_hcache.core.units import format_bytes
-from sglang_hcache.store.format.names import INDEX_NAME, INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME
+from sglang_hcache.store.format.names import INDEX_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME
 from sglang_hcache.store.format.record import check_header, parse_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.inspect.view import StoreView
@@ -76,7 +76,7 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         yield Finding(f"{path}: holds other files: {_shown(strangers)}", "move them out of the directory")
     if view.lock_holder is not None:
         return
-    left = [name for name in (INDEX_TMP_NAME, PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in names]
+    left = [name for name in (PROBE_NAME, SUPERBLOCK_TMP_NAME) if name in names]
     if left:
         yield Finding(f"{path}: left behind by a crash: {_shown(left)}", f"`{GC}` removes it")
     if INDEX_NAME in names and item.volume.stripe != view.identity.index_stripe:

@@ -17,7 +17,6 @@ from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.format.names import (
     INDEX_NAME,
     INDEX_SUFFIXES,
-    INDEX_TMP_NAME,
     LOCK_NAME,
     PROBE_NAME,
     SUPERBLOCK_NAME,
@@ -33,7 +32,7 @@ from sglang_hcache.store.volumes.lock import DirectoryLock
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
     {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}
-    | {name + suffix for name in (INDEX_NAME, INDEX_TMP_NAME) for suffix in INDEX_SUFFIXES}
+    | {INDEX_NAME + suffix for suffix in INDEX_SUFFIXES}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
 

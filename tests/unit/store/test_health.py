@@ -381,42 +381,36 @@ def test_a_deleted_directory_is_noticed_and_made_anew(
     read_keys(store, NEW)
 
 
-def test_the_index_moves_away_from_a_sick_directory_and_the_moved_one_counts(
-    tmp_path: Path, open_store: OpenStore
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_without_the_directory_of_the_index_it_is_given_up_and_storing_goes_on(
+    tmp_path: Path,
+    open_store: OpenStore,
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
 ) -> None:
-    config = small_config(tmp_path, 2)
-    store = open_store(config)
-    write_keys(store, OLD, LAYERS)
-    keep_out(Inside(store).volumes[0])
-    wait_until(lambda: _writes(store, NEW))
-    assert (config.dirs[1] / "index.sqlite").exists()
-    store.close()
-    store = open_store(config)
-    read_keys(store, (*OLD, *NEW))
-    assert not (config.dirs[0] / "index.sqlite").exists()
-    assert store.stats().totals["chunks_written"] == 8, "totals moved along"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_an_index_that_has_moved_leaves_no_other_one_where_it_was(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Both together would take more than what is kept for one."""
     config = small_config(tmp_path, 2)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     monkeypatch.setattr(Health, "is_due", lambda self: False)  # it would be taken in again
-    Inside(store).volumes[0].health.failed(OSError(number, "no"), writing=True)
-    wait_until(lambda: (config.dirs[1] / "index.sqlite").exists())
-    wait_until(lambda: not list(config.dirs[0].glob("index.sqlite*")))
-    assert conditions(store) == ["read-only", "healthy"]
-    write_keys(store, NEW, LAYERS)
+    for _ in range(3):
+        Inside(store).volumes[0].health.failed(OSError(number, "no"), writing=number != errno.EIO)
+    wait_until(lambda: _writes(store, NEW))
+    assert Inside(store).is_index_given_up
+    assert not (config.dirs[1] / "index.sqlite").exists()
+    assert conditions(store) == ["out" if number == errno.EIO else "read-only", "healthy"]
+    store.close()
+    monkeypatch.undo()
+    store = open_store(config)
     read_keys(store, (*OLD, *NEW))
+    assert counters["store.index_rebuilds"] == 1
+    assert not list(config.dirs[0].glob("index.sqlite*"))
     store.close()
     read_keys(open_store(config), (*OLD, *NEW))
+    assert counters["store.index_rebuilds"] == 1
 
 
-def test_where_the_index_is_now_is_written_down_as_soon_as_that_works_and_no_more(
+def test_that_the_index_does_not_count_is_written_down_as_soon_as_that_works_and_no_more(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config(tmp_path, 2)
@@ -438,7 +432,7 @@ def test_where_the_index_is_now_is_written_down_as_soon_as_that_works_and_no_mor
     monkeypatch.setattr(Health, "is_due", lambda self: False)
     Inside(store).volumes[0].health.take_out("the test says so")
     wait_until(lambda: noted() == 1)
-    Inside(store).ledger.move_if_needed()  # as each round of the keeper does
+    Inside(store).ledger.settle()  # as each round of the keeper does
     assert written == [config.dirs[1]] * 2
 
 

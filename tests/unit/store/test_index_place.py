@@ -1,4 +1,4 @@
-"""Where the index is: how long its directory is waited for, and what a rewriting in its place leaves at any moment."""
+"""An index that cannot be written to: how long its directory is waited for, and what giving it up leaves behind."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from sglang_hcache.core.errors import StoreIOError, StoreTimeoutError
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, ledger
 from sglang_hcache.store.index import Index
-from sglang_hcache.store.judge import Judge
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import ask_index, kill, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (4096, 100)
-OLD, NEW = make_keys(0, 4), make_keys(100, 4)
+OLD, NEW, LATER = make_keys(0, 4), make_keys(100, 4), make_keys(200, 4)
 
 
 def patient(base: Path, num_dirs: int = 2) -> StoreConfig:
@@ -44,11 +43,12 @@ def test_an_index_whose_directory_is_soon_back_is_used_again(
     for _ in range(4):
         with pytest.raises(StoreIOError, match="is out"):
             inside.ledger.quarantine(run.number, {1: "damaged"})
-        inside.ledger.move_if_needed()
+        inside.ledger.settle()
     home.health._retry_at = 0.0
     inside.keeper.round()
     assert home.health.writable
-    assert inside.index is before, "neither moved nor written anew"
+    assert inside.index is before
+    assert not inside.is_index_given_up
     assert ask_index(config.dirs[0] / "index.sqlite", "SELECT chunk, reason FROM quarantine") == [
         (1, "damaged")
     ]
@@ -60,33 +60,36 @@ def test_an_index_whose_directory_is_soon_back_is_used_again(
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_it_moves_when_its_directory_has_been_out_for_long(tmp_path: Path, open_store: OpenStore) -> None:
+def test_it_is_given_up_when_its_directory_has_been_out_for_long(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     config = patient(tmp_path)
     store = open_store(config)
     inside = Inside(store)
     inside.volumes[0].health.take_out("no answer within 5 s")
-    inside.ledger.move_if_needed()
-    assert not (config.dirs[1] / "index.sqlite").exists()
-    assert inside.ledger._out_since is not None
-    inside.ledger._out_since -= 3601
-    inside.ledger.move_if_needed()
-    assert (config.dirs[1] / "index.sqlite").exists()
+    inside.ledger.settle()
+    with pytest.raises(StoreIOError, match="is out"):
+        write_keys(store, NEW, LAYERS)
+    assert inside.ledger._away_since is not None
+    inside.ledger._away_since -= 3601
+    inside.ledger.settle()
+    assert inside.is_index_given_up
     write_keys(store, NEW, LAYERS)
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_it_moves_at_once_when_its_directory_is_gone(tmp_path: Path, open_store: OpenStore) -> None:
+def test_it_is_given_up_at_once_when_its_directory_is_gone(tmp_path: Path, open_store: OpenStore) -> None:
     config = patient(tmp_path)
     store = open_store(config)
     config.dirs[0].rename(tmp_path / "away")
     config.dirs[0].write_text("not a directory")
     Inside(store).keeper.round()
-    assert (config.dirs[1] / "index.sqlite").exists()
+    assert Inside(store).is_index_given_up
     write_keys(store, NEW, LAYERS)
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_what_comes_back_with_another_index_gets_ours(tmp_path: Path, open_store: OpenStore) -> None:
+def test_what_comes_back_with_another_index_is_not_written_to(tmp_path: Path, open_store: OpenStore) -> None:
     config = patient(tmp_path)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
@@ -98,8 +101,8 @@ def test_what_comes_back_with_another_index_gets_ours(tmp_path: Path, open_store
     (tmp_path / "copy").rename(path)
     home.health._retry_at = 0.0
     inside.keeper.round()
-    assert inside.index is not None
-    assert inside.index.is_in_place()
+    assert inside.is_index_given_up
+    assert not path.exists()
     write_keys(store, NEW, LAYERS)
     store.close()
     again = open_store(config)
@@ -108,67 +111,65 @@ def test_what_comes_back_with_another_index_gets_ours(tmp_path: Path, open_store
 
 
 @pytest.mark.usefixtures("no_keeper")
-def test_a_kill_while_it_is_written_anew_in_its_place_leaves_the_old_one(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [DiskStore.close, kill])
+@pytest.mark.parametrize("step", ["none", "remove", "removed", "publish", "published", "all"])
+@pytest.mark.parametrize(("num_dirs", "is_gone"), [(1, False), (2, False), (2, True)])
+def test_it_may_end_at_any_step_of_giving_it_up(
+    tmp_path: Path,
+    open_store: OpenStore,
+    monkeypatch: pytest.MonkeyPatch,
+    num_dirs: int,
+    is_gone: bool,
+    step: str,
+    end: Callable[[DiskStore], None],
 ) -> None:
-    config = small_config(tmp_path)
+    """Of a damaged index or of one whose directory is gone for now: nothing that was stored before or later is lost."""
+    config = patient(tmp_path, num_dirs)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     inside = Inside(store)
-    inside.catalog.quarantine(inside.run_of(OLD[3]), {3: "damaged"})
-    inside.ledger.quarantine(1, {3: "damaged"})
-    inside.ledger._lost = True
+    inside.ledger._is_bad = True
+    if is_gone:
+        inside.volumes[0].health.is_gone("the test says so")
+    with pytest.raises(StoreIOError):
+        write_keys(store, NEW, LAYERS)
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
+    def killed(function: Callable[..., None], *, before: bool) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            if not before:
+                function(*args)
+            raise KeyboardInterrupt
 
+        return run
+
+    steps = {
+        "remove": "remove_index",
+        "removed": "remove_index",
+        "publish": "publish",
+        "published": "publish",
+    }
     with monkeypatch.context() as patch:
-        patch.setattr(Index, "mark_complete", killed)
-        with pytest.raises(KeyboardInterrupt):
-            inside.ledger.move_if_needed()
-    assert (config.dirs[0] / "index.tmp").exists()
-    kill(store)
+        if step in steps:
+            function = getattr(ledger, steps[step])
+            patch.setattr(ledger, steps[step], killed(function, before=step == steps[step][:7]))
+            with pytest.raises(KeyboardInterrupt):
+                inside.ledger.settle()
+        elif step == "all":
+            inside.ledger.settle()
+            write_keys(store, NEW, LAYERS)
+            inside.catalog.quarantine(inside.run_of(OLD[3]), {3: "damaged"})
+            inside.ledger.quarantine(1, {3: "damaged"})
+    end(store)
     again = open_store(config)
-    assert match_keys(again, OLD) == 3, "a rebuilding would forget the quarantine"
-    assert not list(config.dirs[0].glob("index.tmp*"))
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_nobody_waits_for_the_index_while_it_is_written_anew(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(tmp_path)
-    store = open_store(config)
-    write_keys(store, OLD, LAYERS)
-    write_keys(store, NEW, LAYERS)
-    inside = Inside(store)
-    inside.ledger._lost = True
-    begun, go_on = threading.Event(), threading.Event()
-    insert = Index.insert
-
-    def slow(index: Index, *args: Any) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        insert(index, *args)
-
-    monkeypatch.setattr(Index, "insert", slow)
-    moving = threading.Thread(target=inside.ledger.move_if_needed, daemon=True)
-    moving.start()
-    assert begun.wait(60)
-    run, gone = inside.run_of(OLD[1]), inside.run_of(NEW[0])
-    inside.catalog.quarantine(run, {1: "damaged"})
-    with pytest.raises(StoreIOError, match="written anew"):
-        inside.ledger.quarantine(run.number, {1: "damaged"})
-    assert inside.catalog.drop_run(gone)
-    judge: Judge = store._judge
-    judge.forget_row(gone)
-    go_on.set()
-    moving.join(60)
-    assert not moving.is_alive()
-    inside.ledger.move_if_needed()
-    path = config.dirs[0] / "index.sqlite"
-    assert ask_index(path, "SELECT run FROM runs") == [(run.number,)]
-    assert ask_index(path, "SELECT run, chunk FROM quarantine") == [(run.number, 1)]
+    read_keys(again, OLD)
+    if step == "all":
+        read_keys(again, NEW)
+        assert again.stats().totals["index_rebuilds"] == 1
+    write_keys(again, LATER, LAYERS)
+    kill(again)
+    again = open_store(config)
+    read_keys(again, LATER)
+    assert "index_rebuilds" not in again.stats().totals or step not in ("none", "remove")
 
 
 def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(

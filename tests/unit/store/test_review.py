@@ -21,7 +21,6 @@ from sglang_hcache.store.io import engine
 from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine, run_op
 from sglang_hcache.store.volumes.directory import StoreDirectory
-from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.io_faults import HangingEngine
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -195,7 +194,7 @@ def test_a_log_that_cannot_be_emptied_stops_writes_and_costs_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Inside(store).index, "_log_path", config.dirs[0] / "superblock.json")
         patch.setattr(index, "LOG_BYTES", 0)
-        Inside(store).ledger._failures = -100  # the index is not to be written anew
+        Inside(store).ledger._failures = -100  # the index is not to be given up
         for _ in range(5):
             with pytest.raises(StoreIOError, match="cannot be emptied"):
                 write_keys(store, make_keys(9000, 4), LAYERS)
@@ -264,24 +263,6 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     (segment,) = [item for item in Inside(store).catalog.segments() if item.runs]
     question = f"SELECT last_used FROM segments WHERE segment = {segment.number}"
     assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
-
-
-@pytest.mark.usefixtures("no_keeper")
-def test_an_index_that_is_found_lost_while_its_home_is_looked_at_is_written_anew(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(small_config(tmp_path))
-    ledger, before = Inside(store).ledger, Inside(store).index
-
-    def readable(health: Health) -> bool:
-        ledger._lost = True  # by another thread, at this moment
-        return health.condition is not Condition.OUT
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Health, "readable", property(readable))
-        ledger.move_if_needed()
-    assert Inside(store).index is not before
-    assert not Inside(store).is_index_lost
 
 
 def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
@@ -402,7 +383,7 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     assert match_keys(store, on_first) == 0
 
 
-def test_an_index_in_a_directory_that_was_deleted_is_written_anew_however_late_the_keeper_is(
+def test_an_index_in_a_directory_that_was_deleted_is_given_up_however_late_the_keeper_is(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
     config = small_config(tmp_path)
@@ -413,8 +394,10 @@ def test_an_index_in_a_directory_that_was_deleted_is_written_anew_however_late_t
     Inside(store).volumes[0].check_presence()
     time.sleep(2 * config.retry_s)
     Inside(store).keeper.round()
+    assert Inside(store).is_index_given_up
     write_keys(store, make_keys(10, 2), LAYERS)
-    assert ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs") == [(1,)]
+    store.close()
+    read_keys(open_store(config), make_keys(10, 2))
 
 
 def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
@@ -434,9 +417,10 @@ def test_a_rebuilt_index_that_cannot_be_written_does_not_keep_the_store_closed(
         patch.setattr(index.Index, "insert", fail)
         store = open_store(config)
     read_keys(store, keys)
-    wait_until(lambda: not Inside(store).is_index_lost)
+    wait_until(lambda: Inside(store).is_index_given_up)
+    write_keys(store, make_keys(10, 2), LAYERS)
     store.close()
-    read_keys(open_store(config), keys)
+    read_keys(open_store(config), (*keys, *make_keys(10, 2)))
 
 
 class HangingIndex:
