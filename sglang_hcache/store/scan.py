@@ -60,7 +60,7 @@ def _scan(number: int, volumes: Sequence[Volume]) -> list[RunPlace]:
             for place in found:
                 there[place] |= 1 << volume.stripe
     complete = [place for place, mask in there.items() if mask == _parts_of(place) & read]
-    return sorted(complete, key=lambda place: max(place.offsets))
+    return sorted(complete, key=lambda place: sum(place.offsets))  # it grows with each run
 
 
 def _parts_of(place: RunPlace) -> int:

@@ -132,9 +132,6 @@ class StoreView:
         except StoreError as error:
             sight.close()
             again = look_at(dirs)
-            if again.identity.epoch > sight.identity.epoch:  # a server has just moved the index
-                again.close()
-                return cls.open(dirs)
             slow = isinstance(error, StoreTimeoutError)
             return cls(again, _read_headers(again), {}, str(error), holder, is_index_slow=slow)
         return cls(sight, contents, meta, "", holder)
