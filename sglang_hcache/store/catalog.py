@@ -34,6 +34,8 @@ class CatalogCounts:
     runs: int
     segments: int
     quarantined: int
+    layer_bytes: tuple[int, ...]
+    """Of each layer of a chunk in the newest run; none if there was no run yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Catalog:
         # Of a million chunks: no object for each of them but its key, which the run holds as well.
         self._chunks: dict[bytes, StoredRun] = {}
         self._segments: dict[int, Segment] = {}
+        self._layer_bytes: tuple[int, ...] = ()
         self._stale: set[Segment] = set()
         self._clock = 0
         self._floor = 0.0
@@ -148,11 +151,6 @@ class Catalog:
         with self._lock:
             self._segments[segment.number] = segment
             self._clock = max(self._clock, segment.last_used)
-
-    @property
-    def floor(self) -> float:
-        """The least score of a segment that is used now."""
-        return self._floor
 
     def set_floor(self) -> None:
         """At start: no segment's score is below the floor.
@@ -275,7 +273,9 @@ class Catalog:
     def counts(self) -> CatalogCounts:
         with self._lock:
             runs = sum(len(segment.runs) for segment in self._segments.values())
-            return CatalogCounts(len(self._chunks), runs, len(self._segments), self._quarantined)
+            return CatalogCounts(
+                len(self._chunks), runs, len(self._segments), self._quarantined, self._layer_bytes
+            )
 
     def _evictable(self) -> list[Segment]:
         return [segment for segment in self._segments.values() if segment.sealed and not segment.pins]
@@ -293,6 +293,7 @@ class Catalog:
 
     def _admit(self, run: StoredRun) -> None:
         run.segment.runs.add(run)
+        self._layer_bytes = run.place.shape.chunk_layer_bytes
         self._next_run = max(self._next_run, run.number)
         for index, key in enumerate(run.place.keys):
             other = self._chunks.get(key)

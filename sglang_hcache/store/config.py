@@ -167,6 +167,8 @@ class StoreStats:
     segments: int
     quarantined: int
     """Chunks that are damaged and not served."""
+    layer_bytes: tuple[int, ...]
+    """Of each layer of a chunk in the newest run; none if there was no run yet."""
     used_bytes: int
     """What segments count against the cap, deleted ones whose files are not gone too, and what the index takes; as of a
     moment ago."""
@@ -188,6 +190,7 @@ class StoreStats:
             runs=0,
             segments=0,
             quarantined=0,
+            layer_bytes=(),
             used_bytes=0,
             cap_bytes=config.size_bytes,
             written_today_bytes=0,

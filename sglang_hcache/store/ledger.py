@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,8 @@ from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
+_OPEN_S = 60.0
+"""For each few thousand rows of the index, while it is checked."""
 _FAILURES_ALLOWED = 3
 """So many failures in a row mean the database, however well its directory is."""
 
@@ -37,6 +40,7 @@ class Ledger:
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
+        is_good: the index is known to be good; where there is none, it is opened once its directory takes writes.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Ledger:
         identity: StoreIdentity,
         catalog: Catalog,
         config: StoreConfig,
+        *,
+        is_good: bool,
     ) -> None:
         self._index = index
         self._home = volumes[identity.index_stripe]
@@ -55,7 +61,7 @@ class Ledger:
         self._config = config
         self.is_given_up = False
         """No start reads the index: calls for it do nothing."""
-        self._is_bad = index is None
+        self._is_bad = not is_good
         """It is to be given up, however well its directory is."""
         self._failures = 0
         """In a row."""
@@ -71,6 +77,18 @@ class Ledger:
     def identity(self) -> StoreIdentity:
         """What the directories agree on."""
         return self._identity
+
+    def check_takes_runs(self) -> None:
+        """Before a run is written.
+
+        Raises:
+            StoreIOError: it could be written, but not committed.
+        """
+        is_waited_for = self._is_bad or self._index is None or not self._home.health.writable
+        if not self.is_given_up and is_waited_for and any(item.health.writable for item in self._volumes):
+            health = self._home.health
+            why = health.reason or "it is opened or given up in a moment"
+            raise StoreIOError(f"the index cannot be written: {self._home.path} is {health.condition}: {why}")
 
     def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
         """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
@@ -123,6 +141,8 @@ class Ledger:
             self._away_since = self._away_since or now
             return not health.is_missing and now - self._away_since < self._config.index_patience_s
         self._away_since = None
+        if self._index is None:
+            self._open()
         if self._lacks_quarantine:
             self._lacks_quarantine = False
             for run in self._catalog.runs():
@@ -130,12 +150,31 @@ class Ledger:
                     self.quarantine(run.number, dict(run.quarantined))
         return True
 
+    def _open(self) -> None:
+        """It was read while its directory took no writes, and can be written to now. Raises StoreError."""
+        path, store_id, limit = (
+            self._home.path / INDEX_NAME,
+            self._identity.store_id,
+            self._config.index_file_bytes,
+        )
+        opening = partial(Index.open, path, store_id, limit, self._home.goes_on)
+        try:
+            self._index = self._home.call(opening, "cannot open the index", writing=True, patience_s=_OPEN_S)
+        except StoreFormatError:
+            self._is_bad = True
+            raise
+
     def _give_up(self, to: Volume) -> None:
         """No start reads it from now on: the one that counts would be in ``to``, where none is. Raises StoreError."""
         self._is_bad = True
         to.call(partial(self._remove_from, to), "cannot remove the index", writing=True)
         self._publish(self._identity.next(index_stripe=to.stripe))
         self.is_given_up = True
+        if self._home is not to and self._home.health.can_delete:
+            with contextlib.suppress(StoreError):  # it counts against the cap
+                self._home.call(
+                    partial(self._remove_from, self._home), "cannot remove the index", blame=False
+                )
         logger.warning(
             "hcache: the index in %s cannot be used any more; the next start finds what is stored by its headers",
             self._home.path,
@@ -210,8 +249,8 @@ class Ledger:
                 self._is_bad = True
                 raise StoreIOError(f"{error}; it is given up") from error
             except StoreIOError:
-                # One that is out or full says nothing of the database.
-                self._failures += home.health.readable and not home.health.is_full
+                # One that takes no writes says nothing of the database.
+                self._failures += home.health.writable
                 self._is_bad |= self._failures >= _FAILURES_ALLOWED
                 raise
             self._failures = 0

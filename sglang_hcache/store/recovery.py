@@ -72,6 +72,8 @@ class Recovery:
         self._observer = observer
         self._catalog = Catalog(config.cost_doubling_tokens)
         self._files = Files.listed(identity.first_segment, volumes)
+        self._is_good = True
+        """The index was read, or made."""
 
     @property
     def _home(self) -> Volume:
@@ -91,7 +93,9 @@ class Recovery:
 
     def _agreed(self, index: Index | None, contents: IndexContents, meta: dict[str, str]) -> Recovered:
         """What the index and the files say together. Raises StoreError."""
-        ledger = Ledger(index, self._volumes, self._identity, self._catalog, self._config)
+        ledger = Ledger(
+            index, self._volumes, self._identity, self._catalog, self._config, is_good=self._is_good
+        )
         census = Census(self._files, self._volumes, self._catalog, self._config.file_bytes)
         unusable = [*contents.bad_rows]
         for number, place in contents.runs.items():
@@ -130,7 +134,7 @@ class Recovery:
         """The index where it belongs, or a new one from the headers, perhaps elsewhere."""
         home = self._home
         for volume in self._volumes:
-            if volume is not home and volume.health.writable:
+            if volume is not home and (volume.health.writable or volume.health.is_full):
                 _remove_old_index(volume)
         try:
             return home.probe(self._load_index, LOAD_S)
@@ -197,6 +201,7 @@ class Recovery:
                     "hcache: the new index cannot be written, the next start makes it anew: %s", error
                 )
                 index = None
+        self._is_good = index is not None
         recency = {place.segment: Recency(place.segment, 0.0) for place in places}
         return index, IndexContents(runs, [], recency, {}), {}
 

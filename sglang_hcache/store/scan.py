@@ -6,19 +6,19 @@ read. Buffered I/O on purpose: this must work whatever O_DIRECT does.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 
 from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.store.format.geometry import BLOCK, mask_of
 from sglang_hcache.store.format.record import MAGIC, parse_header
 from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.io.engine import OpenFile
-from sglang_hcache.store.io.workers import DeadlineCaller
+from sglang_hcache.store.io.workers import DeadlineCaller, WorkerPool
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, OWN_ERRNOS
 from sglang_hcache.store.volumes.volume import Volume
 
@@ -40,14 +40,31 @@ def scan_segments(numbers: Sequence[int], volumes: Sequence[Volume]) -> list[Run
     Raises:
         OSError: the system gives no thread, no file or no memory.
     """
-    with ThreadPoolExecutor(_SCAN_THREADS, "hcache-scan") as pool:
-        try:
-            scans = [pool.submit(_scan, number, volumes) for number in numbers]
-        except RuntimeError as error:
-            raise OSError(errno.EAGAIN, f"no thread to read segments: {error}") from error
-        while left := wait(scans, _SAY_S).not_done:
-            logger.info("hcache: %d of %d segments are read", len(scans) - len(left), len(scans))
-    return [place for scan in scans for place in scan.result()]
+    pool = WorkerPool("hcache-scan", _SCAN_THREADS)
+    scans = [Future[list[RunPlace]]() for _ in numbers]
+    try:
+        for number, scan in zip(numbers, scans, strict=True):
+            pool.submit(partial(_fulfil, scan, number, volumes))
+        while True:
+            done, left = wait(scans, _SAY_S, FIRST_EXCEPTION)
+            for scan in done:
+                scan.result()
+            if not left:
+                return [place for scan in scans for place in scan.result()]
+            logger.info("hcache: %d of %d segments are read", len(done), len(scans))
+    finally:
+        for scan in scans:
+            scan.cancel()
+        pool.close(0.0)
+
+
+def _fulfil(scan: Future[list[RunPlace]], number: int, volumes: Sequence[Volume]) -> None:
+    if not scan.set_running_or_notify_cancel():
+        return
+    try:
+        scan.set_result(_scan(number, volumes))
+    except BaseException as error:
+        scan.set_exception(error)
 
 
 def _scan(number: int, volumes: Sequence[Volume]) -> list[RunPlace]:
@@ -69,7 +86,7 @@ def _parts_of(place: RunPlace) -> int:
 
 
 def _places_in(volume: Volume, number: int, num_stripes: int) -> list[RunPlace] | None:
-    """Runs of which a segment's file there has the first header, up to where it cannot be read; None: it is out."""
+    """Runs of which a segment's file there has the first header; None: it is out."""
     health = volume.health
     caller = DeadlineCaller("hcache-scan", health.hangs, health.returned)
     found: list[RunPlace] = []
@@ -92,15 +109,31 @@ def _places_in(volume: Volume, number: int, num_stripes: int) -> list[RunPlace] 
 
 
 class _File:
-    """A segment's file; after each call it says that it goes on. Raises OSError."""
+    """A segment's file; after each call it says that it goes on. What cannot be read counts as zeros.
+
+    Raises:
+        OSError: the device is gone, or this process lacks something.
+    """
 
     def __init__(self, file: OpenFile, go_on: Callable[[], None]) -> None:
         self._file = file
         self._go_on = go_on
+        self._careful_until = 0
         self.size = os.fstat(file.fd).st_size
 
     def read(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._file.fd, size, offset)
+        """From ``offset`` on; a block only where the device has failed nearby."""
+        if offset < self._careful_until:
+            size = BLOCK
+        try:
+            data = os.pread(self._file.fd, size, offset)
+        except OSError as error:
+            if error.errno in OWN_ERRNOS | GONE_ERRNOS:
+                raise
+            if size == BLOCK:
+                return bytes(BLOCK)
+            self._careful_until = offset + size
+            return self.read(BLOCK, offset)
         self._go_on()
         return data
 

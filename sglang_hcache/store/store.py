@@ -159,6 +159,7 @@ class DiskStore:
         """
         with self._operations.one(), _refusals_counted(self._tally):
             size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
+            self._ledger.check_takes_runs()
             with self._allowance.spending(size, now_s=time.time()):  # first, for making room costs others
                 stored = self._space.reserve(run)
             try:
@@ -224,9 +225,7 @@ class DiskStore:
             late = (item.error for item in failures if isinstance(item.error, StoreTimeoutError))
             raise next(late, failures[0].error)
         self._tally.count("store.bytes_read", sum(out.size for out in into.values()))
-        if (
-            len(lease.chunk_layer_bytes) - 1 in into
-        ):  # the last layer: the first ones may be recomputed instead
+        if len(lease.chunk_layer_bytes) - 1 in into:  # the first ones may be recomputed instead
             self._tally.count("store.chunks_read", len(lease.keys))
 
     def _release(self, lease: ReadLease) -> None:

@@ -364,10 +364,13 @@ class TieredStore:
         """
         self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
         with self._attaching:
-            self._clears_late = self._demoter is None and self._left_out is not None
-        if self._demoter is not None:
-            self._demoter.clear_disk(tell)
-        elif tell is not None and not self._clears_late:
+            if self._demoter is not None:
+                self._demoter.clear_disk(tell)
+                return
+            self._clears_late = self._left_out is not None
+            if self._clears_late:
+                return
+        if tell is not None:
             tell()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_hcache.core.config import HCacheConfig, profile_dir
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import Method, PlanKind
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.plan.planner import Split, fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
@@ -94,6 +94,8 @@ def choose_stored(
     if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
         return best
     noted = noted_mix(disk, weights, layers)
+    if noted is None and smaller is Method.HIDDEN:  # the note goes with a lost index; the chunks do not
+        noted = _mix_of(disk.stats().layer_bytes, shape)
     if profile is None or DISK not in profile.tiers:
         # Nobody knows what is best for the disk: what is there stays.
         return noted or best
@@ -101,18 +103,33 @@ def choose_stored(
         costs = planned_costs(profile)
         slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
         if slower <= _WORTH_CHANGING:
+            disk.notes.put(_note_of(weights), _letters(noted))
             return noted
         logger.warning(
             "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
             describe(best), slower, describe(noted), describe(noted),
         )  # fmt: skip
-    disk.notes.put(_note_of(weights), "".join(_LETTERS[method] for method in best))
+    disk.notes.put(_note_of(weights), _letters(best))
     return best
 
 
 def noted_mix(disk: DiskStore, weights: bytes, num_layers: int) -> tuple[Method, ...] | None:
     """What each layer stores on ``disk``, as far as that was chosen."""
     return _parse(disk.notes.get(_note_of(weights)), num_layers)
+
+
+def _mix_of(layer_bytes: Sequence[int], shape: ModelShape) -> tuple[Method, ...] | None:
+    """What layers store whose chunks take so many bytes; None: they are of another model."""
+    sizes = {
+        CHUNK_TOKENS * shape.hidden_row_bytes: Method.HIDDEN,
+        CHUNK_TOKENS * shape.kv_row_bytes: Method.KV,
+    }
+    mix = tuple(sizes[size] for size in layer_bytes if size in sizes)
+    return mix if len(mix) == len(layer_bytes) == shape.num_layers else None
+
+
+def _letters(methods: Sequence[Method]) -> str:
+    return "".join(_LETTERS[method] for method in methods)
 
 
 def _note_of(weights: bytes) -> str:

@@ -128,5 +128,8 @@ class Verification:
         if not suspects or self._view.lock_holder is None:
             return suspects
         with StoreView.open(self._view.paths) as now:
-            current = {place.run_id for place in now.contents.runs.values()}
+            current = {place.run_id: place.segment for place in now.contents.runs.values()}
+        if now.index_problem:  # headers are there before the rest: what is written now is no damage
+            newest = max(current.values(), default=0)
+            current = {run_id: segment for run_id, segment in current.items() if segment < newest}
         return [damage for damage in suspects if damage.run.place.run_id in current]

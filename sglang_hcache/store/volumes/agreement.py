@@ -51,7 +51,7 @@ def agreed(found: Sequence[Found]) -> StoreIdentity:
         if block.stripe in places:
             raise StoreFormatError(f"{places[block.stripe]} and {path} are both directory {block.stripe}")
         places[block.stripe] = path
-    identity = max((block.identity for _, block in blocks), key=lambda item: item.epoch)
+    identity = max((block.identity for _, block in blocks), key=lambda item: (item.epoch, item.first_segment))
     if len(found) != identity.num_stripes:
         raise StoreFormatError(_miscounted(len(found), identity.num_stripes, places))
     # Where each was used without the other, what one of them cleared stays cleared.

@@ -168,6 +168,7 @@ class Health:
                 return
             is_news = not self.is_full
             self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, True
+            self.is_missing = False
             self._failed_reads = 0
             self._recovered_at = time.monotonic()  # failing again soon is going on, not beginning
             self._back_off()
@@ -181,7 +182,7 @@ class Health:
             logger.info("hcache: %s is used again", self._path)
             self.condition = Condition.HEALTHY
             self.reason = ""
-            self.is_full = False
+            self.is_full = self.is_missing = False
             self._failed_reads = self._failed_writes = 0
             self._recovered_at = time.monotonic()
         self._observer.count("store.directory_recoveries")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from sglang_hcache.core.errors import StoreIOError, StoreTimeoutError
+from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError
 from sglang_hcache.store import DiskStore, StoreConfig, ledger
 from sglang_hcache.store.index import Index
+from sglang_hcache.store.volumes.health import Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 from tests.unit.store.conftest import ask_index, kill, wait_until
@@ -202,3 +204,66 @@ def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(
         read_keys(again, keys)
     rows = ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs")
     assert rows == [(len(Inside(again).catalog.runs()),)], "the row of files that are gone is dropped"
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("num_dirs", [1, 2])
+def test_failures_of_a_directory_that_takes_no_writes_are_not_the_indexs(
+    tmp_path: Path, open_store: OpenStore, num_dirs: int
+) -> None:
+    store = open_store(patient(tmp_path, num_dirs))
+    inside = Inside(store)
+    index, home = inside.index, inside.volumes[0].health
+
+    def fails(_values: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "save_meta", fails)
+        for _ in range(6):
+            with pytest.raises(StoreIOError):
+                inside.ledger.save_meta({"a": "b"})
+    assert not home.writable
+    inside.ledger.settle()
+    home.recover()
+    inside.ledger.settle()
+    assert not inside.is_index_given_up
+    assert inside.index is index
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("num_dirs", [1, 2])
+def test_an_index_that_could_only_be_read_at_start_is_written_to_later(
+    tmp_path: Path, open_store: OpenStore, num_dirs: int
+) -> None:
+    """Its file system was mounted read-only: no reason to give up what it knows."""
+    config = patient(tmp_path, num_dirs)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    store.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Health, "writable", property(lambda self: "disk0" not in str(self._path)))
+        store = open_store(config)
+        inside = Inside(store)
+        assert match_keys(store, OLD) == len(OLD)
+        inside.ledger.settle()
+        assert not inside.is_index_given_up
+        with pytest.raises(StoreError):
+            write_keys(store, NEW, LAYERS)
+    inside.ledger.settle()
+    assert not inside.is_index_given_up
+    write_keys(store, NEW, LAYERS)
+    store.close()
+    again = open_store(config)
+    assert match_keys(again, OLD) == match_keys(again, NEW) == 4
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_nothing_is_written_that_could_not_be_committed(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(patient(tmp_path))
+    inside = Inside(store)
+    inside.volumes[0].health.take_out("no answer within 5 s")
+    before = inside.volumes[1].segment_sizes()
+    with pytest.raises(StoreIOError, match="the index cannot be written"):
+        write_keys(store, NEW, LAYERS)
+    assert inside.volumes[1].segment_sizes() == before

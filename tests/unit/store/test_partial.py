@@ -108,7 +108,7 @@ def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
     catalog = Inside(store).catalog
     wait_until(lambda: len(catalog.runs()) == 4)  # both copies of each
     oldest = min(catalog.segments(), key=lambda segment: segment.number)
-    assert oldest.score == catalog.floor
+    assert oldest.score == catalog._floor
     catalog.retire(oldest, only_unpinned=False)
     assert served(store, old) == 2
     store.close()

@@ -383,6 +383,34 @@ def test_directories_that_were_used_one_without_the_other_agree_again(
     assert match_keys(store, on_first) == 0
 
 
+def test_a_clear_voids_what_was_stored_by_a_start_without_that_directory(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both starts go on from the same number: what the one wrote must not look newer than the clearing of the other."""
+    config = small_config(tmp_path, 2)
+    open_store(config).close()
+    names = {"disk1"}
+    sick(names, monkeypatch)
+    store = open_store(config)
+    on_first = make_keys(0, 2)
+    write_keys(store, on_first, LAYERS)
+    store.close()
+    names.clear()
+    names.add("disk0")
+    store = open_store(config)
+    store.clear()
+    store.close()
+    names.clear()
+    names.add("disk1")
+    store = open_store(config)
+    names.clear()
+    wait_until(lambda: Inside(store).volumes[1].health.writable)
+    wait_until(lambda: match_keys(store, on_first) == 0)
+    store.close()
+    store = open_store(config)
+    assert match_keys(store, on_first) == 0
+
+
 def test_an_index_in_a_directory_that_was_deleted_is_given_up_however_late_the_keeper_is(
     tmp_path: Path, open_store: OpenStore
 ) -> None:

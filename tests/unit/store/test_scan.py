@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +102,40 @@ def test_a_long_scan_says_how_far_it_is(
     thread.join(60)
     assert found == [6]
     sight.close()
+
+
+def test_a_block_that_cannot_be_read_hides_its_run_only(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path, 1, segment=2**22))
+    for keys in RUNS[:3]:
+        write_keys(store, keys, LAYERS)
+    places = [Inside(store).run_of(keys[0]).place for keys in RUNS[:3]]
+    assert len({place.segment for place in places}) == 1
+    bad, pread = places[1].offsets[0], os.pread
+
+    def failing(fd: int, size: int, offset: int) -> bytes:
+        if offset <= bad < offset + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    found = scan_segments([places[0].segment], Inside(store).volumes)
+    assert found == [places[0], places[2]]
+
+
+def test_an_error_of_this_process_ends_the_scan_at_once(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def fails(number: int, _volumes: object) -> list[object]:
+        asked.append(number)
+        time.sleep(0.005)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scan, "_scan", fails)
+    monkeypatch.setattr(scan, "_SCAN_THREADS", 1)
+    with pytest.raises(OSError, match="Too many open files"):
+        scan_segments(list(range(1000)), Inside(store).volumes)
+    assert len(asked) < 1000

@@ -387,8 +387,8 @@ def test_a_directory_that_is_out_is_not_asked_to_delete_and_no_such_failure_is_c
 def test_what_lies_in_a_directory_that_is_out_is_not_evicted_for_room(
     tmp_path: Path, open_store: OpenStore
 ) -> None:
-    store = open_store(small_config(tmp_path, 2, size=16 * MIB, segment=2 * MIB))
-    first, second = (volume.health for volume in Inside(store).volumes)
+    store = open_store(small_config(tmp_path, 3, size=24 * MIB, segment=3 * MIB))
+    _, first, second = (volume.health for volume in Inside(store).volumes)  # the index is in the other one
     first.failed(OSError(errno.EROFS, "Read-only file system"), writing=True)
     kept = fill(store, 0, 4)
     first.recover()

@@ -40,8 +40,9 @@ class _Call:
             return None
         directories = () if tiers.disk_stats is None else tiers.disk_stats.directories
         logger.warning(
-            "hcache: a clear call is answered with 400: after %.0f s the clear is not durable yet (%s). Mend that and "
-            "call again, or stop the server and use `hcache store clear`, which needs one directory that takes writes",
+            "hcache: a clear call is answered with 400: after %.0f s no directory has taken the note, or not all files "
+            "are deleted (%s). Mend that and call again, or stop the server and use `hcache store clear`, which needs "
+            "one directory that takes writes",
             waited_s, "; ".join(f"{item.path} is {item.condition}: {item.reason}".rstrip(": ") for item in directories),
         )  # fmt: skip
         return False

@@ -107,7 +107,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert server.round(ClearHiCacheReqInput()) == []
     monkeypatch.setattr(clearing, "_PATIENCE_S", 0.0)
     assert [success for success, _ in server.round()] == [False]
-    assert "the clear is not durable yet (/a is out: no device; /b is healthy)" in caplog.text
+    assert "not all files are deleted (/a is out: no device; /b is healthy)" in caplog.text
     assert server.round() == []
 
 

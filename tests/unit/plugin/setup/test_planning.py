@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from sglang_hcache.cli.plan import server as plan_server
@@ -23,7 +24,7 @@ from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
 from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.testing.stored_chunks import small_config
 
 MHA = replace(NAMED_SHAPES["llama2-7b"], num_layers=8)
@@ -271,6 +272,22 @@ def test_what_is_on_disk_keeps_its_mix_over_restarts(open_disk: Callable[[], Dis
     assert stored(None, slightly) != first
     assert stored(open_disk(), slightly) == first
     assert stored(open_disk(), slightly) == first
+
+
+def test_what_is_on_disk_keeps_its_mix_without_the_note_as_well(open_disk: Callable[[], DiskStore]) -> None:
+    """An index that was lost is made anew from the segments, and has no notes."""
+    first = stored(open_disk(), made_profile(project=6))
+    slightly = made_profile(project=7)
+    disk = open_disk()
+    note = disk.notes.get(name := f"layout {WEIGHTS.hex()[:16]}")
+    assert isinstance(note, str)
+    sizes = {"h": 64 * MHA.hidden_row_bytes, "k": 64 * MHA.kv_row_bytes}
+    layer_bytes = tuple(sizes[letter] for letter in note)
+    run = Run(bytes(16), (bytes(32),), 0, layer_bytes)
+    disk.write_run(run, lambda layer: [np.zeros(layer_bytes[layer], np.uint8)])
+    disk.notes.put(name, "")
+    assert stored(disk, slightly) == first
+    assert disk.notes.get(name) == note
 
 
 def test_another_mix_that_is_much_faster_replaces_it(
