@@ -1,4 +1,4 @@
-"""One command for what only a GPU can show, in under nine minutes. ``docs/gpu-development.md`` says what came of it.
+"""One command for what only a GPU can show, in under nine minutes. ``docs/gpu.md`` says what came of it.
 
 python benchmarks/gpu/run.py --out DIR
 """

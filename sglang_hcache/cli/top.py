@@ -100,9 +100,9 @@ def top(
     what went wrong comes first. Times of restores are those since the last look; where none ended, since the start.
     With `--json` each look is the whole state on one line.
 
-    `--check` is for probes: a directory that is not healthy, nothing that is computed is saved though the method saves,
-    a clearing that a restart would undo, errors that nobody foresaw since the start. Exit status 2: no server answers,
-    or it has no tier.
+    `--check` is for probes: a directory that is not healthy or has no room for anything new, nothing that is
+    computed is saved though the method saves, a clearing that a restart would undo, errors that nobody foresaw
+    since the start. Exit status 2: no server answers, or it has no tier.
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")

@@ -113,8 +113,9 @@ COUNTERS = (
     CounterMetric(
         "saved_seconds",
         "What restores saved the requests that waited for them: predicted seconds of recomputing, less those from the "
-        "decision to the end. Of those that ended well and took no longer than that. Without predictions "
-        "(--hcache-restore always with kv or hidden) nothing is counted here, nor as lost_seconds.",
+        "decision to the end (on a GPU without the passes that it was at then). Of those that ended well and took no "
+        "longer than that. Without predictions (--hcache-restore always with kv or hidden) nothing is counted here, "
+        "nor as lost_seconds.",
         "seconds", "", {"restore.saved_seconds": ""},
     ),
     CounterMetric(
@@ -262,7 +263,7 @@ GAUGES = (
     GaugeMetric(
         "clearing_pending",
         "1 while what a clear call removed from disk would be back after a restart: no directory has taken the note "
-        "of it yet.",
+        "of it yet, or the disk tier is not open.",
         "bool",
     ),
     GaugeMetric(

@@ -1,6 +1,6 @@
 """K and V out of the KV pool on a GPU, all layers at once.
 
-Tested on a CPU with Triton's interpreter, and by hand on a GPU (``docs/gpu-development.md``).
+Tested on a CPU with Triton's interpreter, and by hand on a GPU (``docs/gpu.md``).
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False
     """Sizes, counts and the health of each directory.
 
     Counts add up since the store was created. Beside a running server they are a moment old, and the health
-    is what the server says. Exit status 1 if a directory is out or the index damaged (`healthy` of
-    --json); chunks in quarantine, which are served no more, are counted only.
+    is what the server says, unless it has given its index up. Exit status 1 if a directory is out or the index is
+    damaged, missing or given up (`healthy` of --json); chunks in quarantine, which are served no more, are
+    counted only.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView
@@ -85,7 +86,7 @@ def _ls(
 ) -> None:
     """What is in the store: the newest runs, the largest namespaces or the quarantined chunks.
 
-    A run is up to 64 chunks of 64 tokens that were written together. A namespace is one model with its weights
+    A run is up to 16 chunks of 64 tokens that were written together. A namespace is one model with its weights
     and settings, and one tenant; `/server_info` of a server names its namespace.
     """
     from sglang_hcache.cli.store import lists
