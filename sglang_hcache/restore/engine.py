@@ -86,7 +86,7 @@ class RestoreEngine:
                 logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
-        job.seconds = time.monotonic() - job.started - job.fenced_s
+        job.seconds = job.ran_s(time.monotonic())
         steps: list[Callable[[], None]] = [partial(self._report, job, outcome)]
         steps += [block.close for block in job.blocks]
         for step in steps:

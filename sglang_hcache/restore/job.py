@@ -134,6 +134,10 @@ class RestoreJob:
             )
         return left
 
+    def ran_s(self, until: float) -> float:
+        """Seconds from the first read until then, less what it waited for ``fence``."""
+        return until - self.started - self.fenced_s
+
     def taken_s(self, now: float) -> float:
         """Seconds that its request has waited for it alone, and not for what the device did before."""
         return now - max(self.submitted, self.fenced_until)

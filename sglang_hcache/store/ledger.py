@@ -16,7 +16,7 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import Index
+from sglang_hcache.store.index import LOAD_S, Index
 from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.opening import publish
@@ -24,8 +24,6 @@ from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
-_OPEN_S = 60.0
-"""For each few thousand rows of the index, while it is checked."""
 _FAILURES_ALLOWED = 3
 """So many failures in a row mean the database, however well its directory is."""
 
@@ -159,7 +157,7 @@ class Ledger:
         )
         opening = partial(Index.open, path, store_id, limit, self._home.goes_on)
         try:
-            self._index = self._home.call(opening, "cannot open the index", writing=True, patience_s=_OPEN_S)
+            self._index = self._home.call(opening, "cannot open the index", writing=True, patience_s=LOAD_S)
         except StoreFormatError:
             self._is_bad = True
             raise

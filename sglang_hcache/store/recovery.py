@@ -21,15 +21,12 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import Index, batches
+from sglang_hcache.store.index import LOAD_S, Index, batches
 from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.opening import publish
 from sglang_hcache.store.volumes.volume import Volume
-
-LOAD_S = 60.0
-"""For each few thousand rows of the index, and for its check; the whole takes a second for 100,000 runs."""
 
 _UNSEEN_SEGMENTS = 2**20
 """More than a directory holds that is out: new segments must not get the numbers of files that nobody has seen."""

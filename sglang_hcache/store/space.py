@@ -28,7 +28,7 @@ from sglang_hcache.store.retention import Retention
 from sglang_hcache.store.segments import Segment, StoredRun
 from sglang_hcache.store.volumes.volume import Volume
 
-_UNSEEN_SEGMENTS = 2**30
+_VOIDED_SEGMENTS = 2**30
 """Far more than starts without a directory add to its numbers: a clearing voids all that it may hold."""
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Space:
             self._active = None
             is_first_try = self._next_number != self._ledger.identity.first_segment
             if is_first_try and not all(volume.health.readable for volume in self._volumes):
-                self._next_number += _UNSEEN_SEGMENTS
+                self._next_number += _VOIDED_SEGMENTS
             try:
                 # First, for it is one short write: who is killed meanwhile starts empty too.
                 self._ledger.void_before(self._next_number)

@@ -141,9 +141,8 @@ class TieredStore:
             demoter = self._new_demoter(disk)
             if self._clears_late:
                 demoter.clear_disk()
-                self._clears_late = False
             # In this order: who sees the disk asks whether it is cleared.
-            self._demoter, self.disk = demoter, disk
+            self._demoter, self._clears_late, self.disk = demoter, False, disk
             self.host.keep_dirty = True
             if disk.has_max_age:
                 self.host.never_write(disk.contains)

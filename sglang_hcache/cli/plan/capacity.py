@@ -30,9 +30,8 @@ class Sizing:
         if not bytes_per_token:
             return None
         staging = STAGED_PASSES_AHEAD * self.pass_tokens * bytes_per_token
-        least_host = (
-            STAGING_PARTS * staging
-        )  # on a GPU no row of a prefill is lost for want of staging from there on
+        # On a GPU no row of a prefill is lost for want of staging from there on.
+        least_host = STAGING_PARTS * staging
         sizes = {
             "bytes_per_token": bytes_per_token,
             "pass_tokens": self.pass_tokens,

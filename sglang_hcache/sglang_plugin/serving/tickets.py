@@ -106,10 +106,8 @@ class Restore:
     @property
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
-        job, computed = self.job, 0.0
-        if self.recomputation is not None:
-            computed = self.recomputation.ended - job.started - job.fenced_s
-        return max(job.seconds, computed, self.slowest_s)
+        computed = 0.0 if self.recomputation is None else self.job.ran_s(self.recomputation.ended)
+        return max(self.job.seconds, computed, self.slowest_s)
 
     @property
     def is_late(self) -> bool:

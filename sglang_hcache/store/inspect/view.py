@@ -28,9 +28,8 @@ from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.rows import IndexContents, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.format.values import read_value
-from sglang_hcache.store.index import Index
+from sglang_hcache.store.index import LOAD_S, Index
 from sglang_hcache.store.notes import Notes
-from sglang_hcache.store.recovery import LOAD_S
 from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition

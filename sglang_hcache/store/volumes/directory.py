@@ -32,9 +32,8 @@ from sglang_hcache.store.volumes.lock import DirectoryLock
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
     {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}
-    | {
-        name + suffix for name in (INDEX_NAME, "index.tmp") for suffix in INDEX_SUFFIXES
-    }  # the latter of format 2
+    # index.tmp: of format 2
+    | {name + suffix for name in (INDEX_NAME, "index.tmp") for suffix in INDEX_SUFFIXES}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
 
