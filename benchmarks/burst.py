@@ -40,7 +40,8 @@ from common.precision import tame
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from serving import burst_report
-from serving.bursts import Burst, rows_of_bursts
+from serving.bursts import rows_of_bursts
+from serving.comparison import Measured
 from serving.options import CAPACITY_HELP, Capacity, Methods, parse_capacity, settings_as_json
 from serving.servers import ServerSizes, parse_methods, reasons_unavailable, running_servers, sizes_for
 from serving.token_client import TokenClient, ask_servers
@@ -132,7 +133,7 @@ class Bursts:
                 await client.ask(history, max_tokens=1)
                 await client.settle()
                 self._progress.advance(task)
-        bursts: dict[str, list[Burst]] = {method: [] for method in clients}
+        bursts: dict[str, list[Measured]] = {method: [] for method in clients}
         for number in range(settings.rounds if clients else 1):
             prompts = [[*history, *self._prompt(settings.new_tokens)] for history in histories]
             for method in in_turn(clients, next(self._turns)) if clients else ():
@@ -146,13 +147,13 @@ class Bursts:
         self._progress.remove_task(task)
 
     @staticmethod
-    async def _send(client: TokenClient, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Burst:
+    async def _send(client: TokenClient, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Measured:
         """All at once; over when the tier has saved what it has to."""
         began = time.monotonic()
         answers = await asyncio.gather(*(client.ask(prompt, max_tokens=max_tokens) for prompt in prompts))
         took_s = time.monotonic() - began
         await client.settle()
-        return Burst(answers, took_s)
+        return Measured(list(answers), took_s)
 
 
 def _name(count: int) -> str:

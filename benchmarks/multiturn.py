@@ -9,6 +9,7 @@ first one answered.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from serving.options import (
     DiskSize,
     HostSize,
     Methods,
+    Rounds,
     parse_capacity,
     settings_as_json,
     time_limit_s,
@@ -84,6 +86,8 @@ class Settings:
     device_contexts: float
     host_size: Capacity
     disk_size: Capacity
+    rounds: int
+    """Of each rate."""
     time_limit_s: float | None
     seed: int
     quick: bool
@@ -173,26 +177,29 @@ async def measure(
 ) -> None:
     """All methods at each rate, in turns; fewer rates where ``ends_at`` of ``time.monotonic`` comes first."""
     talk = Talk(workload)
-    methods = list(clients)
+    turns = itertools.count()
     for client in clients.values():  # first-use costs
         await client.ask(workload.conversations[0].rounds[0].tokens, max_tokens=2)
     answering_s = 0.0  # what a rate took at most beyond its arrivals and pauses
-    for turn, rate in enumerate(settings.rates if clients else ()):
+    for place, rate in enumerate(settings.rates if clients else ()):
         began = time.monotonic()
-        least_s = workload.least_s(rate) * len(methods)
-        if ends_at is not None and turn and began + least_s + answering_s > ends_at:
-            for left_out in settings.rates[turn:]:
+        least_s = workload.least_s(rate) * len(clients) * settings.rounds
+        if ends_at is not None and place and began + least_s + answering_s > ends_at:
+            for left_out in settings.rates[place:]:
                 comparison.leave_out(left_out)
                 comparison.found.header["rates_left_out"].append(left_out)
             break
-        found: dict[str, Measured] = {}
-        for method in in_turn(methods, turn):
-            client = clients[method]
-            await client.empty(tiers=method != "recompute")
-            task = progress.add_task(f"{rate:g} requests/s, {method}", total=len(workload.rounds))
-            found[method] = await talk.hold(client, rate, partial(progress.advance, task))
-            progress.remove_task(task)
-            comparison.add(rate, {method: found[method] for method in methods if method in found})
+        rounds: list[dict[str, Measured]] = []
+        for number in range(settings.rounds):
+            rounds.append({})
+            of_several = f", round {number + 1} of {settings.rounds}" if settings.rounds > 1 else ""
+            for method in in_turn(clients, next(turns)):
+                await clients[method].empty(tiers=method != "recompute")
+                what = f"{rate:g} requests/s, {method}{of_several}"
+                task = progress.add_task(what, total=len(workload.rounds))
+                rounds[-1][method] = await talk.hold(clients[method], rate, partial(progress.advance, task))
+                progress.remove_task(task)
+                comparison.add(rate, rounds)
         answering_s = max(answering_s, time.monotonic() - began - least_s)
 
 
@@ -249,12 +256,12 @@ def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) ->
             "sizes": sizes.as_json(),
             "rates_left_out": [],
         }
-        comparison = Comparison(found, "rate", settings.rates, methods, notes)
+        comparison = Comparison(found, "rate", settings.rates, methods, notes, settings.rounds)
         comparison.begin()
-        least_s = sum(workload.least_s(rate) for rate in settings.rates) * (len(methods) - len(notes))
+        least_s = sum(map(workload.least_s, settings.rates)) * (len(methods) - len(notes)) * settings.rounds
         progress.console.print(
-            f"{len(workload.rounds)} requests for each rate and method: at least {least_s / 60:.1f} minutes, in which "
-            "they arrive and people think",
+            f"{len(workload.rounds)} requests for each rate, round and method: at least {least_s / 60:.1f} minutes, in "
+            "which they arrive and people think",
             soft_wrap=True,
         )
         with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
@@ -315,6 +322,7 @@ def main(
     device_contexts: DeviceContexts = 2.0,
     host_size: HostSize = "4",
     disk_size: DiskSize = None,
+    rounds: Rounds = 1,
     folder: Folder = None,
     logs: Logs = None,
     seed: Seed = 0,
@@ -337,6 +345,7 @@ def main(
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),
         disk_size=parse_capacity("--disk-size", disk_size or str(2 * count)),
+        rounds=rounds,
         time_limit_s=time_limit_s(time_limit, quick=quick),
         seed=seed,
         quick=quick,

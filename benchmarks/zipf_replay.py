@@ -2,8 +2,9 @@
 
 The HCache paper's Figure 15. Every request goes to the servers of all methods, one after the other in turns, with
 nothing else running, and all must answer alike. A server keeps the most recently used documents in its KV pool, sized
-in contexts; what falls out comes back by its method. Before each skew everything is emptied, and each document is
-asked for once (not measured), so that no method pays for the first sight of a document.
+in contexts; what falls out comes back by its method. Before each round of a skew everything is emptied, and each
+document is asked for once (not measured), so that no method pays for the first sight of a document. Each round has an
+order and questions of its own.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from serving.options import (
     DiskSize,
     HostSize,
     Methods,
+    Rounds,
     parse_capacity,
     settings_as_json,
     time_limit_s,
@@ -58,11 +60,20 @@ from serving.token_client import TokenAnswer, TokenClient, ask_servers
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.testing.zipf import zipf_order
-from workloads.documents import Document, choose, describe, generate, load_leval, tokenise
+from workloads.documents import (
+    Document,
+    Request,
+    ask_about,
+    choose,
+    describe,
+    generate,
+    load_leval,
+    make_requests,
+    tokenise,
+)
 
 FEWEST_REQUESTS = 6
-"""For each skew, however little time there is."""
+"""For each round of a skew, however little time there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +93,10 @@ class Settings:
     context_limit: int
     answer_limit: int
     requests: int
+    """Of each round."""
     concurrency: int
+    rounds: int
+    """Of each skew."""
     time_limit_s: float | None
     device_contexts: float
     host_size: Capacity
@@ -108,12 +122,6 @@ class Settings:
     def source(self) -> str:
         """Of the documents."""
         return "L-Eval format" if self.dataset else f"lengths of Table 1 x {self.scale:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    prompt: tuple[int, ...]
-    answer_tokens: int
 
 
 def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
@@ -145,18 +153,6 @@ def load(settings: Settings, folder: Path) -> tuple[BenchModel, list[Document]]:
     return model, documents
 
 
-def make_requests(documents: Sequence[Document], count: int, *, alpha: float, seed: int) -> list[Request]:
-    """``count`` requests: documents in a Zipf order, each time one of its questions."""
-    dice = np.random.default_rng((seed, 1))
-    order = zipf_order(len(documents), count, alpha=alpha, seed=seed)
-    return [_request(documents[item], int(dice.integers(len(documents[item].questions)))) for item in order]
-
-
-def _request(document: Document, number: int) -> Request:
-    question = document.questions[number]
-    return Request(document.tokens + question.tokens, question.answer_tokens)
-
-
 class Replay:
     """Asks all methods' servers.
 
@@ -184,46 +180,52 @@ class Replay:
 
     async def run(self) -> None:
         """All skews; nothing where there is no server."""
-        request = _request(self._documents[0], 0)
+        request = ask_about(self._documents[0], 0)
         for client in self._clients.values():  # first-use costs
             await client.ask(request.prompt, max_tokens=2)
         alphas = self._settings.alphas if self._clients else ()
+        count = self._settings.rounds
         for number, alpha in enumerate(alphas):
-            await self._measure(alpha, len(alphas) - number)
+            rounds: list[dict[str, Measured]] = []
+            for each in range(count):
+                rounds.append({})
+                await self._measure(alpha, rounds, rounds_left=(len(alphas) - number) * count - each)
 
-    async def _measure(self, alpha: float, alphas_left: int) -> None:
-        """All methods under one skew; ``alphas_left`` counts this one."""
-        settings = self._settings
-        requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=settings.seed)
+    async def _measure(self, alpha: float, rounds: list[dict[str, Measured]], *, rounds_left: int) -> None:
+        """All methods in the last of ``rounds`` of one skew; ``rounds_left`` counts it, and those of other skews."""
+        settings, measured = self._settings, rounds[-1]
+        seed = settings.seed + len(rounds) - 1
+        requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=seed)
         total = len(self._documents) + len(requests)
-        task = self._progress.add_task(f"alpha {alpha:g}", total=total)
+        of_several = f", round {len(rounds)} of {settings.rounds}" if settings.rounds > 1 else ""
+        task = self._progress.add_task(f"alpha {alpha:g}{of_several}", total=total)
         ends_at = None
         if self._ends_at is not None:
             now = time.monotonic()
-            ends_at = now + (self._ends_at - now) / alphas_left
+            ends_at = now + (self._ends_at - now) / rounds_left
         for method, client in self._clients.items():
             await client.empty(tiers=method != "recompute")
         for number in np.random.default_rng((settings.seed, 2)).permutation(len(self._documents)):
-            await self._ask_all(replace(_request(self._documents[number], 0), answer_tokens=1))
+            await self._ask_all(replace(ask_about(self._documents[number], 0), answer_tokens=1))
             self._progress.advance(task)
-        measured: dict[str, Measured] = {}
         if settings.concurrency == 1:
-            measured = {method: Measured() for method in self._clients}
+            asked = {method: Measured() for method in self._clients}
             for number, request in enumerate(requests):
                 if ends_at is not None and number >= FEWEST_REQUESTS and time.monotonic() > ends_at:
                     break
                 for method, answer in (await self._ask_all(request)).items():
-                    measured[method].answers.append(answer)
-                    measured[method].busy_s += answer.total_s
+                    asked[method].answers.append(answer)
+                    asked[method].busy_s += answer.total_s
                 self._progress.advance(task)
-            self._comparison.add(alpha, measured)
+            measured |= asked
+            self._comparison.add(alpha, rounds)
         else:
             for method in in_turn(self._clients, next(self._turns)):
                 client = self._clients[method]
                 began = time.monotonic()
                 answers = await self._ask_at_once(client, requests)
                 measured[method] = Measured(answers, time.monotonic() - began)
-                self._comparison.add(alpha, measured)
+                self._comparison.add(alpha, rounds)
                 await client.settle()
                 self._progress.advance(task, len(requests) / len(self._clients))
         self._progress.remove_task(task)
@@ -280,7 +282,7 @@ def run(settings: Settings, logs: Path | None, folder: Path, found: Gathered) ->
             "workload": describe(documents, settings.source),
             "sizes": sizes.as_json() | {"context_bytes_as_kv": int(context_bytes)},
         }
-        comparison = Comparison(found, "alpha", settings.alphas, methods, notes)
+        comparison = Comparison(found, "alpha", settings.alphas, methods, notes, settings.rounds)
         comparison.begin()
         with running_servers(methods, folder, model.path, sizes, progress, logs) as servers:
             ends_at = None if settings.time_limit_s is None else began + settings.time_limit_s
@@ -328,15 +330,16 @@ def main(
         int | None, typer.Option(help="Most tokens of an answer. Default: 16, quick 4.", min=1)
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests for each skew. Default: 64, quick 16.", min=1)
+        int | None, typer.Option(help="Requests in each round. Default: 64, quick 16.", min=1)
     ] = None,
     concurrency: Annotated[
         int, typer.Option(help="Requests at a time. Over 1 the methods run one after the other.", min=1)
     ] = 1,
+    rounds: Rounds = 1,
     time_limit: Annotated[
         float | None,
         typer.Option(
-            help="Minutes from the start. When they are over, no more is asked than 6 requests for each skew, one at a "
+            help="Minutes from the start. When they are over, no more is asked than 6 requests in each round, one at a "
             "time. Default: none, quick 1.7."
         ),
     ] = None,
@@ -368,6 +371,7 @@ def main(
         answer_limit=answer_limit or (4 if quick else 16),
         requests=requests or (16 if quick else 64),
         concurrency=concurrency,
+        rounds=rounds,
         time_limit_s=time_limit_s(time_limit, quick=quick),
         device_contexts=device_contexts,
         host_size=parse_capacity("--host-size", host_size),

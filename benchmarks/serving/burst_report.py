@@ -19,6 +19,7 @@ from serving.report import (
     new_figure,
     print_equality,
     print_notes,
+    ratio_of_rounds,
     save_figure,
 )
 
@@ -100,16 +101,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         _spread(of_rounds["ttft_mean_s"]),
         _spread(of_rounds["last_s"]),
         f"{least} - {most}" if least < most else str(most),
-        *(_ratio(row, f"round_speedup_over_{name}") for name in BASELINES),
+        *(ratio_of_rounds(row, name) for name in BASELINES),
         f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
     ]
 
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} s \\[{min(values):.2f} - {max(values):.2f}]"
-
-
-def _ratio(row: dict[str, Any], name: str) -> str:
-    if row[name] is None:
-        return ""
-    return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.gathered import Gathered
 from common.precision import precision
+from common.statistics import median_with_interval
 from serving.latency import Latency
 from serving.token_client import TokenAnswer, compare
 
@@ -20,24 +22,31 @@ SOURCES = ("device", "host", "disk")
 
 @dataclass
 class Measured:
-    """One method under one load."""
+    """One method in one round of a load."""
 
     answers: list[TokenAnswer] = field(default_factory=list)
     busy_s: float = 0.0
     """Time in which the method served these requests."""
 
+    @property
+    def ttft_mean_s(self) -> float:
+        return statistics.fmean(answer.ttft_s for answer in self.answers)
 
-def row_of(measured: Measured, reference: Sequence[TokenAnswer]) -> dict[str, Any]:
-    """Numbers of one method.
+
+def row_of(rounds: Sequence[Measured], reference: Sequence[Measured]) -> dict[str, Any]:
+    """Numbers of one method, of the requests of all rounds.
 
     Args:
-        reference: the answers that its answers must equal, in the same order.
+        reference: the same rounds of the method that its answers must equal, in the same order.
     """
-    answers = measured.answers
+    answers = _answers(rounds)
+    busy_s = sum(measured.busy_s for measured in rounds)
     prompt = sum(answer.sources.prompt for answer in answers)
     found = {name: sum(getattr(answer.sources, name) for answer in answers) for name in SOURCES}
     allowed = precision().logprob_tolerance
-    compared = [compare(answer, other, allowed) for answer, other in zip(answers, reference, strict=True)]
+    compared = [
+        compare(answer, other, allowed) for answer, other in zip(answers, _answers(reference), strict=True)
+    ]
     finite = [item.logprob for item in compared if item.logprob < float("inf")]
     made = sum(len(answer.tokens) for answer in answers)
     return {
@@ -50,21 +59,26 @@ def row_of(measured: Measured, reference: Sequence[TokenAnswer]) -> dict[str, An
         "recomputed_tokens": sum(answer.sources.recomputed for answer in answers),
         **Latency.of([answer.ttft_s for answer in answers]).fields("ttft"),
         **Latency.of([gap for answer in answers for gap in answer.gaps_s]).fields("tbt"),
-        "requests_per_s": len(answers) / measured.busy_s if measured.busy_s else None,
-        "tokens_per_s": (prompt + made) / measured.busy_s if measured.busy_s else None,
+        "requests_per_s": len(answers) / busy_s if busy_s else None,
+        "tokens_per_s": (prompt + made) / busy_s if busy_s else None,
         "unequal": sum(not item.is_equal for item in compared),
         "ties": sum(item.is_tie for item in compared),
         "largest_logprob_difference": max(finite, default=None),
     }
 
 
+def _answers(rounds: Sequence[Measured]) -> list[TokenAnswer]:
+    return [answer for measured in rounds for answer in measured.answers]
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Methods under one load after another. Each method's row is there as soon as it is measured.
+    """Methods under one load after another. A load's rows are there as soon as a method's first round is measured.
 
     Args:
         key: what tells loads apart, such as ``alpha``.
         notes: method -> why it cannot be measured.
+        rounds: of each load.
     """
 
     found: Gathered
@@ -73,18 +87,24 @@ class Comparison:
     """Of ``key``, one for each load."""
     methods: Sequence[str]
     notes: Mapping[str, str]
+    rounds: int = 1
 
     def begin(self) -> None:
         """All loads are expected; those that there is no method for are over."""
         self.found.expect(map(self._name, self.values))
         if not set(self.methods) - self.notes.keys():
             for value in self.values:
-                self.add(value, {})
+                self.found.add(self._name(value), rows_of({self.key: value}, self.methods, {}, self.notes))
 
-    def add(self, value: float, measured: Mapping[str, Measured]) -> None:
-        """What is measured so far under one load, by method."""
+    def add(self, value: float, rounds: Sequence[Mapping[str, Measured]]) -> None:
+        """What is measured so far under one load: rounds, by method. Of a later round all methods count, or none."""
+        there = [method for method in self.methods if method in rounds[0]]
+        whole = [each for each in rounds if all(method in each for method in there)]
+        measured = {method: [each[method] for each in whole] for method in there}
         rows = rows_of({self.key: value}, self.methods, measured, self.notes)
-        lacks = [method for method in self.methods if method not in (*measured, *self.notes)]
+        lacks = [method for method in self.methods if method not in (*there, *self.notes)]
+        if not lacks and (left := self.rounds - len(whole)):
+            lacks = [f"{left} rounds"]
         self.found.add(self._name(value), rows, lacks=lacks)
 
     def leave_out(self, value: float) -> None:
@@ -96,29 +116,49 @@ class Comparison:
 
 
 def rows_of(
-    key: Mapping[str, Any], methods: Sequence[str], measured: Mapping[str, Measured], notes: Mapping[str, str]
+    key: Mapping[str, Any],
+    methods: Sequence[str],
+    measured: Mapping[str, Sequence[Measured]],
+    notes: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """One row for each of ``methods`` that is measured, or has a note.
 
     Args:
         key: first fields of the rows, such as ``{"alpha": 1.0}``.
+        measured: method -> its rounds, as many of each; the requests of a round are the same for all.
         notes: method -> why it was not measured.
     """
     if not measured:
         return [{**key, "method": method, "requests": 0, "note": note} for method, note in notes.items()]
-    reference = measured["recompute" if "recompute" in measured else next(iter(measured))].answers
-    rows = {method: row_of(item, reference) for method, item in measured.items()}
+    reference = measured["recompute" if "recompute" in measured else next(iter(measured))]
+    rows = {method: row_of(rounds, reference) for method, rounds in measured.items()}
     blank = dict.fromkeys(next(iter(rows.values())))
     for row in rows.values():
         for baseline in BASELINES:
             for name, time in SPEEDUPS.items():
                 other = rows.get(baseline, blank)[time]
                 row[f"{name}_over_{baseline}"] = other / row[time] if other else None
-    blank |= {f"{name}_over_{baseline}": None for baseline in BASELINES for name in SPEEDUPS} | {
-        "requests": 0
-    }
+    for method, row in rows.items():
+        row |= _speedups_of_rounds(measured[method], measured)
+    blank = dict.fromkeys(next(iter(rows.values()))) | {"requests": 0}
     return [
         {**key, "method": method, **rows.get(method, blank), "note": notes.get(method, "")}
         for method in methods
         if method in rows or method in notes
     ]
+
+
+def _speedups_of_rounds(
+    own: Sequence[Measured], measured: Mapping[str, Sequence[Measured]]
+) -> dict[str, float | None]:
+    """``round_speedup_over_*``: the median of the rounds' ratios of mean TTFT, with its 95 % interval."""
+    fields: dict[str, float | None] = {}
+    for baseline in BASELINES:
+        ratios = [
+            other.ttft_mean_s / this.ttft_mean_s
+            for other, this in zip(measured.get(baseline, ()), own, strict=False)
+        ]
+        values = median_with_interval(ratios) if ratios else (None, None, None)
+        names = [f"round_speedup_over_{baseline}{end}" for end in ("", "_low", "_high")]
+        fields |= dict(zip(names, values, strict=True))
+    return fields

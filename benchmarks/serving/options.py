@@ -31,6 +31,15 @@ DiskSize = Annotated[
 ]
 Disk = Annotated[bool, typer.Option(help="Whether the tier has a disk below its host memory.")]
 
+Rounds = Annotated[
+    int,
+    typer.Option(
+        "--rounds",
+        help="Times that each load is measured, everything emptied before. Take 5 or more for ratios to rely on.",
+        min=1,
+    ),
+]
+
 QUICK_S = 100.0
 """That a quick run may take where no time limit is given."""
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from common.gathered import count_unequal
 from common.precision import precision
 from common.results import write_csv, write_json
-from serving.comparison import SOURCES
+from serving.comparison import BASELINES, SOURCES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,12 +60,18 @@ def print_table(console: Console, key: str, title: str, rows: Sequence[Row], *, 
             *(f"{row[f'{source}_hit_ratio']:.0%}" for source in SOURCES),
             *(_seconds(row[name]) for name in fields),
             _number(row["requests_per_s"]),
-            _number(row["speedup_over_recompute"]),
-            _number(row["speedup_over_kv"]),
+            *(ratio_of_rounds(row, baseline) for baseline in BASELINES),
             f"[bold red]{row['unequal']}[/]" if row["unequal"] else "0",
         )
     console.print(table)
     print_notes(console, rows)
+
+
+def ratio_of_rounds(row: Row, baseline: str) -> str:
+    """Of mean TTFT; of several rounds the median, with the ends of its 95 % interval."""
+    name = f"round_speedup_over_{baseline}"
+    median, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
+    return _number(median) if low == high else f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def print_notes(console: Console, rows: Sequence[Row]) -> None:
@@ -148,16 +154,17 @@ def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: st
 
 
 def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
-    """How many times smaller the mean TTFT is than the first baseline's."""
+    """How many times smaller the mean TTFT is than the first baseline's: the median of the rounds, and its interval."""
     baseline = next((name for name in ("recompute", "kv") if name in measured_methods(rows)), None)
     for method in measured_methods(rows):
         if baseline is None:
             break
-        line = [
-            row for row in rows if row["method"] == method and row[f"speedup_over_{baseline}"] is not None
-        ]
-        heights = [row[f"speedup_over_{baseline}"] for row in line]
-        axes.plot([row[key] for row in line], heights, "o-", color=COLOURS[method], label=method)
+        name = f"round_speedup_over_{baseline}"
+        line = [row for row in rows if row["method"] == method and row[name] is not None]
+        at, heights = [row[key] for row in line], [row[name] for row in line]
+        axes.plot(at, heights, "o-", color=COLOURS[method], label=method)
+        lows, highs = ([row[f"{name}_{end}"] for row in line] for end in ("low", "high"))
+        axes.vlines(at, lows, highs, color=COLOURS[method], alpha=0.55)
         if method != baseline:
             for row, height in zip(line, heights, strict=True):
                 axes.annotate(

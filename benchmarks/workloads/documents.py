@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.testing.zipf import zipf_order
 from workloads.json_files import json_lines
 from workloads.lengths import draw_lengths, draw_tokens
 
@@ -207,3 +208,22 @@ def describe(documents: Sequence[Document], source: str) -> dict[str, Any]:
 
 def _limited(answer_tokens: int, limit: int) -> int:
     return max(1, min(answer_tokens, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: tuple[int, ...]
+    answer_tokens: int
+
+
+def make_requests(documents: Sequence[Document], count: int, *, alpha: float, seed: int) -> list[Request]:
+    """``count`` requests: documents in a Zipf order, each time one of its questions."""
+    dice = np.random.default_rng((seed, 1))
+    order = zipf_order(len(documents), count, alpha=alpha, seed=seed)
+    return [ask_about(documents[item], int(dice.integers(len(documents[item].questions)))) for item in order]
+
+
+def ask_about(document: Document, number: int) -> Request:
+    """The document and one of its questions."""
+    question = document.questions[number]
+    return Request(document.tokens + question.tokens, question.answer_tokens)

@@ -29,7 +29,7 @@ def burst(bench: Import, ttft_s: float, *, restored: int) -> Any:
         )
         for number in range(2)
     ]
-    return bench("serving.bursts").Burst(answers, ttft_s + 2)
+    return bench("serving.comparison").Measured(answers, ttft_s + 2)
 
 
 def rows(bench: Import) -> list[dict[str, Any]]:

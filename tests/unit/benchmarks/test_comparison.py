@@ -48,12 +48,11 @@ def test_answers_are_compared_token_by_token(
 
 
 def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:
+    measure = bench("serving.comparison").Measured
     measured = {
-        "kv": bench("serving.comparison").Measured([answer(bench), answer(bench, ttft_s=4.0)], 5.0),
-        "recompute": bench("serving.comparison").Measured([answer(bench, ttft_s=6.0)] * 2, 10.0),
-        "auto": bench("serving.comparison").Measured(
-            [answer(bench), answer(bench, tokens=(7, 2, 3), logprobs=(0.0, 0, 0))]
-        ),
+        "kv": [measure([answer(bench), answer(bench, ttft_s=4.0)], 5.0)],
+        "recompute": [measure([answer(bench, ttft_s=6.0)] * 2, 10.0)],
+        "auto": [measure([answer(bench), answer(bench, tokens=(7, 2, 3), logprobs=(0.0, 0, 0))])],
     }
     methods = ("kv", "recompute", "auto", "lmcache")
     rows = bench("serving.comparison").rows_of(
@@ -106,7 +105,8 @@ def test_servers_have_room_for_the_longest_context(bench: Import) -> None:
 
 def results(bench: Import, key: str) -> dict[str, Any]:
     measured = {
-        name: bench("serving.comparison").Measured([answer(bench)] * 3, 5.0) for name in ("recompute", "auto")
+        name: [bench("serving.comparison").Measured([answer(bench)] * 3, 5.0)]
+        for name in ("recompute", "auto")
     }
     notes = {"hicache": "not available here: why"}
     rows = [
@@ -163,7 +163,7 @@ def ended_early(bench: Import, key: str, methods: tuple[str, ...]) -> dict[str, 
     comparison.begin()
     assert not found.measured
     for value, there in ((0.5, ("recompute", "kv")), (1.0, methods)):
-        comparison.add(value, {name: module.Measured([answer(bench)] * 3, 5.0) for name in there})
+        comparison.add(value, [{name: module.Measured([answer(bench)] * 3, 5.0) for name in there}])
     return found.results()  # type: ignore[no-any-return]
 
 
@@ -197,6 +197,29 @@ def test_a_method_that_was_not_measured_has_no_row(
     assert "All 9 answers are equal" in console.export_text()
     bench(report).write(tmp_path, data)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_are_pooled_and_their_ratios_have_an_interval(bench: Import) -> None:
+    module = bench("serving.comparison")
+    found = bench("common.gathered").Gathered()
+    comparison = module.Comparison(found, "alpha", (0.0,), ("recompute", "kv"), {}, rounds=3)
+    comparison.begin()
+    rounds = [
+        {
+            "recompute": module.Measured([answer(bench, ttft_s=ttft_s)], 10.0),
+            "kv": module.Measured([answer(bench)], 5.0),
+        }
+        for ttft_s in (4.0, 8.0)
+    ]
+    comparison.add(0.0, [*rounds, {"kv": module.Measured([answer(bench, ttft_s=100.0)], 100.0)}])
+    data = found.results()
+    assert data["missing"] == ["alpha 0: 1 rounds"], "a round that one method lacks does not count"
+    recompute, kv = data["rows"]
+    assert (recompute["requests"], kv["requests"], kv["requests_per_s"]) == (2, 2, 0.2)
+    assert (recompute["ttft_mean_s"], kv["ttft_mean_s"]) == (6.0, 2.0)
+    assert [kv[f"round_speedup_over_recompute{end}"] for end in ("", "_low", "_high")] == [3.0, 2.0, 4.0]
+    assert bench("serving.report").ratio_of_rounds(kv, "recompute") == "3.00 (2.00 to 4.00)"
+    assert bench("serving.report").ratio_of_rounds(kv, "kv") == "1.00"
 
 
 def test_where_no_method_can_run_nothing_is_missing(bench: Import) -> None:

@@ -136,7 +136,7 @@ def test_documents_are_chosen_evenly(documents: Any) -> None:
 
 def test_requests_follow_the_skew(bench: Import, documents: Any) -> None:
     made = documents.generate(8, VOCABULARY, scale=1.0, context_limit=64, answer_limit=2, seed=0)
-    make = bench("zipf_replay").make_requests
+    make = bench("workloads.documents").make_requests
 
     def shares(alpha: float) -> list[float]:
         found = Counter(request.prompt[:64] for request in make(made, 800, alpha=alpha, seed=4))
