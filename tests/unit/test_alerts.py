@@ -38,7 +38,13 @@ PENDING = {'clearing_pending{instance="a"}': "1x120"}
 STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
 REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
+UP = {'up{instance="a", job="sglang"}': "1x120"}
+INFO = {'info{instance="a", version="0", method="kv"}': "1x120"}
 SLOWER = {'restores_total{instance="a", tp_rank="0", result="predicted_slower"}': "0+1x120"}
+
+
+def seconds(what: str, values: str) -> dict[str, str]:
+    return {f'{what}_seconds_total{{instance="a", tp_rank="0"}}': values}
 
 
 def ended(result: str, values: str) -> dict[str, str]:
@@ -58,6 +64,13 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),
+        ("HCacheNoRoom", ended("no_slots", "0+1x120"), 60, True),
+        ("HCacheNoRoom", ended("no_slots", "0x50 2x70"), 60, False),
+        ("HCacheCostsTime", seconds("saved", "0+1x120") | seconds("lost", "0+2x120"), 60, True),
+        ("HCacheCostsTime", seconds("saved", "0+2x120") | seconds("lost", "0+1x120"), 60, False),
+        ("HCacheMetricsMissing", UP, 14, False),
+        ("HCacheMetricsMissing", UP, 16, True),
+        ("HCacheMetricsMissing", UP | INFO, 60, False),
         ("HCacheRestoresFail", ended("done", "0+4x120") | ended("late", "0+1x120"), 60, True),
         ("HCacheRestoresFail", ended("done", "0+20x120") | ended("late", "0+1x120"), 60, False),
         ("HCacheRestoresFail", ended("done", "0x120") | ended("failed", "0x50 2x70"), 60, False),
@@ -68,7 +81,10 @@ def test_when_they_fire(
 ) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
-    found = [{"series": f"sglang:hcache_{name}", "values": values} for name, values in series.items()]
+    found = [
+        {"series": name if name.startswith("up{") else f"sglang:hcache_{name}", "values": values}
+        for name, values in series.items()
+    ]
     labels = f'{{alertname="{alert}", alertstate="firing", instance="a"}}'
     asked = {
         "expr": f"max by (alertname, alertstate, instance) (ALERTS{labels})",

@@ -104,7 +104,7 @@ def run_demo(settings: DemoSettings, view: DemoView) -> DemoReport:
     if has_gpu():
         raise ConfigError(
             "hcache demo compares answers computed in float32, which SGLang does not serve on a GPU: it is for "
-            "machines without one. Here try hcache demo --chat, or serve a model (docs/gpu.md)"
+            "machines without one. Here try hcache demo --chat, or serve a model"
         )
     began = time.monotonic()
     with (

@@ -142,7 +142,7 @@ def plan(
 
     This predicts and changes nothing. The last lines say what a server with `--hcache-method auto` does with these
     costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
-    recomputes as many first layers as is fastest then. docs/planner.md explains the model and its limits.
+    recomputes as many first layers as is fastest then.
 
     `--tokens-per-s 2000 --keep 10m --drive-size 4TB` adds how large the disk tier has to be, and how fast it wears its
     drives. Host memory is sized for the passes of a GPU with overlap scheduling, SGLang's default.

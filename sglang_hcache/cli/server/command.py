@@ -42,7 +42,7 @@ def serve(
     """Start SGLang's server with the tier.
 
     Takes the arguments of `python -m sglang.launch_server` and becomes that server. It adds `--hierarchical-cache
-    hcache` and, on a machine without a GPU, what SGLang needs there. docs/flags.md has the tier's flags.
+    hcache` and, on a machine without a GPU, what SGLang needs there. `hcache flags` lists the tier's flags.
 
     `hcache serve --model-path MODEL --hcache-dirs /mnt/nvme0/hcache --hcache-disk-size 500GB`
     """

@@ -51,7 +51,7 @@ def log_model(
     if config.method is PlanKind.HIDDEN and shape.hidden_row_bytes > shape.kv_row_bytes:
         logger.warning(
             "hcache: this model's hidden states are %.1f times as large as its K and V (grouped-query "
-            "attention); --hcache-method auto stores K and V", shape.hidden_row_bytes / shape.kv_row_bytes,
+            "attention); --hcache-method kv stores K and V", shape.hidden_row_bytes / shape.kv_row_bytes,
         )  # fmt: skip
 
 
