@@ -115,10 +115,12 @@ class Assembler:
     def publish(self, event: Event) -> None:
         """Hand over an event. Never blocks. All calls come from one thread.
 
-        The assembler is not woken for decoded rows that can wait: each time it would take the interpreter from the next
-        pass.
+        The assembler is not woken for decoded rows that can wait, nor for a request that begins, whose rows or end come
+        next: each time it would take the interpreter from the next pass.
         """
         self._held.append(event)
+        if isinstance(event, RequestBegins):
+            return
         if isinstance(event, RowsCaptured) and event.can_wait and event.span is not None:
             self._rows_held += event.span.count
             if self._rows_held < self._ring.num_rows * _SHARE_HELD and len(self._held) < CHUNK_TOKENS:

@@ -29,9 +29,12 @@ class RequestBegins:
     prefix: array[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRows:
-    """``count`` rows of one request: row ``row`` of the span and on, positions ``position`` and on."""
+    """``count`` rows of one request: row ``row`` of the span and on, positions ``position`` and on.
+
+    Made for each request of each pass, on the serving thread: a frozen one takes three times as long to make.
+    """
 
     rid: str
     position: int

@@ -65,6 +65,9 @@ class DeviceTree(Protocol):
     def match_tokens(self, tokens: array[int], tenant: str | None) -> DeviceMatch:
         """Longest cached prefix of ``tokens`` in whole chunks."""
 
+    def match_length(self, tokens: array[int], tenant: str | None) -> int:
+        """How many tokens that has."""
+
     def lock(self, node: Node) -> None:
         """Keep the path to ``node`` from eviction until :meth:`unlock`."""
 

@@ -131,5 +131,5 @@ class Overtaking:
             return False
         if now - ticket.matched_at >= _MATCH_EVERY_S:  # others may have computed it meanwhile
             ticket.matched_at = now
-            ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+            ticket.on_device = self._tree.match_length(ticket.prompt.tokens, ticket.prompt.tenant)
         return ticket.uncomputed > self._most_tokens

@@ -6,6 +6,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 
@@ -35,6 +36,8 @@ from sglang_hcache.sglang_plugin.serving.request_ids import RequestIds
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 class Saving:
@@ -116,7 +119,7 @@ class Saving:
         """
         if not any(rid in self.captured for rid in rids):
             return False
-        self._try(lambda: self._begin(tokens, slots))
+        self._try(self._begin, tokens, slots)
         return True
 
     def _begin(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
@@ -141,7 +144,7 @@ class Saving:
         """
         times = self._prefill_times
         if times is not None and is_typical:
-            self._try(lambda: times.end(requests, is_replayed=is_replayed, is_prefill=is_prefill))
+            self._try(times.end, requests, is_replayed=is_replayed, is_prefill=is_prefill)
         rids = [rows.rid for rows in requests]
         if self.saves_decoded_later:
             # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
@@ -162,26 +165,26 @@ class Saving:
         """The next rows of a captured request, which earlier passes have left in the pool."""
         begin = self.captured[rid]
         self.captured[rid] = begin + len(tokens)
-        self._try(lambda: self._passes.begin(torch.tensor(tokens), slots))
+        self._try(self._passes.begin, torch.tensor(tokens), slots)
         self._end_pass([rid], [RequestRows(rid, begin, 0, len(tokens))], is_replayed=False, is_prefill=False)
 
     def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
-        self._try(lambda: self._passes.on_layer(layer, hidden))
+        self._try(self._passes.on_layer, layer, hidden)
 
     def _end_pass(
         self, rids: Sequence[str], requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool
     ) -> None:
-        self._try(lambda: self._passes.end(requests, is_replayed=is_replayed, is_prefill=is_prefill))
+        self._try(self._passes.end, requests, is_replayed=is_replayed, is_prefill=is_prefill)
         if self._has_failed:
             self._has_failed = False
             for rid in rids:
                 self.end(rid)  # there is a gap in what is saved of it
 
-    def _try(self, step: Callable[[], None]) -> None:
+    def _try(self, step: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._has_failed:
             return
         try:
-            step()
+            step(*args, **kwargs)
         except Exception:
             self._has_failed = True
             self._passes.abandon()

@@ -99,7 +99,7 @@ class Starter:
         is_resting = self.rest.is_on
         for ticket in tickets:
             ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, is_resting
-            ticket.on_device = len(self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant))
+            ticket.on_device = self._tree.match_length(ticket.prompt.tokens, ticket.prompt.tenant)
         found = self._maker.find([ticket.following for ticket in tickets], in_memory=is_resting)
         for ticket, is_hit in zip(tickets, found, strict=True):
             phase = Phase.PENDING if is_hit else Phase.RESOLVED

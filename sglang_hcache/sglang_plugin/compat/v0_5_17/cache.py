@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -225,6 +226,19 @@ class HCacheRadixCache(RadixCache):
         key = RadixKey(tokens, tenant)
         result = self._cut(key, super().match_prefix(MatchPrefixParams(key=key)))
         return DeviceMatch(result.device_indices, result.last_device_node)
+
+    def match_length(self, tokens: array[int], tenant: str | None) -> int:
+        """As :meth:`match_tokens` without its slots, which would be put together on the device, and a node split."""
+        key, node = RadixKey(tokens, tenant).page_aligned(self.page_size), self.root_node
+        now, length = time.monotonic(), 0
+        while len(key) and (child := node.children.get(key.child_key(self.page_size))):
+            child.last_access_time = now
+            matched = child.key.match(key, page_size=self.page_size)
+            length += matched
+            if matched < len(child.key):
+                break
+            node, key = child, key[matched:]
+        return length - length % CHUNK_TOKENS
 
     def lock(self, node: TreeNode) -> None:
         self.inc_lock_ref(node)

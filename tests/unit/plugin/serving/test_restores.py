@@ -58,6 +58,9 @@ class ChunkTree:
         slots = [self.cached[key] for key in path] or [torch.zeros(0, dtype=torch.int64)]
         return DeviceMatch(torch.cat(slots), tuple(path))  # type: ignore[arg-type]
 
+    def match_length(self, tokens: array[int], tenant: str | None) -> int:
+        return len(self.match_tokens(tokens, tenant))
+
     def lock(self, node: tuple[bytes, ...]) -> None:
         for key in node:
             self.locks[key] = self.locks.get(key, 0) + 1
