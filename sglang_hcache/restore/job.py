@@ -27,6 +27,9 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.tier.tiered import ChunkLease
 
+_LOOK_AGAIN_S = 0.0005
+"""Whether the device has passed a fence: a wait for it could not be cancelled."""
+
 
 class RestoreState(Enum):
     QUEUED = "queued"
@@ -143,13 +146,19 @@ class RestoreJob:
         return now - max(self.submitted, self.fenced_until)
 
     def await_fence(self) -> None:
-        """Wait until its slots may be written to."""
-        if (fence := self.fence) is None:
+        """Wait until its slots may be written to.
+
+        Raises:
+            RestoreCancelledError, RestoreTimeoutError: the job must not go on. A pass may take seconds.
+        """
+        if self.fence is None:
             return
         began = time.monotonic()
-        fence.wait()
-        self.fence, self.fenced_until = None, time.monotonic()
-        self.fenced_s += self.fenced_until - began
+        self.check()
+        while self.fence is not None:
+            time.sleep(_LOOK_AGAIN_S)
+            self.check()
+        self.fenced_s += time.monotonic() - began
 
     def await_read(self, read: Future[None]) -> None:
         """Wait for ``read``, as long as the job may go on.

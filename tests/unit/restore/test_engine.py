@@ -367,6 +367,16 @@ def test_a_pass_before_it_is_no_time_of_the_restore(bench: Bench) -> None:
     assert job.seconds == pytest.approx(time.monotonic() - job.started - job.fenced_s, abs=0.3)
 
 
+def test_what_waits_for_a_pass_can_be_cancelled() -> None:
+    """SGLang wants its slots: that pass may take seconds, and nothing is written before it is over."""
+    job = RestoreJob((), 0, torch.arange(0), 60.0, (), fence=_Pass(PATIENCE_S))
+    began = time.monotonic()
+    threading.Timer(0.05, job.cancel).start()
+    with pytest.raises(RestoreCancelledError):
+        job.await_fence()
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
 def test_what_waits_behind_a_pass_in_the_queue_keeps_its_time() -> None:
     job = RestoreJob((), 0, torch.arange(0), 1.0, (), fence=_Pass(60.0))
     job.submitted -= 20.0
