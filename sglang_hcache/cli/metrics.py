@@ -12,7 +12,7 @@ from rich.text import Text
 from sglang_hcache.cli.options import AsJson
 from sglang_hcache.core.metrics import describe
 
-_COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning")
+_COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning", "in `/server_info`")
 
 
 def metrics(as_json: AsJson = False) -> None:
@@ -32,14 +32,16 @@ def metrics(as_json: AsJson = False) -> None:
                 if metric.labels
                 else f"{metric.kind}, {metric.unit}"
             )
-            console.print(Padding(Text(f"{kind}\n{metric.help}"), (0, 0, 1, 4)))
+            events = f"\nin /server_info: {', '.join(metric.events)}" if metric.events else ""
+            console.print(Padding(Text(f"{kind}\n{metric.help}{events}"), (0, 0, 1, 4)))
 
 
 def markdown() -> str:
     """The table of docs/metrics.md."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     lines += [
-        f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.labels} | {metric.help} |"
+        f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.labels} | {metric.help} "
+        f"| {', '.join(metric.events)} |"
         for metric in describe()
     ]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 PREFIX = "sglang:hcache_"
@@ -297,24 +297,29 @@ class Described:
     unit: str
     labels: str
     """Name of the label and its values; empty without one."""
+    events: tuple[str, ...]
+    """What ``/server_info`` calls it: a counter or a measure for each value of the label, in their order."""
     help: str
 
 
 def describe() -> Iterator[Described]:
     """All metrics."""
     for counter in COUNTERS:
-        values = dict.fromkeys(counter.events.values())
-        yield _described(f"{counter.name}_total", "counter", counter, tuple(values))
+        yield _described(f"{counter.name}_total", "counter", counter, counter.events)
     for histogram in HISTOGRAMS:
-        yield _described(histogram.name, "histogram", histogram, tuple(histogram.measures.values()))
+        yield _described(histogram.name, "histogram", histogram, histogram.measures)
     for gauge in GAUGES:
-        yield _described(gauge.name, "gauge", gauge, gauge.values)
+        labels = _labels(", ".join(gauge.labels), gauge.values)
+        yield Described(PREFIX + gauge.name, "gauge", gauge.unit, labels, (), gauge.help)
 
 
 def _described(
-    name: str, kind: str, metric: CounterMetric | HistogramMetric | GaugeMetric, values: tuple[str, ...]
+    name: str, kind: str, metric: CounterMetric | HistogramMetric, events: Mapping[str, str]
 ) -> Described:
-    labels = ", ".join(metric.labels) if isinstance(metric, GaugeMetric) else metric.label
-    if labels and values:
-        labels += f": {', '.join(values)}"
-    return Described(PREFIX + name, kind, metric.unit, labels, metric.help)
+    labels = _labels(metric.label, dict.fromkeys(events.values()))
+    return Described(PREFIX + name, kind, metric.unit, labels, tuple(events), metric.help)
+
+
+def _labels(name: str, values: Iterable[str]) -> str:
+    listed = ", ".join(values)
+    return f"{name}: {listed}" if name and listed else name
