@@ -43,15 +43,17 @@ class Namespace:
     Args:
         model: fingerprint of the weights.
         layout: the stored state's layout as text, with what else makes K and V: architecture, configuration, dtypes,
-            ranks, quantisation.
+            number of ranks, quantisation.
         tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
         adapter: fingerprint of the LoRA adapter that its tokens are computed with; None for none.
+        rank: number of the rank whose part of the heads is stored; None where one has all of them.
     """
 
     model: bytes
     layout: str
     tenant: str | None = None
     adapter: bytes | None = None
+    rank: int | None = None
 
     def _fields(self) -> list[tuple[str, bytes]]:
         fields = [("model", self.model), ("layout", self.layout.encode())]
@@ -63,10 +65,11 @@ class Namespace:
 
     def root_key(self) -> ChunkKey:
         """The chain's start: 32 bytes."""
-        return _hash(b"hcache-ns-1", _framed(self._fields()), KEY_BYTES)
+        rank = [] if self.rank is None else [("rank", str(self.rank).encode())]
+        return _hash(b"hcache-ns-1", _framed(self._fields() + rank), KEY_BYTES)
 
     def namespace_id(self) -> bytes:
-        """16 bytes that name this namespace inside the store; derived from the same fields."""
+        """16 bytes that name this namespace in the stores of all ranks: a tenant is erased from all of them by it."""
         return _hash(b"hcache-nsid-1", _framed(self._fields()), NAMESPACE_ID_BYTES)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from sglang_hcache.cli.main import app
 from sglang_hcache.core.paths import rank_dir
+from sglang_hcache.store.inspect.view import StoreView
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt
 from tests.patched_sglang import installed_sglang
 
@@ -28,6 +30,31 @@ def gained(server: TierServer, before: dict[str, int]) -> dict[str, int]:
     counters = server.state()["counters"]
     more = {name: count - before.get(name, 0) for name, count in counters.items()}
     return {name: count for name, count in more.items() if name.startswith("restore.") and count}
+
+
+def ask_ranks(*arguments: str) -> list[dict[str, Any]]:
+    """What ``hcache store`` answers for each rank."""
+    result = CliRunner().invoke(app, ["store", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    ranks = json.loads(result.stdout)["ranks"]
+    assert [answer["rank"] for answer in ranks] == [0, 1]
+    return list(ranks)
+
+
+def erase_the_tenant(store: Path) -> None:
+    """By the ID that the first rank lists: nothing of it is left on any."""
+    listed = [answer["namespaces"] for answer in ask_ranks("ls", "--namespaces", str(store))]
+    (tenant,) = (space["namespace"] for space in listed[0] if "tenant" in space["owner"])
+    keys: list[bytes] = []
+    for rank in range(2):
+        with StoreView.open([rank_dir(store, rank, 2)]) as view:
+            places = [run.place for run in view.runs() if run.place.namespace_id.hex() == tenant]
+        keys += {key for place in places for key in place.keys}
+    assert len(set(keys)) == 14, "each rank has its own"
+    cleared = ask_ranks("clear", "--yes", "--namespace", tenant, str(store))
+    assert [answer["chunks_removed"] for answer in cleared] == [7, 7]
+    files = b"".join(path.read_bytes() for path in store.rglob("*") if path.is_file())
+    assert not [each for each in (bytes.fromhex(tenant), tenant.encode(), *keys) if each in files]
 
 
 @pytest.fixture
@@ -89,6 +116,7 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
             answer, is_right = ask(0)
             assert (answer.cached, is_right) == (restored, True)
             server.flush_device()
+        server.ask(PROMPTS[0], extra_key="alice")
         server.assert_nothing_left()
         server.settle()
         server.process.stop()
@@ -98,18 +126,14 @@ def test_both_restore_their_part_or_none(model: Path, expected: list[Answer], tm
             )
             == 2
         )
+        erase_the_tenant(store)
         server.process.start()
         answer, is_right = ask(1)
         assert (answer.disk, answer.device, is_right) == (448, 0, True)
         for rank in range(2):
             assert list(rank_dir(store, rank, 2).glob("*.seg"))
-        verified = CliRunner().invoke(app, ["store", "verify", "--json", str(store)])
-        assert verified.exit_code == 0, verified.output
-        ranks = json.loads(verified.stdout)["ranks"]
-        assert [(rank["rank"], rank["damaged_chunks"], rank["runs"] > 0) for rank in ranks] == [
-            (0, 0, True),
-            (1, 0, True),
-        ]
+        verified = ask_ranks("verify", str(store))
+        assert [(answer["damaged_chunks"], answer["runs"] > 0) for answer in verified] == [(0, True)] * 2
         assert server.post("/clear_hicache_storage_backend").status_code == 200
         server.flush_device()
         answer, is_right = ask(1)

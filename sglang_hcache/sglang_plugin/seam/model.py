@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -211,20 +212,21 @@ class ServedModel:
         return parts_fingerprint(self.ranks.all_of(own))
 
     def namespace(self, layout: StateLayout, weights: bytes) -> Namespace:
-        """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them."""
+        """Namespace for requests without a tenant; ``weights`` as :meth:`weights` returns them.
+
+        Its text is the same on all ranks, so that its id is.
+        """
         text = f"{self.architecture}|{self.dtype}|{layout}|tp{self.ranks.size}|pp1|{self.config}"
-        if self.ranks.size > 1:
-            text += f"|rank {self.ranks.rank}"
         if self.keeps_rounded_kv:
-            scales = [
-                (core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()
-            ]
+            own = [(core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()]
+            scales = list(chain.from_iterable(self.ranks.all_of(own)))
             text += f"|{self.kv_dtype}|{scales}"
         if self.quantization is not None:
             text += f"|{self.quantization}"
         if self.bits is not None:
             text += f"|{self.bits}"
-        return Namespace(model=weights, layout=text)
+        rank = self.ranks.rank if self.ranks.size > 1 else None
+        return Namespace(model=weights, layout=text, rank=rank)
 
     def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
         """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known."""

@@ -72,12 +72,19 @@ def test_every_field_of_the_namespace_counts(other: Namespace) -> None:
     assert len(other.namespace_id()) == NAMESPACE_ID_BYTES
 
 
+def test_ranks_share_the_id_and_no_key() -> None:
+    ranks = [NAMESPACE, *(replace(NAMESPACE, rank=rank) for rank in range(3))]
+    assert len({namespace.root_key() for namespace in ranks}) == 4
+    assert {namespace.namespace_id() for namespace in ranks} == {NAMESPACE.namespace_id()}
+
+
 namespaces = st.builds(
     Namespace,
     model=st.binary(max_size=2),
     layout=st.text(max_size=2),
     tenant=st.none() | st.text(max_size=2),
     adapter=st.none() | st.binary(max_size=2),
+    rank=st.none() | st.integers(0, 20),
 )
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,17 @@ def dirs(tmp_path: Path) -> tuple[Path, ...]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Path, ...]:
-    """Two directories that two ranks share, each with a store of six runs of four chunks in three segments."""
+    """Two directories that two ranks share, each with a store of six runs of four chunks in three segments.
+
+    As of a server, ranks have the same namespaces and each its own keys.
+    """
     config = small_config(tmp_path, 2)
     for rank in range(2):
         store = DiskStore.open(
             replace(config, dirs=tuple(rank_dir(path, rank, 2) for path in config.dirs)), Counters()
         )
         for number in range(6):
-            write_keys(store, make_keys(10 * number, 4), LAYERS)
+            write_keys(store, make_keys(1000 * rank + 10 * number, 4), LAYERS)
         store.close()
     return config.dirs
 
@@ -244,6 +248,25 @@ def test_sizes_are_for_all_ranks_and_one_question_is_too(
     code, out, err = hcache("clear", *shared)
     assert (code, out.count("removed 0 chunks"), err.count("Remove all")) == (0, 2, 1)
     assert f"from {shared[0]}, {shared[1]} (of 2 ranks)? " in err
+
+
+def test_a_namespace_is_erased_from_the_stores_of_all_ranks(hcache: Hcache, shared: tuple[Path, ...]) -> None:
+    secrets = [NAMESPACE_ID, NAMESPACE_ID.hex().encode(), *make_keys(0, 4), *make_keys(1050, 4)]
+
+    def found() -> set[bytes]:
+        data = b"".join(path.read_bytes() for top in shared for path in top.rglob("*") if path.is_file())
+        return {secret for secret in secrets if secret in data}
+
+    for rank in range(2):
+        dirs = tuple(rank_dir(path, rank, 2) for path in shared)
+        with closing(DiskStore.open(replace(small_config(dirs[0]), dirs=dirs), Counters())) as store:
+            store.namespaces.put(NAMESPACE_ID.hex(), "{}")
+    assert found() == {*secrets}
+    [one, other] = as_json(hcache("ls", "--namespaces", "--json", *shared))["ranks"]
+    assert one["namespaces"][0]["namespace"] == other["namespaces"][0]["namespace"] == NAMESPACE_ID.hex()
+    code, out, _ = hcache("clear", "--yes", "--namespace", NAMESPACE_ID.hex(), *shared)
+    assert (code, out.count("removed 24 chunks in 6 runs")) == (0, 2)
+    assert found() == set()
 
 
 def test_directories_that_are_not_of_one_server(hcache: Hcache, shared: tuple[Path, ...]) -> None:

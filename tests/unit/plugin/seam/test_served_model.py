@@ -123,6 +123,30 @@ def test_rounded_kv_is_served_only_where_it_is_rounded_alike() -> None:
     assert namespace(torch.bfloat16) == namespace(torch.bfloat16, 2.0), "nothing is scaled there"
 
 
+def test_a_namespace_has_one_id_on_all_ranks_and_other_keys_on_each() -> None:
+    """SGLang reads scales from a file that may have other ones for each rank."""
+    scales = (1.0, 2.0)
+
+    class Rank(Alone):
+        size = len(scales)
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def all_of(self, value: Any) -> list[Any]:
+            assert value == [(scales[self.rank],) * 2]
+            return [[(scale, scale)] for scale in scales]
+
+    found = [
+        replace(
+            model(RadixAttention(scale)), ranks=Rank(rank), dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn
+        ).namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32))
+        for rank, scale in enumerate(scales)
+    ]
+    assert found[0].namespace_id() == found[1].namespace_id()
+    assert found[0].root_key() != found[1].root_key()
+
+
 @pytest.mark.filterwarnings("ignore:.*[Dd]eprecat:UserWarning")
 def test_weights_that_a_quantisation_made_count() -> None:
     """torchao's are parameters made of others; SGLang's for GGUF, plain tensors beside the parameters."""
