@@ -61,6 +61,9 @@ class Eraser:
         if left:
             numbers = ", ".join(map(str, left))
             raise StoreIOError(f"all is erased but for files that cannot be deleted: segments {numbers}")
+        self._ledger.delete_namespaces(
+            namespace_ids
+        )  # also what could not be deleted, then or by an earlier start
         return Erased(before - self._catalog.counts().chunks, runs)
 
     def _refuse_if_incomplete(self) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -209,6 +209,15 @@ class Index:
                 self._connection.executemany("DELETE FROM runs WHERE run = ?", numbers)
                 self._connection.executemany("DELETE FROM quarantine WHERE run = ?", numbers)
 
+    def delete_namespaces(self, namespace_ids: Collection[bytes], go_on: GoOn = lambda: None) -> None:
+        """Remove every row of theirs, also those that the store lost sight of; ``go_on`` as for :meth:`open`.
+
+        Raises StoreIOError.
+        """
+        with self._translated(), self._telling(go_on):
+            found = self._connection.execute("SELECT run, namespace_id FROM runs")
+            self.delete_runs([run for run, namespace_id in found if namespace_id in namespace_ids])
+
     def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
         """Remove a segment's rows and recency. Raises StoreIOError."""
         self.delete_runs(rows)
@@ -237,6 +246,14 @@ class Index:
         """Store named values. Raises StoreIOError or StoreFullError."""
         with self._transaction():
             self._connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+    def empty_log(self) -> None:
+        """Put all pages of the log into the database, which has older ones until then. Raises StoreIOError."""
+        with self._translated():
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            if self._log_path.stat().st_size:
+                # Not "full": then segments would be evicted, which makes no room in the log.
+                raise StoreIOError(f"{self._log_path} cannot be emptied")
 
     def file_bytes(self) -> int:
         """Size of the database without its log."""
@@ -294,12 +311,8 @@ class Index:
 
     def _bound_log(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if self._log_path.stat().st_size <= LOG_BYTES:
-                return
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             if self._log_path.stat().st_size > LOG_BYTES:
-                # Not "full": then segments would be evicted, which makes no room in the log.
-                raise StoreIOError(f"{self._log_path} cannot be emptied")
+                self.empty_log()
 
     def _has_pages(self) -> bool:
         """Whether it may still grow by what one transaction needs: then it is its disk that is full."""

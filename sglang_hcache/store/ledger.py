@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,6 +109,9 @@ class Ledger:
     def delete_runs(self, rows: Iterable[int]) -> None:
         self._call(lambda index: index.delete_runs(rows))
 
+    def delete_namespaces(self, namespace_ids: Collection[bytes]) -> None:
+        self._call(lambda index: index.delete_namespaces(namespace_ids, self._home.goes_on), LOAD_S)
+
     def delete_segment(self, segment: int, rows: Sequence[int]) -> None:
         self._call(lambda index: index.delete_segment(segment, rows))
 
@@ -120,6 +123,15 @@ class Ledger:
 
     def save_meta(self, values: Mapping[str, str]) -> None:
         self._call(lambda index: index.save_meta(values))
+
+    def empty_log(self) -> None:
+        """Also raises if the index was given up and may still be there, with all its rows."""
+        self._call(lambda index: index.empty_log())
+        if self.is_given_up and not self._home.health.writable:
+            raise StoreIOError(
+                f"an index that is not used any more may still be in {self._home.path}, which is "
+                f"{self._home.health.condition}: {self._home.health.reason}"
+            )
 
     def settle(self) -> None:
         """Publish what no directory has taken yet; give the index up if it failed, or its directory did for long."""
@@ -234,7 +246,7 @@ class Ledger:
                 except OSError as error:
                     logger.warning("hcache: the index is left open: %s", error)
 
-    def _call(self, function: Callable[[Index], None]) -> None:
+    def _call(self, function: Callable[[Index], None], patience_s: float | None = None) -> None:
         with self._lock:
             if self.is_given_up:
                 return
@@ -242,7 +254,7 @@ class Ledger:
             if self._is_bad or index is None:
                 raise StoreIOError("the index cannot be used, and is given up in a moment")
             try:
-                home.call(lambda: function(index), "the index", writing=True)
+                home.call(lambda: function(index), "the index", writing=True, patience_s=patience_s)
             except StoreFormatError as error:
                 self._is_bad = True
                 raise StoreIOError(f"{error}; it is given up") from error

@@ -80,12 +80,12 @@ class DiskStore:
         self._operations = Operations()
         self._health_lock = threading.Lock()
         self.notes = Notes(recovered.meta.get("notes"))
-        self.namespaces = Notes(
-            recovered.meta.get("namespaces"), _NAMESPACES_S
-        )  # whose each is, by its hex id
+        # By its hex id, whose each namespace is.
+        self.namespaces = Notes(recovered.meta.get("namespaces"), _NAMESPACES_S)
         self.measuring = tally.measuring
         self.has_max_age = config.max_age_s is not None
         self._saved: dict[str, str] = {}
+        self._saving = threading.Lock()
         self._keeper = Keeper(
             volumes, self._ledger, self._space, tally, self._write_down, min(_ROUND_S, config.retry_s)
         )
@@ -286,6 +286,8 @@ class DiskStore:
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
+            self._write_down()
+            self._ledger.empty_log()
             return erased
 
     def close(self) -> None:
@@ -304,8 +306,7 @@ class DiskStore:
             return
         self._space.close()
         try:
-            self._save_recency()
-            self._ledger.save_meta(self._meta(anew=True))
+            self._write_down(anew=True)
         except StoreError as error:
             logger.warning("hcache: recency is not saved: %s", error)
         self._ledger.close()
@@ -331,13 +332,14 @@ class DiskStore:
             "namespaces": self.namespaces.to_json(anew=anew),
         }
 
-    def _write_down(self) -> None:
+    def _write_down(self, *, anew: bool = False) -> None:
         self._used_bytes = self._counted_bytes()
         self._save_recency()
-        changed = dict(self._meta().items() - self._saved.items())
-        if changed:
-            self._ledger.save_meta(changed)
-            self._saved |= changed
+        with self._saving:  # what one thread has dropped, another one must not write after it
+            changed = dict(self._meta(anew=anew).items() - self._saved.items())
+            if changed:
+                self._ledger.save_meta(changed)
+                self._saved |= changed
 
     def _save_recency(self) -> None:
         is_more = True

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.errors import StoreIOError
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, recovery
+from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.maintenance import erase
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     chunk_payload,
     make_run,
@@ -177,3 +179,91 @@ def test_a_file_that_cannot_be_deleted_is_an_error(
     monkeypatch.setattr(StoreDirectory, "unlink_segment", fail)
     with pytest.raises(StoreIOError, match="cannot be deleted: segments 2"):
         erase(closed.dirs, {GOING})
+
+
+@pytest.fixture
+def alone(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
+    """The namespace that goes shares no segment with the other one."""
+    config = small_config(tmp_path, 2)
+    store = open_store(config)
+    for number in range(4):
+        run = replace(make_run(keys_of(number), LAYERS), namespace_id=(GOING, STAYING)[number // 2])
+        store.write_run(run, payload_of(run))
+    for namespace_id in (GOING, STAYING):
+        store.namespaces.put(namespace_id.hex(), "{}")
+    store.close()
+    return config
+
+
+def lost(config: StoreConfig) -> list[str]:
+    """Where the first keys of the namespace that goes are, or its ID."""
+    secrets = [GOING, GOING.hex().encode(), *keys_of(0)]
+    files = {path.name: path.read_bytes() for directory in config.dirs for path in directory.iterdir()}
+    return [name for name, data in files.items() if any(secret in data for secret in secrets)]
+
+
+def test_rows_that_could_not_be_deleted_with_their_segment_go_in_the_end(
+    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreIOError("the index failed")
+
+    monkeypatch.setattr(Index, "delete_segment", fail)
+    erase(alone.dirs, {GOING})
+    assert lost(alone) == []
+
+
+@pytest.mark.parametrize("step", ["delete_runs", "save_meta", "empty_log"])
+def test_an_index_that_keeps_something_is_an_error(
+    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(_: Index, *given: object) -> None:
+        if given != ([],):  # of segments of which nothing goes
+            raise StoreIOError("the index failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, step, fail)
+        with pytest.raises(StoreIOError, match="the index failed"):
+            erase(alone.dirs, {GOING})
+    assert lost(alone) or step == "empty_log", "closing it empties the log as well, in this case"
+    erase(alone.dirs, {GOING})
+    assert lost(alone) == []
+
+
+def test_rows_that_the_start_could_not_delete_go_as_well(
+    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a segment whose files are gone: the store does not know them."""
+    with StoreView.open(alone.dirs) as view:
+        number = view.runs()[0].place.segment
+    for directory in alone.dirs:
+        (directory / f"segment-{number:08}.seg").unlink()
+    monkeypatch.setattr(recovery, "_try_delete", lambda *_: None)
+    erased, _ = erase(alone.dirs, {GOING})
+    assert erased.runs == 0
+    assert lost(alone) == []
+
+
+def test_nothing_is_left_to_be_done_when_the_index_is_closed(
+    alone: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that does not get into the database leaves older pages there."""
+    left_open: list[Index] = []
+    monkeypatch.setattr(Index, "close", lambda index: left_open.append(index))
+    erase(alone.dirs, {GOING})
+    assert lost(alone) == []
+    monkeypatch.undo()
+    for index in left_open:
+        index.close()
+
+
+def test_an_index_that_was_given_up_in_a_directory_that_is_out_is_an_error(
+    alone: StoreConfig, open_store: OpenStore
+) -> None:
+    inside = Inside(open_store(alone))
+    assert inside.keeper.close(5)
+    inside.ledger.is_given_up = True
+    inside.ledger.empty_log()
+    inside.volumes[inside.ledger.identity.index_stripe].health.take_out("gone")
+    with pytest.raises(StoreIOError, match=r"may still be in .*, which is out: gone"):
+        inside.ledger.empty_log()
