@@ -12,6 +12,7 @@ import typer
 
 from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path, named_path
+from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.store.each import Dirs, Show, for_each
 from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
@@ -29,8 +30,8 @@ with what a single store answers, and `error` where it failed. One rank alone: n
 stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
 --rebuild change the store: they refuse while a server uses it, and say which process that is.
 
-Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C ended it; of
-several ranks the worst.
+Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C, SIGTERM or SIGHUP
+ended it; of several ranks the worst.
 """,
     no_args_is_help=True,
 )
@@ -48,6 +49,12 @@ ConfigFile = Annotated[
         help="The file of --hcache-config: its `dirs`, in place of DIR",
     ),
 ]
+
+
+@app.callback()
+def _store(context: typer.Context) -> None:
+    # What reads an index copies it, with every chunk key, to the folder for temporary files.
+    context.with_resource(terminated_as_interrupted())
 
 
 @app.command("stat")

@@ -125,11 +125,10 @@ class StoreView:
         holder = _lock_holder(sight)
         try:
             contents, meta = _read_index(sight)
-        except TemporaryFolderError:  # the index may be well, and headers say less
-            sight.close()
-            raise
-        except StoreError as error:
-            sight.close()
+        except BaseException as error:
+            sight.close()  # also ends the reading that Ctrl-C interrupts: its copy of the index must not stay
+            if isinstance(error, TemporaryFolderError) or not isinstance(error, StoreError):
+                raise  # the index may be well, and headers say less
             again = look_at(dirs)
             slow = isinstance(error, StoreTimeoutError)
             return cls(again, _read_headers(again), {}, str(error), holder, is_index_slow=slow)

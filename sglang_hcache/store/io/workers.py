@@ -41,6 +41,10 @@ class WorkerPool:
         self._unstarted = list(self._threads)
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def submit(self, job: Callable[[], None]) -> None:
         """Queue ``job``. What it raises is logged and counted.
 
@@ -135,9 +139,13 @@ class DeadlineCaller:
                     raise TimeoutError(errno.ETIMEDOUT, reason) from None
 
     def goes_on(self) -> None:
-        """The running call, which calls this, has its time anew. Raises OSError if it was given up: it must end."""
+        """The running call, which calls this, has its time anew.
+
+        Raises:
+            OSError: it was given up, or this is closed: it must end.
+        """
         with self._lock:
-            if self._stuck:
+            if self._stuck or self._pool.is_closed:
                 raise OSError(errno.ECANCELED, "given up")
             self._running_since = time.monotonic()
 
@@ -149,7 +157,7 @@ class DeadlineCaller:
             function()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop behind the running call; False if it hangs."""
+        """Stop behind the running call, which ends when it asks whether it goes on; False if it hangs."""
         return self._pool.close(0.0 if self._stuck else timeout_s)
 
     def _overruns(self, timeout_s: float) -> bool:

@@ -161,7 +161,7 @@ class Volume:
         return self._caller.call(function, patience_s or self.patience_s)
 
     def goes_on(self) -> None:
-        """Called by what :meth:`call` runs: its deadline counts from now. Raises OSError if that is over."""
+        """Called by what :meth:`call` runs: its deadline counts from now. Raises OSError if that is over, or all is."""
         self._caller.goes_on()
 
     def check_presence(self) -> None:

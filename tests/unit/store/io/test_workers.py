@@ -213,6 +213,26 @@ def test_a_call_that_goes_on_is_told_when_it_was_given_up() -> None:
     assert told == ["hangs", "returned"]
 
 
+def test_closing_a_lane_ends_a_call_that_asks_whether_it_goes_on() -> None:
+    caller, started = DeadlineCaller("test"), threading.Event()
+
+    def work() -> None:
+        while True:
+            started.set()
+            caller.goes_on()
+
+    def wait() -> None:
+        with pytest.raises(OSError, match="given up"):
+            caller.call(work, LONG_S)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert started.wait(LONG_S)
+    assert caller.close(LONG_S)
+    waiting.join(LONG_S)
+    assert not waiting.is_alive()
+
+
 def test_what_is_posted_is_done_without_waiting(hang: threading.Event) -> None:
     caller, done = DeadlineCaller("test"), threading.Event()
     caller.post(hang.wait)
