@@ -11,10 +11,15 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sglang_hcache.core.config import chosen_c_compiler, user_cache_dir
 from sglang_hcache.core.errors import ConfigError
+
+_SCRATCH = "build-"
+_NOT_LOADED = (_SCRATCH, ".")
+"""Names that no loader looks for: of those who build now, and of files in use on a network drive (``.nfs…``)."""
 
 
 def library_dir(name: str, source: str, options: Sequence[str]) -> Path:
@@ -24,46 +29,55 @@ def library_dir(name: str, source: str, options: Sequence[str]) -> Path:
 
 
 def ensure_library(name: str, file_name: str, source: str, options: Sequence[str]) -> Path:
-    """The folder with the library ``file_name`` in it, built if it is not there yet.
+    """The folder with the library ``file_name`` in it, built if it is not there yet or others could have changed it.
 
     Raises:
-        ConfigError: no C compiler, it failed, or the cache folder cannot be written.
+        ConfigError: no C compiler, it failed, the cache folder cannot be written, or others could change it.
     """
     folder = library_dir(name, source, options)
     library = folder / file_name
-    if (ready := _ready_folder(library)) is not None:
-        return ready
+    with suppress(ConfigError):
+        return _folder_of_ours(library)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(folder.parents):
+            parent.mkdir(0o755, exist_ok=True)  # not for a group to write, whatever the umask is
+        folder.mkdir(exist_ok=True)
         folder.chmod(0o700)
-        if not library.exists():
-            _build(library, source, options)
+        _build(library, source, options)  # not taking one that is there: others may have put it there
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or folder}: {error.strerror}; XDG_CACHE_HOME can name another folder"
         ) from None
-    return folder
+    return _folder_of_ours(library)
 
 
-def _ready_folder(library: Path) -> Path | None:
-    """The folder of ``library``, without links, if it is there and nobody but this user and root can change it.
+def _folder_of_ours(library: Path) -> Path:
+    """The folder of ``library``, without links, if it is there alone and only this user and root can change it.
 
     Root may have built it for everybody, and it may be mounted read-only. The folder becomes part of a server's search
     path: whoever writes there, or puts another one in its place, runs code in servers.
+
+    Raises:
+        ConfigError: it is not so.
     """
     try:
         folder = library.parent.resolve(strict=True)
-        file = (folder / library.name).lstat()
-        if (
-            stat.S_ISREG(file.st_mode)
-            and os.access(library, os.R_OK)
-            and all(map(_is_ours_alone, (file, folder.stat())))
-            and all(_is_ours_alone(path.stat(), lets_others_add=True) for path in folder.parents)
-        ):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: links that lead in a circle, before Python 3.13
-        pass
-    return None
+        file = folder / library.name
+        if not (stat.S_ISREG(file.lstat().st_mode) and os.access(file, os.R_OK)):
+            raise ConfigError(f"cannot read {file}: remove it")
+        shared = [path for path in (file, folder) if not _is_ours_alone(path.lstat())]
+        shared += [path for path in folder.parents if not _is_ours_alone(path.stat(), lets_others_add=True)]
+        more = [name for name in os.listdir(folder) if name != file.name and not name.startswith(_NOT_LOADED)]
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle, before Python 3.13
+        raise ConfigError(f"cannot read {library}: {error}") from None
+    if shared:
+        raise ConfigError(
+            f"{file} is not used, because other users could change {', '.join(map(str, shared))}: make it yours or "
+            "root's alone (chown, chmod go-w), or let XDG_CACHE_HOME name another folder"
+        )
+    if more:
+        raise ConfigError(f"{folder} is not used, because something else is in it ({more[0]}): remove it")
+    return folder
 
 
 def _is_ours_alone(found: os.stat_result, *, lets_others_add: bool = False) -> bool:
@@ -79,7 +93,7 @@ def _is_ours_alone(found: os.stat_result, *, lets_others_add: bool = False) -> b
 
 def _build(library: Path, source: str, options: Sequence[str]) -> None:
     compiler = _find_compiler()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=library.parent) as scratch:
         source_file = Path(scratch) / "source.c"
         built = Path(scratch) / library.name
         source_file.write_text(source)

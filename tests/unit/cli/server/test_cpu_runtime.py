@@ -144,7 +144,10 @@ def test_others_may_have_files_beside_the_folder_but_not_in_it(read_only):
         ensure_stub()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@needs_root
 @pytest.mark.parametrize("place", ["library", "folder", "above"])
 def test_a_stub_of_somebody_else_is_not_used(read_only, place):
     built = ensure_stub()
@@ -152,6 +155,87 @@ def test_a_stub_of_somebody_else_is_not_used(read_only, place):
     read_only()
     with pytest.raises(ConfigError, match="cannot write"):
         ensure_stub()
+
+
+@pytest.fixture
+def planted():
+    """A library in the place of the stub, which is not the stub."""
+    library = ensure_stub() / LIBRARY
+    library.write_bytes(b"planted")
+    return library
+
+
+def assert_built_anew(library):
+    assert ensure_stub() == library.parent
+    assert library.read_bytes().startswith(b"\x7fELF")
+    assert [path.name for path in library.parent.iterdir()] == [LIBRARY]
+    for path in (library.parent, library):
+        assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_uid) == (0o700, os.geteuid())
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("place", ["library", "folder"])
+def test_what_others_could_have_changed_is_built_anew(planted, place, mode):
+    {"library": planted, "folder": planted.parent}[place].chmod(mode)
+    assert_built_anew(planted)
+
+
+def test_a_link_in_the_place_of_the_library_is_replaced(planted, tmp_path):
+    planted.rename(tmp_path / "elsewhere")
+    planted.symlink_to(tmp_path / "elsewhere")
+    assert_built_anew(planted)
+    assert (tmp_path / "elsewhere").read_bytes() == b"planted"
+
+
+@needs_root
+def test_a_library_of_somebody_else_is_built_anew(planted):
+    os.chown(planted, 4711, -1)
+    assert_built_anew(planted)
+
+
+def test_servers_that_distrust_a_stub_together_build_it_anew(planted):
+    planted.chmod(0o777)
+    with ThreadPoolExecutor(4) as pool:
+        folders = [future.result() for future in [pool.submit(ensure_stub) for _ in range(4)]]
+    assert set(folders) == {planted.parent}
+    assert_built_anew(planted)
+
+
+@pytest.mark.parametrize("name", ["libc.so.6", "glibc-hwcaps"])
+def test_something_else_in_the_folder_ends_the_start(name):
+    """It is on the servers' ``LD_LIBRARY_PATH``: they would load that, too. It may be of when others could write."""
+    folder = ensure_stub()
+    (folder / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"{folder} is not used, .* in it \({name}\): remove it"):
+        ensure_stub()
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_folder_above_that_others_can_change_ends_the_start(planted, mode):
+    planted.parents[1].chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"could change {planted.parents[1]}: .*chmod go-w.*XDG_CACHE_HOME"
+    ):
+        ensure_stub()
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["folder", "above"])
+def test_a_folder_of_somebody_else_ends_the_start(planted, place):
+    other = {"folder": planted.parent, "above": planted.parents[1]}[place]
+    os.chown(other, 4711, -1)
+    with pytest.raises(ConfigError, match=rf"could change {other}: .*chown.*XDG_CACHE_HOME"):
+        ensure_stub()
+
+
+def test_folders_that_are_made_are_not_for_a_group_to_write(cache_dir):
+    before = os.umask(0)
+    try:
+        library = ensure_stub() / LIBRARY
+    finally:
+        os.umask(before)
+    made = [library, library.parent, library.parents[1], cache_dir]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o700, 0o755, 0o755]
 
 
 def test_gpu_by_device_node(tmp_path):
