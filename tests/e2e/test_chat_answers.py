@@ -25,9 +25,7 @@ def script() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture(scope="module")
-def chat(
-    browser: Browser, script: ScriptedServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ChatProcess]:
+def chat(script: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatProcess]:
     folder = tmp_path_factory.mktemp("chat") / "here"
     running = ChatProcess(folder, ["chat", "--url", script.url, "--allow-host", "chat.test"])
     try:
