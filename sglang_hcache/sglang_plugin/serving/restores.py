@@ -134,7 +134,7 @@ class RestoreCoordinator:
         ticket = self.waiting.take(rid)
         if ticket is not None:
             ticket.note("left the queue")
-            logger.debug("hcache: request %s: %s", rid, ticket.life)
+            logger.debug("hcache: request %r: %s", rid, ticket.life)
             self.waiting.let_go(ticket)
             ticket.enter(Phase.RESOLVED)  # it waits no longer
             self._tell_if_slow(ticket)
@@ -142,7 +142,7 @@ class RestoreCoordinator:
     def _tell_if_slow(self, ticket: Ticket) -> None:
         if ticket.held_s > self._slow_s and self._may_tell():
             logger.info(
-                "hcache: request %s waited %.1f s for a restore: %s",
+                "hcache: request %r waited %.1f s for a restore: %s",
                 ticket.prompt.rid,
                 ticket.held_s,
                 ticket.life,

@@ -113,7 +113,7 @@ def log_life(req: Req) -> None:
     cached = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
     life.add("over after %d tokens", len(req.output_ids))
     logger.debug(
-        "hcache: request %s: prompt of %d tokens = %d device + %d host + %d storage + %d computed: %s",
+        "hcache: request %r: prompt of %d tokens = %d device + %d host + %d storage + %d computed: %s",
         req.rid, len(req.origin_input_ids), *cached, len(req.origin_input_ids) - sum(cached), life,
     )  # fmt: skip
 

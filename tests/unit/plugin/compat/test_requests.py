@@ -37,6 +37,21 @@ def test_tokens_and_tenant(request_with: Callable[..., Any]) -> None:
     assert (prompt.rid, prompt.tokens, prompt.tenant) == ("a", PROMPT[:-1], "red")
 
 
+def test_a_client_writes_no_lines_into_the_log(
+    request_with: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its request's id is what it says."""
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import log_life
+    from sglang_hcache.sglang_plugin.serving.tickets import Life
+
+    req = request_with()
+    req.rid, req.hcache_life = "a\nhcache: error: b", Life()
+    with caplog.at_level("DEBUG", logger="sglang_hcache"):
+        log_life(req)
+    (record,) = caplog.records
+    assert record.message.startswith(r"hcache: request 'a\nhcache: error: b': prompt of 200 tokens")
+
+
 @pytest.mark.parametrize(("start", "tokens"), [(-1, 199), (0, 0), (130, 130), (200, 199)])
 def test_tokens_whose_logprobs_are_wanted_are_computed(
     request_with: Callable[..., Any], start: int, tokens: int

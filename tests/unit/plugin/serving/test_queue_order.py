@@ -279,8 +279,20 @@ def test_the_log_says_what_a_slow_request_waited_for(clock: Clock, caplog: pytes
             clock.now += 9.0  # SGLang has no room for it
             world.coordinator.admitted(rid, 2 * CHUNK_TOKENS)
     (line,) = [record.message for record in caplog.records if "waited" in record.message]
-    assert line.startswith("hcache: request slow waited 3.1 s for a restore: +0.000 queued")
+    assert line.startswith("hcache: request 'slow' waited 3.1 s for a restore: +0.000 queued")
     assert "restored in" in line
+
+
+def test_a_client_writes_no_lines_into_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Its request's id is what it says."""
+    world = World(config=HCacheConfig(slow_request_s=3.0))
+    with caplog.at_level("DEBUG"):
+        start(world, "a\nhcache: error: b", tokens(1, 2))
+        clock.now += 9.0
+        world.coordinator.drop("a\nhcache: error: b")
+    told = [record.message for record in caplog.records if "hcache: request" in record.message]
+    assert len(told) == 2
+    assert all(line.startswith(r"hcache: request 'a\nhcache: error: b'") for line in told)
 
 
 def test_patience_counts_what_rounds_take() -> None:
