@@ -21,20 +21,21 @@ class Owners:
     def __init__(self, tiers: TieredStore, model: str) -> None:
         self._tiers = tiers
         self._model = model
-        self._known: set[Namespace] = set()
+        self._known: set[bytes] = set()
+        """Their ids; no tenant stays in memory for it."""
 
     def note(self, namespace: Namespace) -> None:
         """``namespace`` is about to be saved. Memory only."""
         disk = self._tiers.disk
-        if disk is None or namespace in self._known:
+        if disk is None or (name := namespace.namespace_id()) in self._known:
             return
         if len(self._known) >= _MOST_KNOWN:  # what is used still is noted again, as one of the latest
             self._known.clear()
-        self._known.add(namespace)
+        self._known.add(name)
         owner = {"model": self._model, "weights": namespace.model.hex()[:_DIGITS]}
         if namespace.tenant is not None:
             tenant = namespace.tenant.encode("utf-8", "surrogatepass")
             owner["tenant"] = hashlib.sha256(tenant).hexdigest()[:_DIGITS]
         if namespace.adapter is not None:
             owner["adapter"] = namespace.adapter.hex()[:_DIGITS]
-        disk.namespaces.put(namespace.namespace_id().hex(), json.dumps(owner))
+        disk.namespaces.put(name.hex(), json.dumps(owner))

@@ -49,6 +49,7 @@ def test_a_tenant_is_told_by_a_few_digits_only(disk: DiskStore) -> None:
         "model": "llama", "weights": "00010203", "tenant": digits, "adapter": "abababab"
     }  # fmt: skip
     assert "alice" not in disk.namespaces.to_json()
+    assert notes._known == {nobodys.namespace_id(), hers.namespace_id()}, "nor are tenants kept in memory"
 
 
 def test_who_is_used_still_is_not_forgotten_for_those_who_came_later(
