@@ -339,8 +339,10 @@ def test_a_file_system_that_hangs_holds_up_nobody_for_longer_than_the_deadline(
     monkeypatch.setattr(StoreDirectory, "free_bytes", free_bytes)
     volume.patience_s = 0.2
     wait_until(lambda: conditions(store)[1] == "out")
+    began = time.monotonic()
     write_keys(store, NEW, LAYERS)
     read_keys(store, NEW)
+    assert time.monotonic() - began < 60, "they waited until the file system answered"
     volume.patience_s = patience_s
     hang_on.set()
     wait_until(lambda: is_healthy(store))
