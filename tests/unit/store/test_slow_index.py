@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect import view as view_module
 from sglang_hcache.store.inspect.check import check
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.io import workers
 from sglang_hcache.store.volumes import looking
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, small_config, write_keys
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (4096,)
 NUM_RUNS = 40
+_PIECE_S = 0.05
+_PATIENCE_S = 0.5
 
 
 @pytest.fixture
@@ -38,18 +42,35 @@ def config(tmp_path: Path) -> StoreConfig:
 
 
 @pytest.fixture
-def slow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called for each row or header: it takes ``_PIECE_S``, by the clock that deadlines are measured with, too.
+
+    Nothing else takes any time by that clock, so that a busy machine is not taken for one that hangs.
+    """
+    passed_s = 0.0
+
+    def pass_time() -> None:
+        nonlocal passed_s
+        time.sleep(_PIECE_S)
+        passed_s += _PIECE_S
+
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: passed_s))
+    return pass_time
+
+
+@pytest.fixture
+def slow_rows(monkeypatch: pytest.MonkeyPatch, slowly: Callable[[], None]) -> None:
     """All rows together take longer than may pass without a sign that it goes on."""
     decode = index.decode
 
     def slow_decode(*args: Any) -> Any:
-        time.sleep(0.05)
+        slowly()
         return decode(*args)
 
     monkeypatch.setattr(index, "decode", slow_decode)
     monkeypatch.setattr(index, "_STEPS", 10)
-    monkeypatch.setattr(recovery, "LOAD_S", 1.0)
-    monkeypatch.setattr(view_module, "LOAD_S", 1.0)
+    monkeypatch.setattr(recovery, "LOAD_S", _PATIENCE_S)
+    monkeypatch.setattr(view_module, "LOAD_S", _PATIENCE_S)
 
 
 @pytest.mark.usefixtures("slow_rows")
@@ -94,15 +115,15 @@ def test_no_rebuilding_is_advised_for_an_index_that_is_not_read_in_time(
 
 
 def test_the_headers_of_a_segment_are_waited_for_as_long_as_they_come(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, slowly: Callable[[], None]
 ) -> None:
     pread = os.pread
 
     def slow_pread(fd: int, size: int, offset: int) -> bytes:
-        time.sleep(0.05)
+        slowly()
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", slow_pread)
-    monkeypatch.setattr(looking, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(looking, "_PATIENCE_S", _PATIENCE_S)
     with StoreView.open(config.dirs) as view:
         assert check(view) == []
