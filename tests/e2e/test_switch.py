@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -28,11 +29,31 @@ def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
             "--hcache-disk-size",
             "1GB",
         ),
-        *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB"),
+        *("--hcache-disk-free-floor", "100MB", "--hcache-host-size", "64MB", "--enable-metrics"),
     ]
     with TierServer(folder, arguments, admin_key="secret") as running:
         yield running
         running.assert_nothing_left()
+
+
+SWITCH = "/hicache/storage-backend"
+CLEARING = (
+    ("POST", f"{SWITCH}/clear"),
+    *(
+        (method, path)
+        for path in ("/clear_hicache_storage_backend", "/flush_cache")
+        for method in ("GET", "POST")
+    ),
+)
+NOBODYS = None, "wrong", "secrets"
+
+
+def status(server: TierServer, method: str, path: str, key: str | None) -> int:
+    """Of the answer to somebody who has ``key``."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    body = {"hicache_storage_backend": "hcache"} if method == "PUT" else None
+    url = server.process.url + path
+    return httpx.request(method, url, headers=headers, json=body, timeout=120, trust_env=False).status_code
 
 
 def is_as(answer: Answer, expected: Answer) -> bool:
@@ -118,3 +139,23 @@ def test_who_waits_or_is_saved_meanwhile(server: TierServer) -> None:
     assert is_as(found, reference)
     server.settle()
     assert is_as(server.ask(waiting), first)
+
+
+def test_who_may_clear_and_switch(server: TierServer) -> None:
+    server.ask(random_prompt(5, 400))
+    server.to_tiers()
+    server.settle()
+    before = server.state()
+    assert before["disk"]["chunks"] > 0
+    for key in NOBODYS:
+        assert {status(server, *call, key) for call in (*CLEARING, ("DELETE", SWITCH))} == {401}
+    assert [status(server, "GET", path, None) for path in ("/health", "/metrics")] == [200, 200]
+    after = server.state()
+    assert after["nothing_saved"] is None
+    assert [after["disk"]["chunks"], after["host"]] == [before["disk"]["chunks"], before["host"]]
+    assert server.switch_off().status_code == 200
+    assert {status(server, "PUT", SWITCH, key) for key in NOBODYS} == {401}
+    assert server.state()["nothing_saved"] == "switched_off"
+    assert server.switch_on().status_code == 200
+    assert {status(server, *call, "secret") for call in CLEARING} == {200}
+    assert server.state()["disk"]["chunks"] == 0

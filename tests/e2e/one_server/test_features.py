@@ -279,3 +279,9 @@ def test_a_request_that_may_not_be_stored(server: TierServer, api: str) -> None:
     assert ask(False) > 200
     assert ask(None) == 0, "from the device"
     server.assert_nothing_left()
+
+
+def test_the_switch_wants_an_admin_key(server: TierServer) -> None:
+    """``test_switch.py`` has one; here everybody would have the key."""
+    assert [server.switch_off().status_code, server.switch_on().status_code] == [400, 400]
+    assert server.state()["nothing_saved"] is None
