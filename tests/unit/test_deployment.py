@@ -63,7 +63,7 @@ def tier_settings(sample: str) -> HCacheConfig:
     ServerArgs.add_cli_args(parser)
     add_arguments(parser)
     arguments, unknown = parser.parse_known_args(server_arguments(sample))
-    assert not [word for word in unknown if not (sample == "systemd" and "server.yaml" in word)]
+    assert not unknown
     assert arguments.hierarchical_cache == "hcache"
     given = {field: getattr(arguments, f"hcache_{field}") for field in FLAG_FIELDS}
     return HCacheConfig.from_settings({field: value for field, value in given.items() if value is not None})
@@ -131,15 +131,34 @@ def test_the_directory_is_the_servers_own() -> None:
     assert f"USER {user}" in DOCKERFILE.read_text().splitlines()
 
 
-def test_keys_come_from_a_secret() -> None:
-    secrets = {entry["name"] for entry in container()["env"] if "valueFrom" in entry}
-    used = {
-        argument.partition("=")[2]
-        for argument in container()["args"]
-        if "api-key" in argument.partition("=")[0]
-    }
-    assert used == {f"$({name})" for name in secrets}
-    assert len(used) == 2
+def file_of_keys(sample: str) -> str:
+    """Where the server finds it; checks that it is brought there."""
+    if sample == "kubernetes":
+        (volume,) = [volume for volume in pod()["volumes"] if "secret" in volume]
+        (mount,) = [mount for mount in container()["volumeMounts"] if mount["name"] == volume["name"]]
+        name = volume["secret"]["secretName"]
+        assert f"kubectl create secret generic {name} --from-file=server.yaml " in MANIFEST.read_text()
+        assert volume["secret"]["defaultMode"] == 0o444
+        return f"{mount['mountPath']}/server.yaml"
+    if sample == "systemd":
+        return re.search(r"install -D -m 0640 -g sglang server.yaml (\S+)", UNIT.read_text())[1]
+    made = re.search(r"install -D -m 0640 -g 10001 server.yaml (\S+)", DOCKERFILE.read_text())[1]
+    mounts = dict(mount.split(":", 1) for mount in re.findall(r" -v (\S+)", DOCKERFILE.read_text()))
+    path, _, mode = mounts[made].partition(":")
+    assert mode == "ro"
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sample", "file"), [("kubernetes", MANIFEST), ("systemd", UNIT), ("docker", DOCKERFILE)]
+)
+def test_both_keys_are_in_a_file_and_not_on_the_command_line(sample: str, file: Path) -> None:
+    arguments = server_arguments(sample)
+    assert arguments[arguments.index("--config") + 1] == file_of_keys(sample), (
+        "in two words: SGLang looks for those"
+    )
+    assert not [argument for argument in arguments if "api-key" in argument]
+    assert "# two lines: api-key: KEY and admin-api-key: KEY\n" in file.read_text()
 
 
 def test_a_stop_of_the_unit_is_no_failure_and_a_crash_restarts_it() -> None:
