@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shlex
 import shutil
 import stat
@@ -86,9 +88,19 @@ def _is_ours_alone(found: os.stat_result, *, lets_others_add: bool = False) -> b
     Args:
         lets_others_add: a folder will do where others have files, too, but cannot rename ours (``/tmp``).
     """
-    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    shared = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+    is_shared = found.st_mode & shared
     is_guarded = lets_others_add and found.st_mode & stat.S_ISVTX
     return found.st_uid in (0, os.geteuid()) and (not is_shared or bool(is_guarded))
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether it is this user's alone: where each has a group of that name, folders are mostly writable for it."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (group.gr_name, gid) == (user.pw_name, user.pw_gid) and {*group.gr_mem} <= {user.pw_name}
 
 
 def _build(library: Path, source: str, options: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,11 +23,15 @@ from sglang_hcache.cli.server.cpu_runtime import (
     variables_of_ranks,
 )
 from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.device import compiled
+
+IS_OWN_GROUP = compiled._is_own_group
 
 
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_is_own_group", lambda _gid: False)
     monkeypatch.delenv("CC", raising=False)
     return tmp_path / "cache"
 
@@ -217,6 +222,38 @@ def test_a_folder_above_that_others_can_change_ends_the_start(planted, mode):
         ConfigError, match=rf"could change {planted.parents[1]}: .*chmod go-w.*XDG_CACHE_HOME"
     ):
         ensure_stub()
+
+
+def test_a_group_that_is_the_users_alone_may_write(planted, monkeypatch):
+    """As all folders are where each user has a group of that name, and the umask is 002."""
+    monkeypatch.setattr(compiled, "_is_own_group", lambda gid: gid == planted.stat().st_gid)
+    for path in (planted.parents[1], planted.parent, planted):
+        path.chmod(0o775)
+    ensure_stub()
+    assert planted.read_bytes() == b"planted", "it was trusted"
+
+
+@pytest.mark.parametrize(
+    ("group", "is_own"),
+    [
+        (("me", 7, []), True),
+        (("me", 7, ["me"]), True),
+        (("me", 7, ["me", "you"]), False),
+        (("staff", 7, []), False),
+        (("me", 8, []), False),
+        (None, False),
+    ],
+)
+def test_whose_a_group_is(monkeypatch, group, is_own):
+    def look_up(gid):
+        if group is None:
+            raise KeyError(gid)
+        name, number, members = group
+        return SimpleNamespace(gr_name=name, gr_gid=number, gr_mem=members)
+
+    monkeypatch.setattr(compiled.pwd, "getpwuid", lambda _uid: SimpleNamespace(pw_name="me", pw_gid=7))
+    monkeypatch.setattr(compiled.grp, "getgrgid", look_up)
+    assert IS_OWN_GROUP(7 if group is None else group[1]) == is_own
 
 
 @needs_root
