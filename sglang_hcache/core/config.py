@@ -130,7 +130,7 @@ class HCacheConfig(BaseModel):
     saved for this model and machine, or what a few seconds of measuring at start give."""
     io_engine: IOEngineName = IOEngineName.AUTO
     """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
-    two by a short probe (auto)."""
+    two by a short probe at start (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
     """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
     tries the disk come on top. Near the end of it chunks that were never used again are not written. Give the capacity

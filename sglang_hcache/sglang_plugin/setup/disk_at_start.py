@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
-from sglang_hcache.core.config import DiskAtStart, HCacheConfig
+from sglang_hcache.core.config import DiskAtStart, HCacheConfig, IOEngineName
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.core.observer import Counters
@@ -51,6 +52,9 @@ def open_late(
     """The disk tier, later than at start. Raises StoreError."""
     settings = store_config(config, hidden_size)
     assert settings is not None
+    if settings.io_engine == IOEngineName.AUTO:
+        # To compare engines would take the interpreter from those that decode now, and again with each try.
+        settings = replace(settings, io_engine=IOEngineName.POSIX)
     disk = DiskStore.open(settings, counters)
     noted = noted_mix(disk, weights, len(stored))
     if config.method is PlanKind.AUTO and noted not in (None, tuple(stored)):

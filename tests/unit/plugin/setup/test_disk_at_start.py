@@ -11,11 +11,13 @@ import pytest
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError, StoreLockedError
+from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
-from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk
+from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk, open_late
 from sglang_hcache.store import DiskStore
+from sglang_hcache.store.io import choice
 from sglang_hcache.store.volumes.directory import StoreDirectory
 
 
@@ -84,6 +86,15 @@ def test_in_use_by_another_server(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             open_disk(strict, 64, Counters(), Alone())
     holder.close()
     opened(config).close()
+
+
+def test_engines_are_not_compared_beside_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(choice, "_nixl_wins", lambda *arguments: bool(compared.append(arguments)))
+    opened(settings(tmp_path, io_engine="auto")).close()
+    assert len(compared) == 1, "at start they are"
+    open_late(settings(tmp_path, io_engine="auto"), 64, Counters(), [Method.KV], b"weights").close()
+    assert len(compared) == 1
 
 
 def gone(_: object) -> None:
