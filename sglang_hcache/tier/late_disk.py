@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,7 +23,7 @@ class LateDisk:
 
     Args:
         open_: the disk tier, or an error; on a thread of its own.
-        attach: takes it, on the same thread. Not after :meth:`close`.
+        attach: takes it, on the same thread; after an error it is closed and opened again. Not after :meth:`close`.
         failed: is told each time why not.
         pause_s: before the first try; it doubles each time, up to a minute.
     """
@@ -52,16 +53,20 @@ class LateDisk:
         while not self._closed.wait(pause_s):
             began = time.monotonic()
             try:
-                disk = self._open()
+                self._open_and_attach()
+                return
             except (HCacheError, OSError) as error:
                 self._failed(str(error))
-            except Exception:
+            except Exception as error:
                 logger.exception("hcache: the disk tier cannot be opened")
-            else:
-                with self._lock:
-                    if not self._closed.is_set():
-                        self._attach(disk)
-                        return
-                disk.close()
-                return
+                self._failed(repr(error))
             pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), (time.monotonic() - began) / _SHARE_OF_TIME)
+
+    def _open_and_attach(self) -> None:
+        with contextlib.ExitStack() as undo:
+            disk = self._open()
+            undo.callback(disk.close)
+            with self._lock:
+                if not self._closed.is_set():
+                    self._attach(disk)
+                    undo.pop_all()

@@ -146,3 +146,27 @@ def test_an_error_that_nobody_expects_ends_nothing(tmp_path: Path, caplog: pytes
     wait_until(lambda: tiers.disk is not None)
     assert "a bug" in caplog.text
     tiers.close()
+
+
+def test_one_that_cannot_be_attached_is_closed_and_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered, "Demoter", no_thread)
+        tiers = without_disk(
+            tmp_path / "store", lambda: DiskStore.open(config_of(tmp_path / "store"), Counters())
+        )
+        wait_until(
+            lambda: (
+                tiers.disk_stats is not None
+                and "can't start new thread" in tiers.disk_stats.directories[0].reason
+            )
+        )
+        assert tiers.disk is None
+    wait_until(lambda: tiers.disk is not None)
+    put(tiers, 1)
+    assert tiers.flush(60)
+    tiers.close()
