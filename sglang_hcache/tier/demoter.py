@@ -42,19 +42,18 @@ class Demoter:
 
     Args:
         run_chunks: most chunks of one disk run.
-        write_through: write every chunk as soon as it is sealed; else those that are asked for, and the oldest when
-            slots run short.
+        eager: whether to write every chunk as soon as it is sealed; else those that are asked for, and the oldest when
+            slots run short. Asked at least every half second: a signal's handler may change the answer.
     """
 
     def __init__(
-        self, host: HostTier, disk: DiskStore, observer: Observer, run_chunks: int, *, write_through: bool
+        self, host: HostTier, disk: DiskStore, observer: Observer, run_chunks: int, eager: Callable[[], bool]
     ) -> None:
         self._host = host
         self._disk = disk
         self._observer = observer
         self._run_chunks = run_chunks
-        self.write_through = write_through
-        """May be set at any time, without a lock: the thread looks every half second."""
+        self._eager = eager
         self._resting_until = 0.0
         self._may_warn = Throttle()
         self._may_warn_of_budget = Throttle(_BUDGET_WARNING_S)
@@ -199,7 +198,7 @@ class Demoter:
 
     def _is_behind(self) -> bool:
         """Whether something should be on disk already, and may be tried."""
-        return self.write_through and not self._is_resting() and bool(self._host.counts().dirty)
+        return self._eager() and not self._is_resting() and bool(self._host.counts().dirty)
 
     def _is_resting(self) -> bool:
         """Whether something could not be written a moment ago."""

@@ -132,8 +132,7 @@ class TieredStore:
 
     def _new_demoter(self, disk: DiskStore) -> Demoter:
         disk.on_evicted(self._ghosts.add)
-        through = self._write_through
-        return Demoter(self.host, disk, self._observer, self._run_chunks, write_through=through)
+        return Demoter(self.host, disk, self._observer, self._run_chunks, lambda: self._write_through)
 
     def _attach(self, disk: DiskStore) -> None:
         """A disk tier that was left out is open now. On a thread of its own, while others use the tiers."""
@@ -200,8 +199,6 @@ class TieredStore:
     def write_from_now_on(self) -> None:
         """As ``write_through`` does, also what is there already. Takes no lock: a signal's handler may call it."""
         self._write_through = True
-        if self._demoter is not None:
-            self._demoter.write_through = True
 
     def give_up_dirty(self) -> None:
         """Write no chunk that exists only in host memory now. Those that are being written are."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, StoreStats
 from sglang_hcache.tier import tiered
+from sglang_hcache.tier.demoter import Demoter
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.late_disk import LateDisk
 from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
@@ -166,7 +168,29 @@ def test_one_that_cannot_be_attached_is_closed_and_opened_again(
             )
         )
         assert tiers.disk is None
-    wait_until(lambda: tiers.disk is not None)
+    wait_until(lambda: tiers.host.keep_dirty)
     put(tiers, 1)
     assert tiers.flush(60)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
+    tiers.close()
+
+
+def test_a_signal_to_stop_that_comes_while_it_is_attached_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **more: Any) -> Demoter:
+        demoter = Demoter(*arguments, **more)
+        tiers.write_from_now_on()
+        return demoter
+
+    monkeypatch.setattr(tiered, "Demoter", interrupted)
+    tiers = without_disk(
+        tmp_path / "store", lambda: DiskStore.open(config_of(tmp_path / "store"), Counters())
+    )
+    wait_until(lambda: tiers.host.keep_dirty)
+    put(tiers, 1)
+    wait_until(lambda: key(1) in tiers.host and not tiers.host.counts().dirty)
+    assert tiers.disk is not None
+    assert tiers.disk.contains(key(1))
     tiers.close()
