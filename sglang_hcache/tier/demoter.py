@@ -281,6 +281,10 @@ class Demoter:
         except StoreError as error:
             is_full = isinstance(error, StoreFullError)
             is_settled = self._is_given_up(error, len(self._not_on_disk(pinned)))
+        except Exception:
+            # It may come each time: not tried again.
+            self._observer.count("demote.chunks_dropped_error", len(self._not_on_disk(pinned)))
+            raise
         finally:
             for info, slot in reversed(pinned):  # the tail is evicted before the head
                 if is_settled:

@@ -185,6 +185,18 @@ def test_the_demoter_outlives_any_error(tiers: TieredStore) -> None:
     assert tiers.disk.contains(key(1))
 
 
+def test_what_an_error_that_nobody_foresaw_kept_from_the_disk_is_counted(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers.disk, "write_run", failing(ValueError("nobody foresaw this")))
+    put(tiers, 1)
+    put(tiers, 2)
+    tiers.demote_all()
+    wait_for(lambda: tiers._observer["demote.errors"])  # type: ignore[index]
+    assert tiers.host.counts() == (6, 2, 0)
+    assert tiers._observer["demote.chunks_dropped_error"] == 2  # type: ignore[index]
+
+
 def test_what_a_request_begins_with_is_used_on_disk_too(tiers: TieredStore) -> None:
     put(tiers, 1)
     assert tiers.flush(60)
