@@ -143,11 +143,16 @@ class Assembler:
         """Requests whose rows are being collected."""
         return len(self._open)
 
-    def close(self) -> None:
-        """Handle what was published before, then stop."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Handle what was published before, then stop. What takes longer goes on, also when the tiers are closed."""
         self._hand_over()
         self._events.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self.is_busy:
+            logger.warning(
+                "hcache: stopping: to save what was computed last takes longer than %.2g s; the rest of it may be lost",
+                timeout_s,
+            )
 
     # -- the assembler's thread ------------------------------------------------------------------
 

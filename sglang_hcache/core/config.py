@@ -167,8 +167,8 @@ class HCacheConfig(BaseModel):
     """Seconds after which the log says what a request waited for in the tier, at most 3600; one request a minute. With
     ``--log-level debug`` it says so of each request."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
-    """Most seconds that a graceful stop spends on writing host memory to disk, at most 12: SGLang kills its processes
-    15 s after it asked them to stop."""
+    """Most seconds that a graceful stop spends on saving what was computed last and writing host memory to disk, at
+    most 12: SGLang kills its processes 15 s after it asked them to stop."""
 
     @field_validator("dirs", mode="before")
     @classmethod

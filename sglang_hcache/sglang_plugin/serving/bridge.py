@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -79,7 +80,7 @@ class Bridge:
         self.restores = RestoreCoordinator(device, config, counters, maker, self._engine, running)
         self._idling = Idling(self.restores, self.saving)
         self._closed = threading.Event()
-        self.last_writes = LastWrites(tiers, counters, config.shutdown_flush_s)
+        self.last_writes = LastWrites(tiers, counters)
         self._stored = (
             tiers.layout.methods if self._captures else (Method.RECOMPUTE,) * tiers.layout.num_layers
         )
@@ -205,11 +206,13 @@ class Bridge:
         if self._closed.is_set():
             return
         self._closed.set()
+        ends = time.monotonic() + self.config.shutdown_flush_s
+        self.last_writes.begin()  # first: the demoter writes beside what follows
         if self._gauges is not None:
             self._gauges.close()
         self._engine.close()
-        self.saving.close()
-        self.last_writes.finish()
+        self.saving.close(max(0.0, ends - time.monotonic()))
+        self.last_writes.finish(max(0.0, ends - time.monotonic()))
         self.tiers.close()  # last: on a slow disk SGLang's patience ends here
 
     def state(self) -> dict[str, Any]:

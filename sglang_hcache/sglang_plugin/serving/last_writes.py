@@ -15,16 +15,11 @@ _GIVEN_UP = ("demote.chunks_dropped_budget", "demote.chunks_dropped_error", "dem
 
 
 class LastWrites:
-    """One server's, from the first word of its end on.
+    """One server's, from the first word of its end on."""
 
-    Args:
-        limit_s: for what is left when nothing runs any more.
-    """
-
-    def __init__(self, tiers: TieredStore, counters: Counters, limit_s: float) -> None:
+    def __init__(self, tiers: TieredStore, counters: Counters) -> None:
         self._tiers = tiers
         self._counters = counters
-        self._limit_s = limit_s
         self._before: tuple[int, int] | None = None
 
     def begin(self) -> None:
@@ -37,8 +32,8 @@ class LastWrites:
             self._before = before
         self._tiers.write_from_now_on()
 
-    def finish(self) -> None:
-        """Write the rest, within the limit, and say how much it was in all, and how much is lost."""
+    def finish(self, limit_s: float) -> None:
+        """Write the rest, within ``limit_s``, and say how much it was in all, and how much is lost."""
         self.begin()
         counts, chunk_bytes = self._tiers.host.counts(), self._tiers.layout.chunk_bytes
         if self._tiers.disk is None:
@@ -50,10 +45,10 @@ class LastWrites:
             return
         if counts.dirty:
             logger.info(
-                "hcache: stopping: %s chunks (%s) exist only in host memory; writing them to disk for at most %g s",
-                f"{counts.dirty:,}", format_bytes(counts.dirty * chunk_bytes), self._limit_s,
+                "hcache: stopping: %s chunks (%s) exist only in host memory; writing them to disk for at most %.2g s",
+                f"{counts.dirty:,}", format_bytes(counts.dirty * chunk_bytes), limit_s,
             )  # fmt: skip
-        self._tiers.flush(self._limit_s)
+        self._tiers.flush(limit_s)
         before, now = self._before or (0, 0), self._written_and_given_up()
         lost = self._tiers.host.counts().dirty + now[1] - before[1]
         logger.log(

@@ -217,6 +217,6 @@ class Saving:
         """Requests of which more may be saved. From any thread."""
         return self._assembler.open_requests
 
-    def close(self) -> None:
-        """Seal what is whole, and stop."""
-        self._assembler.close()
+    def close(self, timeout_s: float) -> None:
+        """Seal what is whole, and stop. What takes longer goes on, and may be lost."""
+        self._assembler.close(timeout_s)

@@ -27,10 +27,10 @@ def test_a_second_signal_in_the_middle_of_the_first_one_changes_no_number(
                 self.count(event, 14)  # the demoter, told by that call, is quick
             return super().__getitem__(event)
 
-    last = LastWrites(Tiers(SlotCounts(8, 0, 0)), Interrupted(), 10.0)  # type: ignore[arg-type]
+    last = LastWrites(Tiers(SlotCounts(8, 0, 0)), Interrupted())  # type: ignore[arg-type]
     caplog.set_level(logging.INFO)
     last.begin()
-    last.finish()
+    last.finish(10.0)
     assert (
         "stopping: wrote 14 chunks to disk since the signal; 0 were not written and are lost" in caplog.text
     )
@@ -56,12 +56,12 @@ def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     counters.count("demote.chunks_dropped_budget", 1000)
     tiers = Tiers(SlotCounts(0, 7, 1234))
-    last = LastWrites(tiers, counters, 10.0)  # type: ignore[arg-type]
+    last = LastWrites(tiers, counters)  # type: ignore[arg-type]
     caplog.set_level(logging.INFO)
     last.begin()
     counters.count("demote.chunks_written", 2000)
     counters.count("demote.chunks_dropped_budget", 5)
-    last.finish()
+    last.finish(10.0)
     begin, end = (record.message for record in caplog.records)
     assert begin == (
         "hcache: stopping: 1,234 chunks (2.1 GB) exist only in host memory; writing them to disk for at most 10 s"
@@ -73,9 +73,9 @@ def test_what_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_without_a_disk_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    last = LastWrites(Tiers(SlotCounts(8, 1234, 0), has_disk=False), Counters(), 10.0)  # type: ignore[arg-type]
+    last = LastWrites(Tiers(SlotCounts(8, 1234, 0), has_disk=False), Counters())  # type: ignore[arg-type]
     caplog.set_level(logging.INFO)
-    last.finish()
+    last.finish(10.0)
     assert caplog.messages == [
         "hcache: stopping: no disk tier: what is in host memory (1,234 chunks) is not kept"
     ]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 from array import array
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_hcache.capture.events import RequestRows
+from sglang_hcache.capture.events import RequestRows, RowsCaptured
+from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore
+from sglang_hcache.testing.stored_chunks import small_config
 from tests.unit.plugin.serving.test_weights_in_use import LAYOUT, Served
 
 TOKENS = torch.arange(64)
@@ -61,3 +69,29 @@ def test_a_pass_that_fails_by_itself_leaves_nothing(monkeypatch: pytest.MonkeyPa
     bridge.saving.end("r")
     bridge.close()
     assert bridge.counters["host.chunks_sealed"] == 1
+
+
+def test_a_stop_does_not_wait_for_a_device_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what it brings when all is closed is saved or dropped, as ever."""
+    disk = DiskStore.open(small_config(tmp_path), Counters())
+    bridge: Any = Served(disk=disk, config=HCacheConfig(shutdown_flush_s=0.2)).bridge
+    goes_on, left_s, finish = threading.Event(), list[float](), bridge.last_writes.finish
+    bridge.last_writes.finish = lambda limit_s: (left_s.append(limit_s), finish(limit_s))
+    hangs: Any = SimpleNamespace(wait=partial(goes_on.wait, 60))
+    bridge.saving._assembler.publish(RowsCaptured((), torch.zeros(0, dtype=torch.int64), None, hangs))
+    for rid in ("a", "b"):
+        bridge.begin_capture(rid, rid, array("q"))
+        run_pass(bridge, rid)
+    bridge.close()
+    assert bridge.counters["host.chunks_sealed"] == 0
+    assert "may be lost" in caplog.text
+    assert left_s == [0.0], "all of the time is over"
+    for _ in range(7):
+        assert bridge.tiers.reserve() is not None
+    goes_on.set()
+    bridge.saving._assembler._thread.join(60)
+    assert bridge.counters["host.chunks_sealed"] == 1
+    assert bridge.counters["capture.chunks_dropped_host_full"] == 1, "of the second request"
+    assert bridge.counters["capture.errors"] == 0
