@@ -107,8 +107,8 @@ class Assembler:
         self._held: list[Event] = []
         self._rows_held = 0
         self._events: queue.SimpleQueue[list[Event] | None] = queue.SimpleQueue()
-        self._pending = 0
-        self._pending_lock = threading.Lock()
+        self._published = self._handled = 0
+        """Events. Each number is one thread's: the publisher's, and the assembler's."""
         self._thread = threading.Thread(target=self._run, name="hcache-assembler", daemon=True)
         self._thread.start()
 
@@ -129,14 +129,13 @@ class Assembler:
 
     def _hand_over(self) -> None:
         events, self._held, self._rows_held = self._held, [], 0
-        with self._pending_lock:
-            self._pending += len(events)
+        self._published += len(events)
         self._events.put(events)
 
     @property
     def is_busy(self) -> bool:
         """Whether events wait for its thread or are being handled. Not those that can wait for others."""
-        return self._pending > 0
+        return self._published != self._handled
 
     @property
     def open_requests(self) -> int:
@@ -177,8 +176,7 @@ class Assembler:
         finally:
             if isinstance(event, RowsCaptured) and event.span is not None:
                 self._ring.release(event.span)
-            with self._pending_lock:
-                self._pending -= 1
+            self._handled += 1
 
     def _handle(self, event: Event) -> None:
         match event:

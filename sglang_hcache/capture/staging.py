@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,7 +26,8 @@ class RowSpan:
 
 
 class StagingRing:
-    """Token rows for all layers, used again and again. Spans are reserved and released in any order.
+    """Token rows for all layers, used again and again. Spans are reserved by one thread, and released by any, in any
+    order.
 
     A span lies in one piece, layer by layer, so that a device can bring all of a small pass by one copy.
 
@@ -45,8 +46,8 @@ class StagingRing:
         self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
         self._item_bytes = dtype.itemsize
-        self._lock = threading.Lock()
-        self._spans: list[RowSpan] = []  # in order of their rows
+        self._spans: list[RowSpan] = []  # in order of their rows; also those that were released since
+        self._released: deque[RowSpan] = deque()
 
     @property
     def num_layers(self) -> int:
@@ -76,24 +77,21 @@ class StagingRing:
 
     def has_room(self, count: int) -> bool:
         """Whether :meth:`reserve` finds ``count`` rows, until somebody else calls it."""
-        with self._lock:
-            return self._find(count) is not None
+        return self._find(count) is not None
 
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""
-        with self._lock:
-            place = self._find(count)
-            if place is None:
-                return None
-            first, index = place
-            span = RowSpan(first, count)
-            self._spans.insert(index, span)
-            return span
+        place = self._find(count)
+        if place is None:
+            return None
+        first, index = place
+        span = RowSpan(first, count)
+        self._spans.insert(index, span)
+        return span
 
     def release(self, span: RowSpan) -> None:
-        """Give the rows back."""
-        with self._lock:
-            self._spans = [other for other in self._spans if other is not span]
+        """Give the rows back. From any thread."""
+        self._released.append(span)
 
     def _begin(self, span: RowSpan, layer: int) -> int:
         """Where the span's rows of ``layer`` begin, in values."""
@@ -101,6 +99,8 @@ class StagingRing:
 
     def _find(self, count: int) -> tuple[int, int] | None:
         """Where ``count`` rows begin, and how many spans lie before them; None: no gap is so large."""
+        while self._released:
+            self._spans.remove(self._released.popleft())
         if count > self.num_rows * _SMALL:
             end = 0
             for index, span in enumerate(self._spans):

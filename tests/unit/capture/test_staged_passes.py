@@ -56,7 +56,7 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0
 
     def wait_until_assembled(number: int) -> None:
         deadline = time.monotonic() + _TIMEOUT_S
-        while parts.assembler._pending > len(device.ends) - 1 - number:
+        while parts.assembler._published - parts.assembler._handled > len(device.ends) - 1 - number:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -70,6 +70,7 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0
         capture.end([RequestRows("a", part.start, 0, ROWS)], is_replayed=False)
         if before is not None:
             parts.ring.release(before)
+            before = None
         if number >= 2:  # the last but one has just ended: that is why this one was begun
             device.ends[number - 2].set()
     for end in device.ends:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import queue
+import threading
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -40,6 +43,30 @@ def test_spans_never_overlap_and_everything_comes_back(steps: list[int | None], 
         held.append(span)
     for span in held:
         ring.release(span)
+    assert ring.reserve(ROWS) is not None
+
+
+def test_what_another_thread_releases_is_there_again_and_a_promise_is_kept() -> None:
+    ring = empty_ring()
+    spans: queue.SimpleQueue[RowSpan | None] = queue.SimpleQueue()
+
+    def release() -> None:
+        while (span := spans.get()) is not None:
+            ring.release(span)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    reserved = 0
+    while reserved < 2000:
+        count = 1 + reserved % ROWS
+        is_promised = ring.has_room(count)
+        span = ring.reserve(count)
+        assert span is not None or not is_promised
+        if span is not None:
+            spans.put(span)
+            reserved += 1
+    spans.put(None)
+    thread.join()
     assert ring.reserve(ROWS) is not None
 
 
