@@ -59,9 +59,8 @@ class Demoter:
         self._may_warn_of_budget = Throttle(_BUDGET_WARNING_S)
         self._may_trace = Throttle()
         self._spare_slots = max(1, int(host.num_slots * _SPARE_SHARE))
-        lock = threading.Lock()
-        self._wake = threading.Condition(lock)  # there is work
-        self._freed = threading.Condition(lock)  # slots were made clean
+        self._changed = threading.Condition()
+        """There is work, or slots were made clean, or nothing is left to do."""
         self._requests: deque[ChunkSource] = deque()
         self._waiting_tokens = 0
         self._keeps_up = True
@@ -76,7 +75,7 @@ class Demoter:
     @property
     def is_busy(self) -> bool:
         """Whether there is work."""
-        with self._wake:
+        with self._changed:
             return self._busy or self._may_clear() or self._has_work()
 
     @property
@@ -96,7 +95,7 @@ class Demoter:
         Args:
             num_tokens: that ``keys`` holds in memory. What holds none is never dropped.
         """
-        with self._wake:
+        with self._changed:
             tokens = self._waiting_tokens + num_tokens
             if num_tokens and (len(self._requests) >= _MOST_REQUESTS or tokens > _MOST_WAITING_TOKENS):
                 # The disk does not keep up. Those chunks stay dirty, and go when slots run short.
@@ -104,13 +103,13 @@ class Demoter:
                 return
             self._requests.append(keys)
             self._waiting_tokens = tokens
-            self._wake.notify()
+            self._changed.notify_all()
 
     def look(self) -> None:
         """A chunk was sealed: begin now if it has to be written, or if slots are short."""
         if self._is_behind() or self._is_short_of_slots():
-            with self._wake:
-                self._wake.notify()
+            with self._changed:
+                self._changed.notify_all()
 
     def wait_for_slot(self) -> int | None:
         """A host slot as soon as one is clean, or None. Waits a moment, but not for a disk that hangs."""
@@ -118,10 +117,10 @@ class Demoter:
             return None
         slot = None
         deadline = time.monotonic() + _WAIT_FOR_SLOT_S
-        with self._freed:
+        with self._changed:
+            self._changed.notify_all()  # once: the thread answers, also if there is nothing that it could write
             while slot is None and (left := deadline - time.monotonic()) > 0:
-                self._wake.notify()
-                self._freed.wait(left)
+                self._changed.wait(left)
                 slot = self._host.reserve()
             # A disk that hangs must not hold up every chunk; its next completed run ends this.
             self._keeps_up = slot is not None
@@ -129,12 +128,9 @@ class Demoter:
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """False if time ran out first."""
-        deadline = time.monotonic() + timeout_s
-        while self.is_busy:
-            if time.monotonic() > deadline or not self._thread.is_alive():
-                return False
-            time.sleep(0.005)
-        return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or not self.is_busy, timeout_s)
+            return not self.is_busy
 
     def rest(self, until: float) -> bool:
         """Wait until what could not be written may be tried again; False, at once, if that is not before ``until``."""
@@ -152,29 +148,30 @@ class Demoter:
         Args:
             tell: on the demoter's thread.
         """
-        with self._wake:
+        with self._changed:
             self._forget_requests()
             self._clear_at = self._clear_at or 0.0
             if tell is not None:
                 self._tell_cleared.append(tell)
-            self._wake.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop after the run that is being written; does not wait for a disk that hangs. Idempotent."""
-        with self._wake:
+        with self._changed:
             self._stopping = True
             self._forget_requests()
-            self._wake.notify()
+            self._changed.notify_all()
         self._thread.join(_CLOSE_S)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
-            with self._wake:
+            with self._changed:
                 self._busy = False
                 while not (self._stopping or self._may_clear() or self._has_work()):
-                    self._wake.wait(_TICK_S)
+                    self._changed.notify_all()
+                    self._changed.wait(_TICK_S)
                 if self._stopping and not self._may_clear():
                     return
                 self._busy = True
@@ -226,7 +223,7 @@ class Demoter:
             return
         if not is_first_try:
             logger.info("hcache: the clear is durable now")
-        with self._wake:
+        with self._changed:
             # Whoever asked meanwhile is served, too: nobody else writes to the disk.
             told, self._tell_cleared, self._clear_at = self._tell_cleared, [], None
         for tell in told:
@@ -238,7 +235,7 @@ class Demoter:
 
     def _wanted(self) -> dict[ChunkKey, ChunkInfo]:
         """What was asked for and still has to be written."""
-        with self._wake:
+        with self._changed:
             requests = list(self._requests)
             self._forget_requests()
         return {
@@ -292,9 +289,9 @@ class Demoter:
                     for_good = self._disk.has_max_age and self._disk.contains(info.key)
                     self._host.mark_clean(info.key, slot, for_good=for_good)
                 self._host.unpin(info.key, slot)
-            with self._freed:
+            with self._changed:
                 self._keeps_up = True
-                self._freed.notify_all()
+                self._changed.notify_all()
         return is_settled or not is_full
 
     def _not_on_disk(self, chunks: Sequence[tuple[ChunkInfo, int]]) -> list[tuple[ChunkInfo, int]]:

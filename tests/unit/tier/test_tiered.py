@@ -268,6 +268,17 @@ def test_a_disk_that_hangs_does_not_hold_up_every_chunk(
     go.set()
 
 
+def test_who_waits_for_a_slot_that_nobody_can_make_free_sleeps(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(8):
+        assert tiers.reserve() is not None  # open: neither to be written nor evicted
+    looked, reserve = [], tiers.host.reserve
+    monkeypatch.setattr(tiers.host, "reserve", lambda *behind: looked.append(behind) or reserve(*behind))
+    assert tiers.reserve() is None
+    assert len(looked) < 10
+
+
 def test_a_chunk_is_not_written_twice(tiers: TieredStore) -> None:
     for _ in range(3):
         for name in range(1, 5):
@@ -591,7 +602,7 @@ def test_a_disk_without_room_is_asked_once_and_a_flush_gives_up_when_it_would_be
         demoter.time, "sleep", lambda seconds, sleep=time.sleep: (slept.append(seconds), sleep(0.001))
     )
     assert not tiers.flush(4.0)  # less than a rest
-    assert max(slept) < 0.1
+    assert max(slept, default=0.0) < 0.1
     assert tiers.host.counts().dirty == 100
     monkeypatch.undo()
     tiers.close()
@@ -765,7 +776,7 @@ def test_what_was_cleared_is_gone_also_if_the_server_stops_at_once(tmp_path: Pat
     put(tiers, 1)
     assert tiers.flush(60)
     assert tiers._demoter is not None
-    with tiers._demoter._wake:  # the demoter cannot begin
+    with tiers._demoter._changed:  # the demoter cannot begin
         tiers._demoter._clear_at, tiers._demoter._stopping = 0.0, True
     tiers.close()
     reopened = open_tiers(tmp_path / "store")
