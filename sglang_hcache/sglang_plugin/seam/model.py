@@ -218,7 +218,7 @@ class ServedModel:
         """
         text = f"{self.architecture}|{self.dtype}|{layout}|tp{self.ranks.size}|pp1|{self.config}"
         if self.keeps_rounded_kv:
-            own = [(core.k_scale_float, core.v_scale_float) for core in attention_cores(self.module).values()]
+            own = [_scales(core) for core in attention_cores(self.module).values()]
             scales = list(chain.from_iterable(self.ranks.all_of(own)))
             text += f"|{self.kv_dtype}|{scales}"
         if self.quantization is not None:
@@ -256,6 +256,17 @@ def _loose_cores(module: nn.Module) -> Iterator[tuple[str, Any]]:
         core = cores.pop(getattr(child, "layer_idx", None), None)
         if core is not None:
             yield f"{name}.{_LOOSE}", core
+
+
+def _scales(core: Any) -> tuple[Any, Any]:
+    """What K and V of a layer are divided by before they are rounded; None: by nothing.
+
+    Those of a checkpoint are there as numbers and as tensors; ``--quantization-param-path`` puts numbers in the place of
+    the tensors, and leaves the others None.
+    """
+    exact, held = (core.k_scale_float, core.v_scale_float), (core.k_scale, core.v_scale)
+    k, v = (second if first is None else first for first, second in zip(exact, held, strict=True))
+    return k, v
 
 
 def decoder_layer(module: nn.Module, path: str) -> nn.Module | None:

@@ -108,19 +108,25 @@ class RadixAttention(nn.Module):
 
     layer_id = 0
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float | None, held: float | torch.Tensor | None = None) -> None:
         super().__init__()
         self.k_scale_float = self.v_scale_float = scale
+        self.k_scale = self.v_scale = held
 
 
 def test_rounded_kv_is_served_only_where_it_is_rounded_alike() -> None:
-    def namespace(kv_dtype: torch.dtype, scale: float = 1.0) -> bytes:
-        served = replace(model(RadixAttention(scale)), dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    def namespace(
+        kv_dtype: torch.dtype, scale: float | None = 1.0, held: float | torch.Tensor | None = None
+    ) -> bytes:
+        served = replace(model(RadixAttention(scale, held)), dtype=torch.bfloat16, kv_dtype=kv_dtype)
         return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
 
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     assert len({namespace(torch.bfloat16), namespace(e4m3), namespace(e5m2), namespace(e4m3, 2.0)}) == 4
     assert namespace(torch.bfloat16) == namespace(torch.bfloat16, 2.0), "nothing is scaled there"
+    assert namespace(e4m3) == namespace(e4m3, held=torch.tensor(1.0)), "a checkpoint sets both"
+    # --quantization-param-path sets one of them: a number where else there is a tensor.
+    assert len({namespace(e4m3, None), namespace(e4m3, None, 1.5), namespace(e4m3, None, 2.0)}) == 3
 
 
 def test_a_namespace_has_one_id_on_all_ranks_and_other_keys_on_each() -> None:
