@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import sys
+from itertools import takewhile
+from unittest.mock import patch
 
 from sglang.srt.plugins import load_plugins
 
@@ -12,11 +15,14 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
 
-def parse(arguments: list[str]) -> dict[str, object]:
+def parse(line: list[str]) -> dict[str, object]:
+    """``line`` as the command ``env`` has it."""
+    variables = list(takewhile(lambda word: not word.startswith("-"), line))
+    environment = dict(variable.split("=", 1) for variable in variables)
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stderr(errors), patch.dict(os.environ, environment):
         try:
-            parsed = prepare_server_args(arguments)
+            parsed = prepare_server_args(line[len(variables) :])
         except SystemExit as stop:
             return {"exit": stop.code, "stderr": errors.getvalue()}
         except Exception as error:

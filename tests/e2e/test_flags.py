@@ -36,6 +36,8 @@ class Refusal:
     arguments: list[str]
     says: tuple[str, ...]
     model: dict[str, Any] | None = None
+    environment: tuple[str, ...] = ()
+    """``NAME=VALUE``."""
 
 
 REFUSALS = {
@@ -90,7 +92,7 @@ REFUSALS = {
     "page size": Refusal(["--page-size", "48"], ("--page-size", "48")),
     "speculative": Refusal(
         ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
-        ("--speculative-algorithm",),
+        ("--speculative-algorithm: passes that verify are not captured",),
     ),
     "kv dtype": Refusal(["--kv-cache-dtype", "mxfp8"], ("--kv-cache-dtype mxfp8", "fp8_e4m3")),
     "bfloat16 kv": Refusal(["--kv-cache-dtype", "bf16"], ("--kv-cache-dtype bf16", "float16", "use auto")),
@@ -157,6 +159,22 @@ REFUSALS = {
     "diffusion": Refusal(["--dllm-algorithm", "LowConfidence"], ("--dllm-algorithm: diffusion models",)),
     "multiplexing": Refusal(["--enable-pdmux"], ("--enable-pdmux: prefill and decode",)),
     "canary": Refusal(["--kv-canary", "log"], ("--kv-canary: it takes",)),
+    "weights that are fetched": Refusal(
+        ["--tp-size", "2", "--dwdp-size", "2"], ("--dwdp-size 1 only, got 2",)
+    ),
+    "a server in Rust": Refusal(
+        [], ("SGLANG_RUST_SERVER in the environment",), environment=("SGLANG_RUST_SERVER=1",)
+    ),
+    "gRPC alone": Refusal(["--smg-grpc-mode"], ("--smg-grpc-mode: told to stop",)),
+    "gRPC alone, by its old name": Refusal(["--grpc-mode"], ("--grpc-mode: told to stop",)),
+    "actors": Refusal(["--use-ray"], ("--use-ray: its actors",)),
+    "heads before tokens": Refusal(
+        [], ("SGLANG_USE_HND_KVCACHE in the environment",), environment=("SGLANG_USE_HND_KVCACHE=1",)
+    ),
+    "pages before layers": Refusal(["--enable-page-major-kv-layout"], ("--enable-page-major-kv-layout",)),
+    "one pool for all": Refusal(["--enable-unified-memory"], ("--enable-unified-memory",)),
+    "sparse": Refusal(["--enable-hisparse"], ("--enable-hisparse",)),
+    "Mamba in eight bits": Refusal(["--enable-int8-mamba-checkpoint"], ("--enable-int8-mamba-checkpoint",)),
     "halves": Refusal(["--enable-two-batch-overlap"], ("--enable-two-batch-overlap",)),
     "experts": Refusal(["--enable-return-routed-experts"], ("--enable-return-routed-experts",)),
     "several items": Refusal(["--enable-mis"], ("--enable-mis",)),
@@ -204,6 +222,17 @@ REFUSALS = {
             "v_head_dim": 32,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
+        },
+    ),
+    "what SGLang refuses with its own": Refusal(
+        [],
+        ("does not support this model", "Hierarchical cache for MiMoV2 requires"),
+        {
+            **SMALL,
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "model_type": "llama",
+            "sliding_window": 128,
+            "hybrid_layer_pattern": [1, 0],
         },
     ),
     "sliding window": Refusal(
@@ -258,12 +287,14 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     for name, refusal in REFUSALS.items():
         path = model if refusal.model is None else config_only(folder / name, refusal.model)
         given = [argument.replace("{folder}", str(folder / "taken")) for argument in refusal.arguments]
-        cases[name] = ["--model-path", str(path), *CPU, *ON, *given]
+        cases[name] = [*refusal.environment, "--model-path", str(path), *CPU, *ON, *given]
     return parsed(cases)
 
 
 def parsed(cases: dict[str, list[str]], packages: Path | None = None) -> dict[str, Any]:
-    """What becomes of command lines in one process, which looks for ``packages`` first."""
+    """What becomes of command lines, as the command ``env`` has them, in one process, which looks for ``packages``
+    first.
+    """
     _, environment = prepare_launch([])
     if packages is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), environment["PYTHONPATH"]])

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 
 from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError
@@ -47,7 +48,12 @@ def check_arguments(args: argparse.Namespace, defaults: type) -> None:
     """
     problems = [
         f"{_FLAG} cannot be used with {flag}: {reason}"
-        for given, flag, reason in [*_in_its_place(args), *_unknown_passes(args)]
+        for given, flag, reason in [
+            *_in_its_place(args),
+            *_other_servers(args),
+            *_unknown_pools(args),
+            *_unknown_passes(args),
+        ]
         if given
     ]
     if args.disaggregation_mode not in (None, "null"):
@@ -127,8 +133,6 @@ def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stor
 
 def _without_ranks(server_args: Any) -> list[str]:
     """What cannot be used where several ranks have to agree."""
-    from sglang.srt.environ import envs
-
     timeouts = {
         name: getattr(envs, name).get()
         for name in ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")
@@ -175,6 +179,14 @@ def without_radix_cache(is_deterministic: bool) -> str:
     )
 
 
+def without_hicache(refusal: str) -> str:
+    """What SGLang says against HiCache, in whose place the tier is, in one line."""
+    return (
+        f"{_FLAG} does not support this model or one of the flags: SGLang refuses it with a hierarchical cache, and "
+        f"says of its own: {' '.join(refusal.split())}"
+    )
+
+
 def device_problems(device: str, prefill_graphs: str) -> list[str]:
     """Why the tier does not run on ``device``.
 
@@ -217,10 +229,42 @@ def _in_its_place(args: argparse.Namespace) -> list[tuple[object, str, str]]:
     ]
 
 
-def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
-    """What changes weights, passes or the KV pool in ways that the tier does not know; as :func:`_in_its_place`."""
+def _other_servers(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """Servers without SGLang's ``TokenizerManager``, or without plugins; as :func:`_in_its_place`."""
+    ends_at_once = "told to stop, that server ends before the tier has saved what is in memory only"
     return [
-        (args.speculative_algorithm, "--speculative-algorithm", "the draft model's KV is not restored"),
+        (envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER in the environment", ends_at_once),
+        (args.smg_grpc_mode, "--smg-grpc-mode", ends_at_once),
+        (args.grpc_mode, "--grpc-mode", ends_at_once),
+        (args.use_ray, "--use-ray", "its actors load no plugins"),
+    ]
+
+
+def _unknown_pools(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """What keeps KV in pools that the tier does not know; as :func:`_in_its_place`."""
+    elsewhere = "K and V of a token are not where the tier looks for them"
+    return [
+        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE in the environment", elsewhere),
+        (args.enable_page_major_kv_layout, "--enable-page-major-kv-layout", elsewhere),
+        (args.enable_unified_memory, "--enable-unified-memory", elsewhere),
+        (args.enable_hisparse, "--enable-hisparse", "it needs a server without a radix cache"),
+        (
+            args.enable_int8_mamba_checkpoint,
+            "--enable-int8-mamba-checkpoint",
+            "it is for Mamba models, whose state is not that of single tokens",
+        ),
+        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
+    ]
+
+
+def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
+    """What changes weights or passes in ways that the tier does not know; as :func:`_in_its_place`."""
+    return [
+        (
+            args.speculative_algorithm,
+            "--speculative-algorithm",
+            "passes that verify are not captured, and a draft model's KV is not restored",
+        ),
         (
             args.enable_lora_overlap_loading,
             "--enable-lora-overlap-loading",
@@ -262,7 +306,6 @@ def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
             "nobody knows which experts restored tokens went to",
         ),
         (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
-        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
     ]
 
 
@@ -291,6 +334,7 @@ def _more_processes(args: argparse.Namespace) -> list[str]:
             ("--nnodes", args.nnodes),
             ("--pp-size", args.pp_size),
             ("--dp-size", args.dp_size),
+            ("--dwdp-size", args.dwdp_size),
             ("--attn-cp-size", args.attn_cp_size),
             ("--dcp-size", args.dcp_size),
         )

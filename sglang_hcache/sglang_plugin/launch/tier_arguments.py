@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from sglang_hcache.store import Ahead, StoreConfig, look_ahead
 
 logger = logging.getLogger(__name__)
 
+_NO_RADIX_CACHE = "enable-hierarchical-cache and disable-radix-cache are mutually exclusive"
+_HICACHE = re.compile(r"hierarchical[ -]cache|hicache", re.IGNORECASE)
 _DISK_FIELDS = (
     *("disk_size", "disk_free_floor", "disk_write_budget", "disk_max_age"),
     *("disk_at_start", "write_policy", "io_engine"),
@@ -37,12 +40,14 @@ def construct(original: Callable[..., Any], cls: type, args: argparse.Namespace,
     _map_onto_sglang(args, config)
     try:
         server_args = original(cls, args, *rest)
-    except ValueError as error:
-        # That two flags exclude each other, neither of which anybody has given.
-        if "disable-radix-cache" not in str(error):
-            raise
-        is_deterministic = bool(args.enable_deterministic_inference or args.rl_on_policy_target)
-        raise ConfigError(support.without_radix_cache(is_deterministic)) from error
+    except (AssertionError, ValueError) as error:
+        # Where it is about HiCache: nobody has asked for that, and we have set its flags.
+        if _NO_RADIX_CACHE in str(error):
+            is_deterministic = bool(args.enable_deterministic_inference or args.rl_on_policy_target)
+            raise ConfigError(support.without_radix_cache(is_deterministic)) from error
+        if _HICACHE.search(str(error)):
+            raise ConfigError(support.without_hicache(str(error))) from error
+        raise
     support.check_server_args(server_args, config)
     _look_ahead(config, server_args.tp_size)
     _leave_host_memory(args, server_args, config)

@@ -261,8 +261,8 @@ def _loose_cores(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _scales(core: Any) -> tuple[Any, Any]:
     """What K and V of a layer are divided by before they are rounded; None: by nothing.
 
-    Those of a checkpoint are there as numbers and as tensors; ``--quantization-param-path`` puts numbers in the place of
-    the tensors, and leaves the others None.
+    Those of a checkpoint are there as numbers and as tensors; ``--quantization-param-path`` puts numbers in the place
+    of the tensors, and leaves the others None.
     """
     exact, held = (core.k_scale_float, core.v_scale_float), (core.k_scale, core.v_scale)
     k, v = (second if first is None else first for first, second in zip(exact, held, strict=True))

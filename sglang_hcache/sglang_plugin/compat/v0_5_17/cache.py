@@ -308,8 +308,12 @@ def _check_pools(pool: Any, table: Any, shape: ModelShape, dtypes: Sequence[torc
         ConfigError: what is another.
     """
     found = None
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+    if type(pool) is not MHATokenToKVPool:
         found = f"its KV pool is a {type(pool).__name__}, not a plain MHATokenToKVPool"
+    elif pool.kv_cache_layout != "nhd":
+        found = f"its KV pool has the layout {pool.kv_cache_layout}, not nhd"
+    elif pool.is_quantized_kv_cache:
+        found = "its KV pool quantises K and V"
     elif type(table) is not ReqToTokenPool:
         found = f"its requests keep more than K and V ({type(table).__name__})"
     elif pool.dtype not in dtypes:

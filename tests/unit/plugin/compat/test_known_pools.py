@@ -52,8 +52,8 @@ def test_a_plain_pool_of_the_models_sizes_is_accepted() -> None:
     ("changes", "found"),
     [
         ({"pool": OtherPool}, "its KV pool is a OtherPool, not"),
-        ({"kv_cache_layout": "hnd"}, "its KV pool is a MHATokenToKVPool, not a plain"),
-        ({"quant_method": object()}, "its KV pool is a MHATokenToKVPool, not a plain"),
+        ({"kv_cache_layout": "vectorized_5d"}, "its KV pool has the layout vectorized_5d, not nhd"),
+        ({"quant_method": object()}, "its KV pool quantises K and V"),
         ({"table": OtherTable}, r"its requests keep more than K and V \(OtherTable\)"),
         ({"dtype": torch.float64}, "keeps torch.float64, not torch.float32 or torch.float8_e4m3fn"),
         ({"layer_num": 1}, "1 of its 2 layers keep K and V"),
