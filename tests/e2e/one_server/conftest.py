@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.cli.server import launch
+from sglang_hcache.cli.server.ports import free_port
 from tests.e2e.harness import TierServer
 
 SETTINGS = (
@@ -26,8 +27,11 @@ def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     config = folder / "hcache.yaml"
     # Tests hold restores up; and what is saved must not depend on how much else the machine has to do.
     config.write_text("restore_deadline_s: 120\nstaging_size: 16MB")
-    tier = ("--hcache-dirs", str(folder / "store"), "--hcache-config", str(config))
-    with with_overlap(), TierServer(folder, ["--model-path", str(tiny_model()), *SETTINGS, *tier]) as running:
+    more = [
+        *("--hcache-dirs", str(folder / "store"), "--hcache-config", str(config)),
+        *("--grpc-port", str(free_port())),
+    ]
+    with with_overlap(), TierServer(folder, ["--model-path", str(tiny_model()), *SETTINGS, *more]) as running:
         assert running.internal_state()["disable_overlap_schedule"] is False
         yield running
         running.assert_nothing_left()

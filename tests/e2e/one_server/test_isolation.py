@@ -6,12 +6,15 @@ cache, nor from what the tier counts and does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from tests.e2e.harness import TOLERANCE, TierServer, largest_difference, random_prompt
 
@@ -67,6 +70,19 @@ def by_response(server: TierServer, tenant: str | None) -> int:
     return cached_of(server, "/v1/responses", input=TEXT, max_output_tokens=4, cache_salt=tenant)
 
 
+def by_grpc(server: TierServer, tenant: str | None) -> int:
+    """SGLang's messages hold JSON where this one holds its bytes."""
+    body = {"model": "m", "max_tokens": 4, "messages": MESSAGES, "cache_salt": tenant}
+    with grpc.insecure_channel(f"127.0.0.1:{server.internal_state()['grpc_port']}") as channel:
+        call = channel.unary_stream(
+            "/sglang.runtime.v1.SglangService/ChatComplete",
+            BytesValue.SerializeToString,
+            BytesValue.FromString,
+        )
+        answer = b"".join(chunk.value for chunk in call(BytesValue(value=json.dumps(body).encode())))
+    return int((json.loads(answer)["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+
 def by_prediction(server: TierServer, tenant: str | None) -> int:
     parameters = {"extra_key": tenant, "sampling_params": {"max_new_tokens": 4}}
     response = server.post("/vertex_generate", {"instances": [{"text": TEXT}], "parameters": parameters})
@@ -75,7 +91,7 @@ def by_prediction(server: TierServer, tenant: str | None) -> int:
 
 
 @pytest.mark.parametrize(
-    "ask", [by_extra_key, by_completion, by_completion_with_key, by_chat, by_response, by_prediction]
+    "ask", [by_extra_key, by_completion, by_completion_with_key, by_chat, by_response, by_grpc, by_prediction]
 )
 def test_tenants(server: TierServer, ask: Callable[[TierServer, str | None], int]) -> None:
     assert ask(server, "red") == 0
