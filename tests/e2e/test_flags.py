@@ -27,6 +27,14 @@ SMALL = {
     "max_position_embeddings": 2048,
 }
 """Of a model's ``config.json``."""
+WITH_WINDOWS = {
+    **SMALL,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 128,
+    "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [1, 0],
+}
 
 
 @dataclass(frozen=True)
@@ -237,15 +245,11 @@ REFUSALS = {
     ),
     "sliding window": Refusal(
         [],
-        ("MistralForCausalLM", "layers that keep a sliding window only"),
-        {
-            **SMALL,
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": 128,
-            "is_hybrid_swa": True,
-            "hybrid_layer_pattern": [1, 0],
-        },
+        (
+            "MistralForCausalLM",
+            "layers that keep a sliding window only; --disable-hybrid-swa-memory keeps K and V",
+        ),
+        WITH_WINDOWS,
     ),
 }
 
@@ -278,6 +282,10 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             *(*base, *ON, "--hcache-dirs", str(folder / "taken"), "--hcache-disk-at-start", "optional")
         ],
         "overlap": [*base[:-1], *ON],
+        "windows in a plain pool": [
+            *("--model-path", str(config_only(folder / "windows", WITH_WINDOWS)), *CPU, *ON),
+            "--disable-hybrid-swa-memory",
+        ],
         "small": [*base, *ON, "--hcache-host-size", "100MB"],
         "large": [*base, *ON, "--hcache-host-size", "1GB"],
         "nothing is stored": [*base, *ON, "--hcache-method", "recompute", "--hcache-host-size", "900TB"],
@@ -358,6 +366,10 @@ def test_a_disk_tier_that_may_be_missing_does_not_end_the_start(results: dict[st
 def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
     assert results["overlap"]["exit"] is None
     assert results["overlap"]["fields"]["radix_cache_backend"] == "hcache"
+
+
+def test_windows_that_only_mask_attention_are_accepted(results: dict[str, Any]) -> None:
+    assert results["windows in a plain pool"]["exit"] is None
 
 
 @pytest.mark.parametrize("name", ["off", "explicitly off", "off in SGLang's file", "off with our flags"])

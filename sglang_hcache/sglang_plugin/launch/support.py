@@ -346,7 +346,10 @@ def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
-        (model.is_hybrid_swa, "layers that keep a sliding window only"),
+        (
+            model.is_hybrid_swa,
+            "layers that keep a sliding window only; --disable-hybrid-swa-memory keeps K and V of all tokens",
+        ),
         (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
