@@ -179,6 +179,11 @@ REFUSALS = {
     "heads before tokens": Refusal(
         [], ("SGLANG_USE_HND_KVCACHE in the environment",), environment=("SGLANG_USE_HND_KVCACHE=1",)
     ),
+    "a pool that is sized after graphs": Refusal(
+        [],
+        ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING in the environment",),
+        environment=("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",),
+    ),
     "pages before layers": Refusal(["--enable-page-major-kv-layout"], ("--enable-page-major-kv-layout",)),
     "one pool for all": Refusal(["--enable-unified-memory"], ("--enable-unified-memory",)),
     "sparse": Refusal(["--enable-hisparse"], ("--enable-hisparse",)),

@@ -245,6 +245,11 @@ def _unknown_pools(args: argparse.Namespace) -> list[tuple[object, str, str]]:
     elsewhere = "K and V of a token are not where the tier looks for them"
     return [
         (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE in the environment", elsewhere),
+        (
+            envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING in the environment",
+            "SGLang leaves less memory for passes then, counting on CUDA graphs that the tier leaves out",
+        ),
         (args.enable_page_major_kv_layout, "--enable-page-major-kv-layout", elsewhere),
         (args.enable_unified_memory, "--enable-unified-memory", elsewhere),
         (args.enable_hisparse, "--enable-hisparse", "it needs a server without a radix cache"),

@@ -17,6 +17,7 @@ from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
+from sglang_hcache.sglang_plugin.seam.beside import may_store_hidden
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
@@ -137,7 +138,10 @@ class _Assembly:
         if not _predicts(config) and config.save_profile is None:
             return None
         longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
-        bench = Bench(model, restorer, device.forward, self._disk, longest, config.measure_s, machine)
+        # A profile that is saved is for other methods as well.
+        asked = config.save_profile is not None or may_store_hidden(model, config.method)
+        hidden = asked and restorer.projector is not None
+        bench = Bench(model, restorer, device.forward, self._disk, longest, config.measure_s, machine, hidden)
         return find_profile(config, bench)
 
     def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:

@@ -68,6 +68,8 @@ class Bench:
         budget_s: seconds for each thing that is measured.
         disk: the disk tier, which takes a few chunks that nobody asks for; None: there is none.
         machine: the profile's :attr:`Profile.machine`.
+        hidden: whether hidden states may be stored: what they cost is not measured otherwise, and taken to be no less
+            than what K and V do.
     """
 
     model: ServedModel
@@ -77,6 +79,7 @@ class Bench:
     longest: int
     budget_s: float
     machine: str
+    hidden: bool
 
     @property
     def is_possible(self) -> bool:
@@ -92,6 +95,11 @@ class Bench:
     @property
     def _is_beside(self) -> bool:
         return self.restorer.stage is not None
+
+    @property
+    def _busiest(self) -> Method:
+        """What may be stored whose restores compute most."""
+        return Method.HIDDEN if self.hidden else Method.KV
 
     @property
     def _timing(self) -> Timing:
@@ -110,7 +118,7 @@ class Bench:
         recompute = _pass_curve(passes)
         kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
         hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
-        if self.restorer.projector is not None:  # else never worth it: as slow as running all layers
+        if self.hidden:  # else never worth it: as slow as running all layers
             hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         with ExitStack() as scratch:
             if self.disk is not None:
@@ -195,7 +203,7 @@ class Bench:
                 curves = self._tier_curves(
                     lambda method: self._with_bus(method, self._read_curve(reads[method]))
                 )
-                found[DISK] = replace(curves, contention=self._contention(reads[Method.HIDDEN]))
+                found[DISK] = replace(curves, contention=self._contention(reads[self._busiest]))
             except (StoreError, TierMissError) as error:
                 logger.warning(
                     "hcache: reads from the disk tier could not be measured: %s. Until a restore from it says "
@@ -209,7 +217,7 @@ class Bench:
             most_bytes = min(most_bytes, int(disk.stats().cap_bytes * _SCRATCH_SHARE))
         together = most_together(self.model.shape.num_layers)
         found = {}
-        for method in (Method.HIDDEN, Method.KV):
+        for method in (Method.HIDDEN, Method.KV) if self.hidden else (Method.KV,):
             row_bytes = self.model.row_bytes(method)
             most = most_bytes // (NUM_LAYERS * CHUNK_TOKENS * row_bytes)
             count = min(max(_FEWEST_LENGTHS, most), self.longest // CHUNK_TOKENS)
@@ -225,8 +233,10 @@ class Bench:
         return self._tier_curves(lambda method: self._read_curve(reads[method]))
 
     def _tier_curves(self, curve_of: Callable[[Method], CostCurve]) -> TierCurves:
-        hidden, kv = curve_of(Method.HIDDEN), curve_of(Method.KV)
-        shape = self.model.shape
+        kv = curve_of(Method.KV)
+        if not self.hidden:
+            return TierCurves(hidden=kv, kv=kv)
+        hidden, shape = curve_of(Method.HIDDEN), self.model.shape
         # Fewer bytes never take longer: where two measurements say so, it is noise.
         if shape.hidden_row_bytes >= shape.kv_row_bytes:
             return TierCurves(hidden=_at_least(hidden, kv), kv=kv)
@@ -261,7 +271,7 @@ class Bench:
 
     def _contention(self, reads: ScratchReads) -> float:
         """Which share of reading and restoring, of about as much each as in a restore, does not go on side by side."""
-        method = Method.HIDDEN if self.restorer.projector is not None else Method.KV
+        method = self._busiest
         length = min(reads.longest, self._lengths[-1], _COMPANY_TOKENS)
         layer_s = self._restore_one(method, length, 1)
         num_layers = min(NUM_LAYERS, max(1, int(self._timing.long_s / layer_s)))

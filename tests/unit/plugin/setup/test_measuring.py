@@ -75,7 +75,7 @@ def bench(
     shape = SimpleNamespace(num_layers=LAYERS)
     model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape, ranks=Ranks(forward))
     restorer = SimpleNamespace(stage=stage)
-    return Bench(model, restorer, forward, None, longest, budget_s, "here")  # type: ignore[arg-type]
+    return Bench(model, restorer, forward, None, longest, budget_s, "here", hidden=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("longest", [256, 512, 1024, 8192])
@@ -182,7 +182,7 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
     restorer = SimpleNamespace(stage=SlowBus(forward, seconds_per_byte))
-    measured = Bench(model, restorer, forward, None, 512, 0.2, "here")  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 512, 0.2, "here", hidden=True)  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s
     assert found == pytest.approx(8e-6 if is_slower else read.per_token_s)  # 8 bytes a token
     restorer.stage = None
@@ -196,7 +196,7 @@ def test_host_memory_is_as_fast_as_the_way_to_the_device(
     shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
     restorer = SimpleNamespace(stage=SlowBus(forward, 1e-6))
-    measured = Bench(model, restorer, forward, None, 256, 0.01, "here")  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 256, 0.01, "here", hidden=True)  # type: ignore[arg-type]
     monkeypatch.setattr(measuring, "ScratchReads", None)
     with ExitStack() as holds:
         assert measured._tiers(holds)[HOST].kv.per_token_s == pytest.approx(8e-6)  # 8 bytes a token
@@ -255,13 +255,13 @@ def test_reading_and_restoring_at_once(
 
     monkeypatch.setattr(Bench, "_restore_one", restore_one)
     monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
-    restorer = SimpleNamespace(stage=None, projector=object())
-    measured = Bench(None, restorer, forward, None, 1024, 0.2, "here")  # type: ignore[arg-type]
-    contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
-    assert contention == pytest.approx(float(share_a_core))
-    restorer.projector = None
-    measured._contention(Reads(forward))  # type: ignore[arg-type]
-    assert set(restored) == {Method.HIDDEN, Method.KV}
+    for hidden, method in ((True, Method.HIDDEN), (False, Method.KV)):
+        restorer = SimpleNamespace(stage=None)
+        measured = Bench(None, restorer, forward, None, 1024, 0.2, "here", hidden)  # type: ignore[arg-type]
+        contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
+        assert contention == pytest.approx(float(share_a_core))
+        assert set(restored) == {method}
+        restored.clear()
 
 
 def fill_nothing(_scratch: ScratchReads, _disk: DiskStore) -> None:
@@ -272,6 +272,7 @@ def demoters() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "hcache-demoter"}
 
 
+@pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize(
     ("fails", "complaint"),
     [(None, None), (IOKind.READ, "read failed"), (IOKind.WRITE, "error"), ("gone", "tier")],
@@ -279,6 +280,7 @@ def demoters() -> set[threading.Thread]:
 def test_a_disk_that_cannot_be_measured_is_left_out(
     fails: IOKind | str | None,
     complaint: str | None,
+    hidden: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -286,14 +288,18 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     engine = FaultEngine(PosixEngine(2, 1), lambda op, number: None)
     disk = DiskStore.open(small_config(tmp_path), Counters(), engine)
     monkeypatch.setattr(Bench, "_restore_one", lambda *_: 1e-3)
+    written: list[Method] = []
+    monkeypatch.setattr(
+        measuring, "ScratchReads", lambda method, *rest: written.append(method) or ScratchReads(method, *rest)
+    )
     if isinstance(fails, IOKind):
         engine.decide = always(fails)
     elif fails == "gone":
         monkeypatch.setattr(ScratchReads, "_fill_disk", fill_nothing)
     shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=64, kv_row_bytes=128)
     model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
-    restorer = SimpleNamespace(stage=None, projector=object())
-    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, "here")  # type: ignore[arg-type]
+    restorer = SimpleNamespace(stage=None)
+    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, "here", hidden)  # type: ignore[arg-type]
     before = demoters()
     try:
         with ExitStack() as scratch:
@@ -304,6 +310,8 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
         disk.close()
     assert (left.chunks, left.segments) == (0, 0), "what was written to be measured is gone"
     assert set(tiers) == ({HOST} if fails else {HOST, DISK})
+    assert set(written) == ({Method.HIDDEN, Method.KV} if hidden else {Method.KV})
+    assert all(curves.hidden == curves.kv for curves in tiers.values()) or hidden
     said = [record.message for record in caplog.records if "could not be measured" in record.message]
     assert len(said) == bool(fails)
     assert all(complaint in text for text in said if complaint)
