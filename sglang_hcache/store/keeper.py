@@ -110,7 +110,7 @@ class Keeper:
             volume.health.still_sick(getattr(error, "strerror", None) or str(error))
             return
         if full is None:
-            volume.health.recover()
+            volume.health.recover(seen)
         else:
             volume.health.is_only_full(full.strerror or str(full), seen)
             self._space.relieve({volume.stripe})

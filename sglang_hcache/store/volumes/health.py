@@ -49,7 +49,7 @@ class Health:
 
         HEALTHY --ENOSPC, EROFS, 3 failed writes in a row--> READ_ONLY
         HEALTHY, READ_ONLY --3 failed reads in a row, a hang, gone--> OUT
-        READ_ONLY, OUT --recover(), by whoever probed it when is_due()--> HEALTHY
+        READ_ONLY, OUT --recover(), by the keeper, which probed it when is_due()--> HEALTHY
         READ_ONLY, OUT --is_only_full(), likewise--> READ_ONLY
 
     Args:
@@ -176,9 +176,11 @@ class Health:
             logger.warning("hcache: %s is %s (%s): its chunks are served", self._path, self.condition, reason)
             self.on_change()
 
-    def recover(self) -> None:
-        """A probe went well: use it again."""
+    def recover(self, seen: Condition) -> None:
+        """A probe went well: use it again, unless something began to hang meanwhile. ``seen``: :meth:`is_only_full`."""
         with self._lock:
+            if self.condition is not seen or self._hanging:
+                return
             logger.info("hcache: %s is used again", self._path)
             self.condition = Condition.HEALTHY
             self.reason = ""

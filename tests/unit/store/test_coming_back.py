@@ -94,6 +94,26 @@ def test_on_a_full_disk_what_another_thread_finds_meanwhile_counts(tmp_path: Pat
     assert (health.condition, health.reason) == (Condition.OUT, "it hangs")
 
 
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_probe_that_went_well_does_not_overrule_what_began_to_hang_meanwhile(
+    tmp_path: Path, is_out: bool
+) -> None:
+    """What is on a disk that takes no writes is read while the keeper probes it."""
+    health = Health(tmp_path, Counters(), 0.0)
+    health.failed(OSError(errno.EROFS, "read-only"), writing=True)
+    seen = health.condition
+    health.hangs()
+    if is_out:
+        health.failed(OSError(errno.ETIMEDOUT, "late"), writing=False)
+    before = health.condition
+    health.recover(seen)
+    assert (health.condition, before) == (before, Condition.OUT if is_out else Condition.READ_ONLY)
+    health.returned()
+    assert health.is_due(), "then it is probed again"
+    health.recover(before)
+    assert health.writable
+
+
 def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,7 @@ def test_failures_of_a_directory_that_takes_no_writes_are_not_the_indexs(
                 inside.ledger.save_meta({"a": "b"})
     assert not home.writable
     inside.ledger.settle()
-    home.recover()
+    home.recover(home.condition)
     inside.ledger.settle()
     assert not inside.is_index_given_up
     assert inside.index is index

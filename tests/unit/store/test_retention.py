@@ -256,7 +256,7 @@ def test_files_are_asked_once_though_a_directory_is_out(
         clock.ahead_s += 3600
         inside.space._retention.enforce()
     assert len(asked) == 1
-    inside.volumes[1].health.recover()
+    inside.volumes[1].health.recover(inside.volumes[1].health.condition)
     for _ in range(3):
         clock.ahead_s += 3600
         inside.space._retention.enforce()

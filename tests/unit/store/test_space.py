@@ -378,7 +378,7 @@ def test_a_directory_that_is_out_is_not_asked_to_delete_and_no_such_failure_is_c
     Inside(store).space.tend()
     assert counters["store.unlink_failures"] == 0
     assert [len(list(path.glob("*.seg"))) for path in config.dirs] == [0, 5]
-    volume.health.recover()
+    volume.health.recover(volume.health.condition)
     Inside(store).space.tend()
     assert not list(config.dirs[1].glob("*.seg"))
 
@@ -391,11 +391,11 @@ def test_what_lies_in_a_directory_that_is_out_is_not_evicted_for_room(
     _, first, second = (volume.health for volume in Inside(store).volumes)  # the index is in the other one
     first.failed(OSError(errno.EROFS, "Read-only file system"), writing=True)
     kept = fill(store, 0, 4)
-    first.recover()
+    first.recover(first.condition)
     second.take_out("the test says so")
     for number in range(1, 20):
         fill(store, 1000 * number, 1)
-    second.recover()
+    second.recover(second.condition)
     assert [match_keys(store, keys) for keys in kept] == [6] * 4
 
 

@@ -135,7 +135,7 @@ def test_what_is_gone_is_not_deleted_again_while_another_directory_is_out(
         inside.space.tend()
     assert len(files.tried) == 2, "each round would ask for each file of each of thousands of segments"
     assert len(inside.leftovers) == 2, "they count until they are gone everywhere"
-    inside.volumes[1].health.recover()
+    inside.volumes[1].health.recover(inside.volumes[1].health.condition)
     inside.space.tend()
     assert len(files.tried) == 4
     assert not inside.leftovers
@@ -150,7 +150,7 @@ def test_a_round_deletes_for_a_moment_and_nothing_is_evicted_before_the_rest(
     inside.volumes[1].health.take_out("gone for days")
     for _ in range(3):
         assert striped.evict_one()
-    inside.volumes[1].health.recover()
+    inside.volumes[1].health.recover(inside.volumes[1].health.condition)
     monkeypatch.setattr(removal, "_RETRY_S", -1.0)
     inside.space._remover.retry()
     assert len(inside.leftovers) == 2
