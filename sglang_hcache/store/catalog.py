@@ -143,10 +143,6 @@ class Catalog:
         """Runs with a part in these directories (as bits) are misses until further notice."""
         self._out_mask = mask
 
-    def is_out(self, segment: Segment) -> bool:
-        """Whether a directory of it is out."""
-        return bool(segment.mask & self._out_mask)
-
     def add_segment(self, segment: Segment) -> None:
         with self._lock:
             self._segments[segment.number] = segment

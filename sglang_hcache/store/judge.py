@@ -66,7 +66,7 @@ class Judge:
             if isinstance(failure.error, CorruptExtentError):
                 self._volumes[failure.stripe].health.is_corrupt()
                 self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
-            elif failure.error_number == errno.ENOENT and not self._catalog.is_out(run.segment):
+            elif failure.error_number == errno.ENOENT:  # in a directory that is there
                 if self._catalog.drop_run(run):
                     logger.warning("hcache: a stored run is forgotten: %s", failure.error)
                     self.forget_row(run)

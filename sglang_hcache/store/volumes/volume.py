@@ -76,12 +76,12 @@ class Volume:
         Raises:
             StoreFullError, StoreIOError, StoreTimeoutError: it failed, or the directory is out.
         """
-        if not self.health.readable:
-            raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
+        self._refuse_if_out(doing)
         try:
             return self.probe(function, patience_s)
         except FileNotFoundError as error:
             self.check_presence()
+            self._refuse_if_out(doing)  # the file went with its directory, and may come back with it
             raise storage_error(error, doing) from error
         except OSError as error:
             if blame or error.errno in GONE_ERRNOS | READ_ONLY_ERRNOS:
@@ -93,6 +93,10 @@ class Volume:
             cause = error.__cause__
             self.health.failed(cause if isinstance(cause, OSError) else OSError(str(error)), writing=writing)
             raise
+
+    def _refuse_if_out(self, doing: str) -> None:
+        if not self.health.readable:
+            raise StoreIOError(f"{doing}: {self.path} is out: {self.health.reason}")
 
     def create_segment(self, segment: int, size: int) -> None:
         """As :meth:`StoreDirectory.create_segment`.

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.io import probing
+from sglang_hcache.store.reader import LayerReader, SliceFailure
 from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import sick, wait_until
+from tests.unit.store.conftest import is_healthy, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -112,6 +115,33 @@ def test_a_probe_that_went_well_does_not_overrule_what_began_to_hang_meanwhile(
     assert health.is_due(), "then it is probed again"
     health.recover(before)
     assert health.writable
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_could_not_be_read_while_a_directory_was_away_is_not_forgotten_when_it_is_back_at_once(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure is judged when all of its batch has ended, which may take seconds."""
+    config = small_config(tmp_path)
+    store = open_store(config)
+    keys = make_keys(0, 2)
+    write_keys(store, keys, LAYERS)
+    folder, read = config.dirs[0], LayerReader.read
+
+    def read_slowly(self: LayerReader, *arguments: Any) -> list[SliceFailure]:
+        folder.rename(tmp_path / "unmounted")
+        failures = read(self, *arguments)
+        (tmp_path / "unmounted").rename(folder)
+        Inside(store).volumes[0].health._retry_at = 0.0
+        Inside(store).keeper.round()
+        assert is_healthy(store)
+        return failures
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerReader, "read", read_slowly)
+        with pytest.raises(StoreIOError, match="is out: the directory was deleted or unmounted"):
+            read_keys(store, keys)
+    read_keys(store, keys)
 
 
 def test_what_is_stored_after_it_failed_again_does_not_count_as_cleared(
