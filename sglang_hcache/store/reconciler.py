@@ -26,30 +26,31 @@ class Reconciler:
         self._observer = observer
 
     def compare(self, volume: Volume) -> int:
-        """Segments that lost their file in ``volume`` or were cleared go, and files of no segment.
+        """Segments that lost their file in ``volume`` or were cleared go; files of no segment are the remover's.
 
         Returns a number behind those of all segments.
 
         Raises:
             StoreError, OSError: it fails again.
         """
-        sizes = volume.probe(volume.directory.segment_sizes)
+        files = volume.probe(volume.directory.segment_files)
         first = self._ledger.identity.first_segment
         for segment in self._catalog.segments():
             lost = segment.number < first
             if volume.stripe in segment.members:
                 segment.forget_files()
-                lost |= sizes.get(segment.number, -1) < segment.used[volume.stripe]
+                file = files.get(segment.number)
+                lost |= file is None or file.size < segment.used[volume.stripe]
             if lost:
                 self._observer.count("store.runs_lost", len(segment.runs))
                 self._remover.retire(segment, only_unpinned=False)
             elif volume.stripe in segment.members and segment.sealed:
-                self._trim(segment, volume, sizes[segment.number])
+                self._trim(segment, volume, files[segment.number].size)
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
-        for number in sorted(sizes.keys() - expected):
-            self._remover.remove_stray(volume, number, sizes[number])
-        return max([first, *(number + 1 for number in sizes)])
+        for number in sorted(files.keys() - expected):
+            self._remover.remember_stray(volume.stripe, number, files[number])
+        return max([first, *(number + 1 for number in files)])
 
     def _trim(self, segment: Segment, volume: Volume, size: int) -> None:
         """Cut a file of ``size`` bytes that could not be cut when its segment was sealed."""

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.observer import Observer
@@ -17,6 +16,7 @@ from sglang_hcache.store.format.geometry import mask_of
 from sglang_hcache.store.free_space import FreeSpace
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -121,19 +121,11 @@ class Remover:
         self.remember(segment)
         self._unlink(segment)
 
-    def remove_stray(self, volume: Volume, number: int, size: int) -> None:
-        """A file of no segment goes, in a directory that is not in use yet."""
-        try:
-            volume.probe(partial(volume.directory.unlink_segment, number))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            logger.warning("hcache: a file of no segment stays in %s for now: %s", volume.path, error)
-            self._observer.count("store.unlink_failures")
-            stray = Segment(number, self._volumes, (volume.stripe,), size)
-            stray.measure()
-            self.remember(stray)
-            self._note_failures(stray, {volume.stripe: error})
+    def remember_stray(self, stripe: int, number: int, file: SegmentFile) -> None:
+        """As :meth:`remember`, a file of no segment in one directory. It may have the number of one elsewhere."""
+        stray = Segment(number, self._volumes, (stripe,), file.size)
+        stray.note(stripe, file)
+        self.remember(stray)
 
     def retry(self) -> None:
         """Delete what could not be deleted before, and what is not pinned any more; the rest the next time."""

@@ -11,7 +11,8 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, removal
+from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
 from sglang_hcache.store.reconciler import Reconciler
@@ -115,6 +116,30 @@ def test_a_probe_that_went_well_does_not_overrule_what_began_to_hang_meanwhile(
     assert health.is_due(), "then it is probed again"
     health.recover(before)
     assert health.writable
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_files_of_no_segment_go_when_the_directory_is_in_use_again_a_moment_in_each_round(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands, and nothing can be stored or cleared while they are deleted."""
+    monkeypatch.setattr(removal, "_RETRY_S", -1.0)
+    store = open_store(small_config(tmp_path))
+    inside = Inside(store)
+    (volume,) = inside.volumes
+    strays = [volume.directory.segment_path(number) for number in (7, 8, 9)]
+    for path in strays:
+        path.write_bytes(bytes(8192))
+    volume.health.take_out("the test says so")
+    volume.health._retry_at = 0.0
+    before = inside.space.used_bytes()
+    for left in (2, 1, 0):
+        inside.keeper.round()
+        assert is_healthy(store)
+        assert sum(path.exists() for path in strays) == len(inside.leftovers) == left
+        assert inside.space.used_bytes() - before == left * (8192 + FILE_SLACK_BYTES)
+    write_keys(store, make_keys(0, 2), LAYERS)
+    assert max(volume.segment_sizes()) > 9
 
 
 @pytest.mark.usefixtures("no_keeper")
