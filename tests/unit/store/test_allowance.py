@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hcache.core.errors import StoreFullError, WriteBudgetError
+from sglang_hcache.core.errors import StoreFullError, StoreIOError, WriteBudgetError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.store.allowance import WriteAllowance
+from sglang_hcache.store.io.engine import IOKind
+from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.io_faults import FaultEngine, always
 from sglang_hcache.testing.stored_chunks import (
     make_keys,
     make_run,
@@ -158,6 +161,18 @@ def test_a_run_without_room_is_not_counted(tmp_path: Path, open_store: OpenStore
     assert store.stats().written_today_bytes == 0
     store.write_run(run, payload_of(run))
     assert store.stats().written_today_bytes > 8 * MIB
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_reached_the_drive_counts_though_it_is_not_served(tmp_path: Path, open_store: OpenStore) -> None:
+    """A drive that fails when it is to make durable what it took, again and again, must not wear out by it."""
+    engine = FaultEngine(PosixEngine(2, 2), always(IOKind.SYNC))
+    store = open_store(replace(small_config(tmp_path), write_budget_bytes=100_000), engine)
+    with pytest.raises(StoreIOError):
+        write_keys(store, make_keys(0, 1), (4096,) * 8)
+    assert store.stats().written_today_bytes == 65_536
+    with pytest.raises(WriteBudgetError):
+        write_keys(store, make_keys(0, 1), (4096,) * 8)
 
 
 def test_the_store_keeps_the_budget_over_a_restart(tmp_path: Path, counters: Counters) -> None:
