@@ -174,6 +174,7 @@ class Catalog:
         """
         with self._lock:
             if run.segment.retired:
+                run.dropped = True
                 return False
             self._admit(run)
             self._use([run.segment], depth=0)

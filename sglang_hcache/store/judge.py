@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from sglang_hcache.core.errors import CorruptExtentError, StoreError
+from sglang_hcache.core.errors import CorruptExtentError
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.store.catalog import Catalog
@@ -41,7 +41,7 @@ def _is_of_run(failure: SliceFailure) -> bool:
 
 
 class Judge:
-    """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads."""
+    """Quarantines damaged chunks and forgets runs whose files are gone. Safe from several threads, and does no I/O."""
 
     def __init__(
         self, volumes: Sequence[Volume], catalog: Catalog, ledger: Ledger, observer: Observer
@@ -69,7 +69,7 @@ class Judge:
             elif failure.error_number == errno.ENOENT:  # in a directory that is there
                 if self._catalog.drop_run(run):
                     logger.warning("hcache: a stored run is forgotten: %s", failure.error)
-                    self.forget_row(run)
+                    self._ledger.outdate(run)
             elif _is_of_run(failure):
                 is_hang = failure.error_number == errno.ETIMEDOUT
                 if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):
@@ -84,13 +84,6 @@ class Judge:
                 run.failed_at = time.monotonic()
             return run.failures
 
-    def forget_row(self, run: StoredRun) -> None:
-        """Remove a run that is not in the catalog from the index as well."""
-        try:
-            self._ledger.delete_runs([run.number])
-        except StoreError as error:
-            logger.warning("hcache: could not remove a run from the index: %s", error)
-
     def _quarantine(self, failure: SliceFailure, chunks: Iterable[int]) -> None:
         run = failure.item.run
         path = self._volumes[failure.stripe].directory.segment_path(run.segment.number)
@@ -98,11 +91,8 @@ class Judge:
         if not fresh:
             return
         self._observer.count("store.chunks_quarantined", len(fresh))
+        self._ledger.outdate(run)
         self._say(run, fresh)
-        try:
-            self._ledger.quarantine(run.number, fresh)
-        except StoreError as error:
-            logger.warning("hcache: the quarantine is not written down: %s", error)
 
     def _say(self, run: StoredRun, quarantined: Mapping[int, str]) -> None:
         with self._lock:

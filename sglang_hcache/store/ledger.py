@@ -34,7 +34,8 @@ class Ledger:
     It is given up where it is damaged, or its directory gone or out for long. Before that nothing more is stored, and
     behind it no start reads it: the next one finds all runs by their headers.
 
-    Safe from several threads. ``identity`` and ``outgrow`` do no I/O; the other methods may, and raise ``StoreError``.
+    Safe from several threads. ``identity``, ``outdate`` and ``outgrow`` do no I/O; the other methods may, and raise
+    ``StoreError``.
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
@@ -63,8 +64,8 @@ class Ledger:
         """It is to be given up, however well its directory is."""
         self._failures = 0
         """In a row."""
-        self._lacks_quarantine = False
-        """Chunks are quarantined of which the index does not say so."""
+        self._outdated: set[StoredRun] = set()
+        """Runs of which the index does not say yet what is quarantined, or that they are gone."""
         self._away_since: float | None = None
         """When its directory was found to take no writes, by the monotonic clock."""
         self._published = identity
@@ -88,25 +89,39 @@ class Ledger:
             why = health.reason or "it is opened or given up in a moment"
             raise StoreIOError(f"the index cannot be written: {self._home.path} is {health.condition}: {why}")
 
-    def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> bool:
-        """Put a run, whose data is durable, into the index and the catalog; False if its segment is gone."""
+    def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> None:
+        """Put a run, whose data is durable, into the index and the catalog, unless its segment is gone."""
         with self._lock:
             self._call(lambda index: index.insert({run.number: run.place}, recency))
-            return self._catalog.add_run(run)
+            if not self._catalog.add_run(run):  # clear() came in between
+                self.outdate(run)
 
-    def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
-        """As :meth:`Index.quarantine`. This and the methods below do what ``Index`` does.
+    def outdate(self, run: StoredRun) -> None:
+        """Chunks of ``run`` were quarantined, or it is gone: :meth:`save_runs` writes it down. Never waits."""
+        self._outdated.add(run)
 
-        If this fails, :meth:`settle` does it later. If deleting fails, rows are left that no file bears out:
-        the next start drops them.
-        """
-        try:
-            self._call(lambda index: index.quarantine(run, chunks))
-        except StoreError:
-            self._lacks_quarantine = True
-            raise
+    def save_runs(self) -> None:
+        """Write down what is quarantined and what is gone of the runs that :meth:`outdate` named."""
+        while self._outdated:
+            run = self._outdated.pop()
+            try:
+                self._save_run(run)
+            except BaseException:
+                self._outdated.add(run)
+                raise
+
+    def _save_run(self, run: StoredRun) -> None:
+        with self._lock:  # if it goes meanwhile, its rows are deleted after this
+            if run.dropped:
+                self.delete_runs([run.number])
+            else:
+                self._call(lambda index: index.quarantine(run.number, dict(run.quarantined)))
 
     def delete_runs(self, rows: Iterable[int]) -> None:
+        """As :meth:`Index.delete_runs`. This and the methods below do what ``Index`` does.
+
+        If deleting fails, rows are left that no file bears out: the next start drops them.
+        """
         self._call(lambda index: index.delete_runs(rows))
 
     def delete_namespaces(self, namespace_ids: Collection[bytes]) -> None:
@@ -153,11 +168,6 @@ class Ledger:
         self._away_since = None
         if self._index is None:
             self._open()
-        if self._lacks_quarantine:
-            self._lacks_quarantine = False
-            for run in self._catalog.runs():
-                if run.quarantined:
-                    self.quarantine(run.number, dict(run.quarantined))
         return True
 
     def _open(self) -> None:

@@ -27,6 +27,7 @@ class StoredRun:
         self.number = number
         """Number of its row in the index; grows with age."""
         self.dropped = False
+        """It is gone: its chunks are misses, or other runs hold them."""
         self.failures = 0
         """Reads that ended in an error such as EIO, or hung."""
         self.failed_at = -math.inf

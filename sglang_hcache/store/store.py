@@ -175,13 +175,11 @@ class DiskStore:
     def _commit(self, stored: StoredRun) -> None:
         with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
             try:
-                kept = self._ledger.commit(stored, recency)
+                self._ledger.commit(stored, recency)
             except StoreFullError:
                 if not self._space.evict_one():
                     raise
-                kept = self._ledger.commit(stored, recency)
-        if not kept:
-            self._judge.forget_row(stored)  # clear() came in between: the run is gone like all others.
+                self._ledger.commit(stored, recency)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -308,7 +306,7 @@ class DiskStore:
         try:
             self._write_down(anew=True)
         except StoreError as error:
-            logger.warning("hcache: recency is not saved: %s", error)
+            logger.warning("hcache: what was used last is not saved: %s", error)
         self._ledger.close()
         self._engine.close(_CLOSE_S)
         for volume in self._volumes:
@@ -320,7 +318,7 @@ class DiskStore:
             self._catalog.set_out(mask_of(out))
         self._keeper.wake()
 
-    def _meta(self, *, anew: bool = False) -> dict[str, str]:
+    def _meta(self, *, anew: bool) -> dict[str, str]:
         """What the index keeps beside runs; ``anew``: as it is now, and not a minute ago."""
         health = [[str(volume.health.condition), volume.reason] for volume in self._volumes]
         return {
@@ -340,6 +338,7 @@ class DiskStore:
             if changed:
                 self._ledger.save_meta(changed)
                 self._saved |= changed
+            self._ledger.save_runs()
 
     def _save_recency(self) -> None:
         is_more = True

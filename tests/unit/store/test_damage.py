@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
     find_extents,
     make_keys,
@@ -24,6 +26,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
+from tests.unit.store.conftest import ask_index
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 8192)
@@ -168,6 +171,32 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
     assert damaged == {folder: 2 * (folder == path.parent) for folder in damaged}, "also after a restart"
     write_keys(store, BAD[bad : bad + 1], LAYERS)
     read_keys(store, BAD)
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_cannot_be_read_is_written_down_by_the_keeper_and_no_reader_waits_for_the_index(
+    tmp_path: Path, store: DiskStore, is_gone: bool
+) -> None:
+    path, offset, _ = extent_of(tmp_path, 0)
+    overwrite(path, offset, b"x")
+    if is_gone:
+        path.unlink()
+    failed = threading.Event()
+
+    def read() -> None:
+        with pytest.raises(StoreIOError if is_gone else CorruptExtentError):
+            read_keys(store, BAD)
+        failed.set()
+
+    inside = Inside(store)
+    with inside.ledger._lock:  # as whoever waits for a slow index holds it
+        threading.Thread(target=read, daemon=True).start()
+        assert failed.wait(60)
+    assert match_keys(store, BAD) == 0
+    inside.write_down()
+    for table, rows in (("quarantine", 0 if is_gone else len(BAD)), ("runs", 1 if is_gone else 2)):
+        assert ask_index(tmp_path / "disk0" / "index.sqlite", f"SELECT count(*) FROM {table}") == [(rows,)]
 
 
 def test_truncated_file(tmp_path: Path, store: DiskStore, counters: Counters) -> None:

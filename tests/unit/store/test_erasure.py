@@ -146,7 +146,7 @@ def test_what_is_in_quarantine_goes_as_well(closed: StoreConfig, open_store: Ope
     store = open_store(closed)
     run = store._catalog._chunks[keys_of(0)[0]]
     store._catalog.quarantine(run, {0: "bad"})
-    store._ledger.quarantine(run.number, {0: "bad"})
+    store._ledger.outdate(run)
     store.close()
     erased, _ = erase(closed.dirs, {GOING})
     assert (erased.chunks, erased.runs) == (4 * CHUNKS - 1, 4)

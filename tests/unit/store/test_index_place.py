@@ -42,9 +42,10 @@ def test_an_index_whose_directory_is_soon_back_is_used_again(
     home.health.take_out("no answer within 5 s")
     run = inside.run_of(OLD[1])
     inside.catalog.quarantine(run, {1: "damaged"})
+    inside.ledger.outdate(run)
     for _ in range(4):
         with pytest.raises(StoreIOError, match="is out"):
-            inside.ledger.quarantine(run.number, {1: "damaged"})
+            inside.ledger.save_runs()
         inside.ledger.settle()
     home.health._retry_at = 0.0
     inside.keeper.round()
@@ -159,8 +160,10 @@ def test_it_may_end_at_any_step_of_giving_it_up(
         elif step == "all":
             inside.ledger.settle()
             write_keys(store, NEW, LAYERS)
-            inside.catalog.quarantine(inside.run_of(OLD[3]), {3: "damaged"})
-            inside.ledger.quarantine(1, {3: "damaged"})
+            run = inside.run_of(OLD[3])
+            inside.catalog.quarantine(run, {3: "damaged"})
+            inside.ledger.outdate(run)
+            inside.ledger.save_runs()
     end(store)
     again = open_store(config)
     read_keys(again, OLD)

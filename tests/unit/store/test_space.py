@@ -33,7 +33,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import wait_until
+from tests.unit.store.conftest import ask_index, wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -498,6 +498,23 @@ def test_a_write_that_fails_does_not_cost_the_other_one_in_a_new_segment(
     with pytest.raises(type(error)):  # alone in its segment
         store.write_run(make_run(make_keys(20, 2), layers), fail)
     wait_until(lambda: not any(list(path.glob("*.seg")) for path in config.dirs))
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_run_that_is_written_while_all_is_cleared_is_gone_and_so_is_its_row(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    config = small_config(tmp_path)
+    store, run = open_store(config), make_run(make_keys(0, 2), (4096,))
+
+    def payload(layer: int) -> list[ByteArray]:
+        store.clear()
+        return payload_of(run)(layer)
+
+    store.write_run(run, payload)
+    Inside(store).write_down()
+    assert match_keys(store, run.keys) == 0
+    assert ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs") == [(0,)]
 
 
 def test_clear_drops_everything_but_what_is_leased(tmp_path: Path, open_store: OpenStore) -> None:
