@@ -179,8 +179,6 @@ class Volume:
             self.health.is_gone("the directory was deleted or unmounted")
 
     def close(self, timeout_s: float) -> bool:
-        """Release the lock; False, keeping it until the process ends, if a call hangs."""
-        idle = self._caller.close(timeout_s)
-        if idle:
-            self.directory.lock.release()
-        return idle
+        """Release the lock, once: behind a call that hangs, when that has ended. False if it is not released yet."""
+        self._caller.post(self.directory.lock.release)
+        return self._caller.close(timeout_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.index_files import private_copy
@@ -39,6 +40,19 @@ def kill(store: DiskStore) -> None:
             shutil.copy2(path, volume.path / "copy")
             os.replace(volume.path / "copy", path)
         volume.directory.lock.release()
+
+
+def open_when_unlocked(config: StoreConfig) -> DiskStore:
+    """The store of ``config``, as soon as whatever held its directories has let them go."""
+    opened: list[DiskStore] = []
+
+    def is_open() -> bool:
+        with contextlib.suppress(StoreLockedError):
+            opened.append(DiskStore.open(config, Counters()))
+        return bool(opened)
+
+    wait_until(is_open)
+    return opened[0]
 
 
 def sick(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

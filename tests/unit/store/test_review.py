@@ -31,7 +31,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import ask_index, kill, sick, wait_until
+from tests.unit.store.conftest import ask_index, kill, open_when_unlocked, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -506,7 +506,6 @@ def test_an_index_that_hangs_in_the_only_directory_costs_nothing(
     with pytest.raises(StoreIOError, match=r"--hcache-dirs.*no answer.*nothing was changed"):
         open_store(config)
     hanging_index.let_go()
-    shutil.copytree(config.dirs[0], tmp_path / "later" / "disk0")  # this process keeps the lock until it ends
-    store = open_store(small_config(tmp_path / "later"))
+    store = open_when_unlocked(config)
     read_keys(store, keys)
     assert store.stats().totals.get("index_rebuilds", 0) == 0

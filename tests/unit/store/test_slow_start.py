@@ -18,8 +18,9 @@ from sglang_hcache.store.format.rows import RunPlace
 from sglang_hcache.store.index import Index
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes import looking
+from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import conditions, wait_until
+from tests.unit.store.conftest import conditions, open_when_unlocked, wait_until
 
 LAYERS = (8192, 4096, 8192)
 OLD, NEW = make_keys(0, 40), make_keys(100, 4)
@@ -127,6 +128,29 @@ def test_without_any_other_directory_the_start_is_refused(tmp_path: Path, hang: 
     store = DiskStore.open(config, Counters())
     read_keys(store, OLD)
     store.close()
+
+
+@pytest.mark.parametrize("method", ["acquire", "read_superblock", "probe"])
+def test_what_hung_at_a_start_leaves_no_lock_behind(
+    tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The same process tries again (``--hcache-disk-at-start optional``)."""
+    config = small_config(tmp_path)
+    DiskStore.open(config, Counters()).close()
+    real = getattr(StoreDirectory, method)
+
+    def slowly(self: StoreDirectory) -> object:
+        found = real(self)
+        hang.wait(self.path / "any")
+        return found
+
+    monkeypatch.setattr(StoreDirectory, method, slowly)
+    hang.folder = config.dirs[0]
+    opening = Opening(replace(config, io_timeout_s=0.5))
+    assert opening.result() is None
+    assert isinstance(opening.error, StoreIOError)
+    hang.let_go()
+    open_when_unlocked(config).close()
 
 
 @pytest.mark.parametrize("what", ["create", "insert"])
