@@ -14,9 +14,8 @@ from sglang_hcache.core.errors import StoreError, StoreFormatError, StoreIOError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME
-from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import LOAD_S, Index
+from sglang_hcache.store.index import BATCH_ROWS, LOAD_S, Index
 from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.opening import publish
@@ -89,9 +88,12 @@ class Ledger:
             why = health.reason or "it is opened or given up in a moment"
             raise StoreIOError(f"the index cannot be written: {self._home.path} is {health.condition}: {why}")
 
-    def commit(self, run: StoredRun, recency: Mapping[int, Recency]) -> None:
-        """Put a run, whose data is durable, into the index and the catalog, unless its segment is gone."""
-        with self._lock:
+    def commit(self, run: StoredRun) -> None:
+        """Put a run, whose data is durable, into the index and the catalog, unless its segment is gone.
+
+        Some of what :meth:`save_recency` would write goes along, for it costs little here.
+        """
+        with self._catalog.unsaved_recency(BATCH_ROWS) as recency, self._lock:
             self._call(lambda index: index.insert({run.number: run.place}, recency))
             if not self._catalog.add_run(run):  # clear() came in between
                 self.outdate(run)
@@ -117,6 +119,17 @@ class Ledger:
             else:
                 self._call(lambda index: index.quarantine(run.number, dict(run.quarantined)))
 
+    def save_recency(self) -> None:
+        """Write down which segments were used since that was saved."""
+        while self._save_some_recency():
+            pass
+
+    def _save_some_recency(self) -> bool:
+        with self._catalog.unsaved_recency(BATCH_ROWS) as recency:
+            if recency:
+                self._call(lambda index: index.save_recency(recency))
+        return bool(recency)
+
     def delete_runs(self, rows: Iterable[int]) -> None:
         """As :meth:`Index.delete_runs`. This and the methods below do what ``Index`` does.
 
@@ -132,9 +145,6 @@ class Ledger:
 
     def delete_recency(self, segments: Iterable[int]) -> None:
         self._call(lambda index: index.delete_recency(segments))
-
-    def save_recency(self, recency: Mapping[int, Recency]) -> None:
-        self._call(lambda index: index.save_recency(recency))
 
     def save_meta(self, values: Mapping[str, str]) -> None:
         self._call(lambda index: index.save_meta(values))

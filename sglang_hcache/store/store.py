@@ -42,7 +42,6 @@ from sglang_hcache.store.writer import RunWriter
 
 logger = logging.getLogger(__name__)
 
-_RECENCY_BATCH = 64
 _NAMESPACES_S = 60.0  # a server of a thousand tenants may note a new one with each request
 _CLOSE_S = 3.0
 _ROUND_S = 1.0
@@ -173,13 +172,12 @@ class DiskStore:
         self._tally.count("store.bytes_written", stored.place.shape.payload_bytes)
 
     def _commit(self, stored: StoredRun) -> None:
-        with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
-            try:
-                self._ledger.commit(stored, recency)
-            except StoreFullError:
-                if not self._space.evict_one():
-                    raise
-                self._ledger.commit(stored, recency)
+        try:
+            self._ledger.commit(stored)
+        except StoreFullError:
+            if not self._space.evict_one():
+                raise
+            self._ledger.commit(stored)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -332,21 +330,13 @@ class DiskStore:
 
     def _write_down(self, *, anew: bool = False) -> None:
         self._used_bytes = self._counted_bytes()
-        self._save_recency()
+        self._ledger.save_recency()
         with self._saving:  # what one thread has dropped, another one must not write after it
             changed = dict(self._meta(anew=anew).items() - self._saved.items())
             if changed:
                 self._ledger.save_meta(changed)
                 self._saved |= changed
             self._ledger.save_runs()
-
-    def _save_recency(self) -> None:
-        is_more = True
-        while is_more:
-            with self._catalog.unsaved_recency(_RECENCY_BATCH) as recency:
-                if recency:
-                    self._ledger.save_recency(recency)
-            is_more = bool(recency)
 
 
 @contextlib.contextmanager
