@@ -55,8 +55,8 @@ class Keeper:
         """Begin a round now. Never blocks."""
         self._call.set()
 
-    def close(self, timeout_s: float) -> bool:
-        """Stop after the present round; False if that takes longer than ``timeout_s`` seconds."""
+    def close(self, timeout_s: float | None) -> bool:
+        """Stop after the present round; False if that takes longer than ``timeout_s`` seconds (None: however long)."""
         self._stopping = True
         self._call.set()
         self._thread.join(timeout_s)

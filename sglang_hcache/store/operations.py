@@ -45,7 +45,7 @@ class Operations:
             closed, self._closed = self._closed, True
         return not closed
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until none runs; False if that takes longer."""
+    def drain(self, timeout_s: float | None) -> bool:
+        """Wait until none runs; False if that takes longer than ``timeout_s`` seconds (None: however long)."""
         with self._changed:
             return self._changed.wait_for(lambda: self._running == 0, timeout_s)

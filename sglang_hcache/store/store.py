@@ -289,17 +289,21 @@ class DiskStore:
     def close(self) -> None:
         """Wait a moment for running reads and writes, save recency, release the directories. Idempotent.
 
-        Leases still open can be closed afterwards but not read.
+        Leases still open can be closed afterwards but not read. What hangs is waited for in the background.
         """
-        if not self._operations.close():
-            return
-        drained = self._operations.drain(_CLOSE_S)
-        if not (self._keeper.close(_CLOSE_S) and drained):
-            # I/O that hangs: everything acknowledged is durable already, and the locks end with the process.
+        if self._operations.close() and not self._end(_CLOSE_S):
+            # Everything acknowledged is durable already, and the locks end with the process at the latest.
             logger.warning(
-                "hcache: reads or writes did not end within %g s; the store is left as it is", _CLOSE_S
+                "hcache: reads or writes did not end within %g s; the store is closed when they have",
+                _CLOSE_S,
             )
-            return
+            threading.Thread(target=self._end, name="hcache-closing", daemon=True).start()
+
+    def _end(self, timeout_s: float | None = None) -> bool:
+        """Close it when nothing runs any more; False if that takes longer."""
+        drained = self._operations.drain(timeout_s)
+        if not (self._keeper.close(timeout_s) and drained):
+            return False
         self._space.close()
         try:
             self._write_down(anew=True)
@@ -309,6 +313,7 @@ class DiskStore:
         self._engine.close(_CLOSE_S)
         for volume in self._volumes:
             volume.close(_CLOSE_S)
+        return True
 
     def _on_health(self) -> None:
         with self._health_lock:  # of two changes at once, the later look must be the later entry

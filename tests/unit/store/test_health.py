@@ -17,9 +17,16 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from sglang_hcache.core.errors import StoreError, StoreIOError, StoreTimeoutError, TierMissError
+from sglang_hcache.core.errors import (
+    StoreError,
+    StoreIOError,
+    StoreLockedError,
+    StoreTimeoutError,
+    TierMissError,
+)
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty
+from sglang_hcache.store import store as store_module
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.io.engine import Batch, IOKind, IOOp, IOResult
 from sglang_hcache.store.io.posix import PosixEngine
@@ -32,7 +39,7 @@ from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.io_faults import FaultEngine, HangingEngine, always
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import conditions, is_healthy, kill, sick, wait_until
+from tests.unit.store.conftest import conditions, is_healthy, kill, open_when_unlocked, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 4096, 8192)
@@ -359,6 +366,33 @@ def test_closing_with_a_read_that_hangs(
         store.read_layers(lease, {0: aligned_empty(4 * LAYERS[0])})
     store.close()
     hanging.let_go()
+
+
+def test_what_hangs_while_the_store_is_closed_leaves_no_lock_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks one closes its store because another one cannot open its own, and all try again."""
+    monkeypatch.setattr(store_module, "_CLOSE_S", 0.1)
+    config, hangs, go_on = small_config(tmp_path), threading.Event(), threading.Event()
+    store = DiskStore.open(config, Counters())
+    write_keys(store, OLD, LAYERS)
+    is_present = StoreDirectory.is_present
+
+    def hang(self: StoreDirectory) -> bool:
+        hangs.set()
+        go_on.wait(60)
+        return is_present(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "is_present", hang)
+        assert hangs.wait(60)
+        store.close()
+        with pytest.raises(StoreLockedError):
+            DiskStore.open(config, Counters())
+        go_on.set()
+    store = open_when_unlocked(config)
+    read_keys(store, OLD)
+    store.close()
 
 
 # -- coming and going --------------------------------------------------------------------------------
