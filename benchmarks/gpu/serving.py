@@ -236,7 +236,7 @@ class ServerChecks:
         return found | {"ok": is_right and is_idle and is_whole, **dropped}
 
     def _compared(self, answers: list[TokenAnswer], expected: Sequence[TokenAnswer]) -> dict[str, Any]:
-        row = row_of(Measured(answers), expected)
+        row = row_of([Measured(answers)], [Measured([*expected])])
         # All but what is always computed: the last token, and what does not fill a chunk.
         least = row["prompt_tokens"] - len(answers) * (CHUNK_TOKENS + 8)
         return {

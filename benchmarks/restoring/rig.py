@@ -209,6 +209,7 @@ class Rig:
             device.largest_pass,
             measure_s,
             "benchmark",
+            hidden=True,
         ).measure()
 
     def stored_rows(self, layer: int, method: Method) -> torch.Tensor:

@@ -154,11 +154,13 @@ class RestoreJob:
         if self.fence is None:
             return
         began = time.monotonic()
-        self.check()
-        while self.fence is not None:
-            time.sleep(_LOOK_AGAIN_S)
+        try:
             self.check()
-        self.fenced_s += time.monotonic() - began
+            while self.fence is not None:
+                time.sleep(_LOOK_AGAIN_S)
+                self.check()
+        finally:
+            self.fenced_s += time.monotonic() - began
 
     def await_read(self, read: Future[None]) -> None:
         """Wait for ``read``, as long as the job may go on.

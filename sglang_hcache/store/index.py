@@ -60,9 +60,6 @@ _STEPS = 50_000
 LOAD_S = 60.0
 """For each few thousand rows while an index is read or checked; the whole takes a second for 100,000 runs."""
 
-LOAD_S = 60.0
-"""For each few thousand rows while an index is read or checked; the whole takes a second for 100,000 runs."""
-
 _PAGE_BYTES = 4096
 _TRANSACTION_PAGES = 256
 """More than one changes."""

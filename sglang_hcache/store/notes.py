@@ -45,7 +45,6 @@ class Notes:
         """Keep them no more."""
         with self._lock:
             self._texts = {key: kept for key, kept in self._texts.items() if key not in names}
-            self._until = -math.inf
 
     def to_json(self, *, anew: bool = False) -> str:
         """All of them."""

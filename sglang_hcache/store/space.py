@@ -160,7 +160,7 @@ class Space:
                 self._eviction.make_room(self._config.file_bytes, members)
 
     def reconcile(self, volume: Volume) -> None:
-        """A directory is back: segments that lost their file there or were cleared go, and files of no segment.
+        """A directory is back: segments that lost their file there or were cleared go; files of no segment go later.
 
         Raises:
             StoreError, OSError: it fails again.

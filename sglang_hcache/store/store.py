@@ -282,7 +282,7 @@ class DiskStore:
         with self._operations.one():
             erased = self._space.erase(namespace_ids)
             self.namespaces.drop({namespace_id.hex() for namespace_id in namespace_ids})
-            self._write_down()
+            self._write_down(anew=True)
             self._ledger.empty_log()
             return erased
 

@@ -56,10 +56,10 @@ def stub_dir() -> Path:
 
 
 def ensure_stub() -> Path:
-    """The folder with the stub ``libcuda.so.1`` in it, built if it is not there yet.
+    """The folder with the stub ``libcuda.so.1`` in it, built if it is not there yet or others could have changed it.
 
     Raises:
-        ConfigError: no C compiler, it failed, or the cache folder cannot be written.
+        ConfigError: no C compiler, it failed, the cache folder cannot be written, or others could change it.
     """
     try:
         return ensure_library(_STUB_NAME, LIBRARY, _STUB_SOURCE, _COMPILER_OPTIONS)

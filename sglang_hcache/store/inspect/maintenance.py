@@ -226,7 +226,7 @@ def _own(path: Path) -> dict[Path, int]:
         OSError: it cannot be asked.
     """
     directory = StoreDirectory(path)
-    names = directory.names() - {*directory.strangers(), LOCK_NAME}
+    names = {entry.name for entry in path.iterdir()} - {*directory.strangers(), LOCK_NAME}
     files: dict[Path, int] = {}
     for name in names:
         found = (path / name).lstat()

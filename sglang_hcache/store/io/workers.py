@@ -88,6 +88,10 @@ class WorkerPool:
             job = None  # the next one may be long in coming, and this one holds buffers
 
 
+_LOOK_S = 0.5
+"""A signal that comes just before a wait is handled when that ends: Ctrl-C must not wait for a deadline."""
+
+
 class DeadlineCaller:
     """Calls that may hang, one at a time on a thread of their own, with a deadline.
 
@@ -128,7 +132,7 @@ class DeadlineCaller:
         self._pool.submit(lambda: self._run(function, future, timeout_s))
         while True:
             try:
-                return future.result(timeout_s)
+                return future.result(min(timeout_s, _LOOK_S))
             except FutureTimeout:
                 if future.done():  # just now, or the function itself raised a TimeoutError
                     return future.result()

@@ -279,10 +279,6 @@ class StoreDirectory:
         """Whether the directory holds nothing but what :meth:`acquire` makes. Raises OSError."""
         return all(entry.name in {LOCK_NAME, *_HARMLESS_NAMES} for entry in self._entries())
 
-    def names(self) -> set[str]:
-        """Of every entry. Raises OSError."""
-        return {entry.name for entry in self._entries()}
-
     def strangers(self) -> list[str]:
         """Names of what no store made. Raises OSError."""
         names = {entry.name for entry in self._entries()} - _OWN_NAMES - _HARMLESS_NAMES

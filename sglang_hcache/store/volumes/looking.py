@@ -66,6 +66,10 @@ class SeenDirectory(StoreDirectory):
             blocks.append(os.pread(file.fd, BLOCK, offset))
         return blocks
 
+    def names(self) -> set[str]:
+        """Of every entry. Raises OSError."""
+        return {entry.name for entry in self._entries()}
+
 
 class SilentHealth(Health):
     """For looking: what is wrong is shown, not logged, and many bad sectors are no reason to stop reading."""

