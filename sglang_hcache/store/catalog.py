@@ -261,12 +261,6 @@ class Catalog:
         with self._lock:
             return [self._segments[number] for number in sorted(self._segments)]
 
-    def runs(self) -> list[StoredRun]:
-        """By number."""
-        with self._lock:
-            found = [run for segment in self._segments.values() for run in segment.runs]
-        return sorted(found, key=lambda run: run.number)
-
     def counts(self) -> CatalogCounts:
         with self._lock:
             runs = sum(len(segment.runs) for segment in self._segments.values())

@@ -29,6 +29,11 @@ class Inside:
         """The run that serves a chunk."""
         return self.catalog._chunks[key]
 
+    def runs(self) -> list[StoredRun]:
+        """By number."""
+        found = [run for segment in self.catalog.segments() for run in segment.runs]
+        return sorted(found, key=lambda run: run.number)
+
     @property
     def reserved_bytes(self) -> int:
         """What counts against the cap, all that is kept for the index included."""

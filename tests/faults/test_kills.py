@@ -270,7 +270,7 @@ def check_files(store: DiskStore) -> None:
         assert index.exists() == (volume.stripe == Inside(store).ledger.identity.index_stripe)
         if index.exists():
             rows = {row for (row,) in ask_index(index, "SELECT run FROM runs")}
-            assert rows == {run.number for run in Inside(store).catalog.runs()}
+            assert rows == {run.number for run in Inside(store).runs()}
 
 
 @pytest.mark.parametrize("num_dirs", [1, 2, 3])

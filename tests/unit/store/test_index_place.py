@@ -206,7 +206,7 @@ def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(
     for keys in (OLD, NEW):
         read_keys(again, keys)
     rows = ask_index(config.dirs[0] / "index.sqlite", "SELECT count(*) FROM runs")
-    assert rows == [(len(Inside(again).catalog.runs()),)], "the row of files that are gone is dropped"
+    assert rows == [(len(Inside(again).runs()),)], "the row of files that are gone is dropped"
 
 
 @pytest.mark.usefixtures("no_keeper")

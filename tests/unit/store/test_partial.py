@@ -52,7 +52,7 @@ def served(store: DiskStore, written: Iterable[tuple[bytes, ...]]) -> int:
 
 def assert_each_run_once(store: DiskStore) -> None:
     """Also by the numbers of their rows in the index, which would be refused there otherwise."""
-    runs = Inside(store).catalog.runs()
+    runs = Inside(store).runs()
     assert len({run.place.run_id for run in runs}) == len({run.number for run in runs}) == len(runs)
 
 
@@ -106,7 +106,7 @@ def test_what_was_written_anew_meanwhile_outlasts_the_old_copy(
     absent.clear()
     wait_until(lambda: all_there(store))
     catalog = Inside(store).catalog
-    wait_until(lambda: len(catalog.runs()) == 4)  # both copies of each
+    wait_until(lambda: len(Inside(store).runs()) == 4)  # both copies of each
     oldest = min(catalog.segments(), key=lambda segment: segment.number)
     assert oldest.score == catalog._floor
     catalog.retire(oldest, only_unpinned=False)
@@ -142,7 +142,7 @@ def test_it_may_be_back_only_at_a_later_start(
     absent.clear()
     store = open_store(config)
     assert served(store, [*old, *alone, *new]) == 6 + 12
-    assert len({run.segment.number for run in Inside(store).catalog.runs()}) == 6 + 12
+    assert len({run.segment.number for run in Inside(store).runs()}) == 6 + 12
     assert_each_run_once(store)
     assert counters["store.runs_lost"] == 0
 

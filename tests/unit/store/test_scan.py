@@ -66,7 +66,7 @@ def test_each_header_says_what_the_index_does(
     store = open_store(config)
     for keys in RUNS:
         write_keys(store, keys, layers)
-    written = [run.place for run in Inside(store).catalog.runs()]
+    written = [run.place for run in Inside(store).runs()]
     sight = look_at(config.dirs)
     assert scan_segments(range(8), sight.volumes) == written
     sight.volumes[1].health.take_out("the test says so")
