@@ -190,12 +190,11 @@ async def measure(
                 comparison.found.header["rates_left_out"].append(left_out)
             break
         rounds: list[dict[str, Measured]] = []
-        for number in range(settings.rounds):
+        for number in range(1, settings.rounds + 1):
             rounds.append({})
-            of_several = f", round {number + 1} of {settings.rounds}" if settings.rounds > 1 else ""
             for method in in_turn(clients, next(turns)):
                 await clients[method].empty(tiers=method != "recompute")
-                what = f"{rate:g} requests/s, {method}{of_several}"
+                what = f"{rate:g} requests/s, {method}{comparison.tell_round(number)}"
                 task = progress.add_task(what, total=len(workload.rounds))
                 rounds[-1][method] = await talk.hold(clients[method], rate, partial(progress.advance, task))
                 progress.remove_task(task)

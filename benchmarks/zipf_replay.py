@@ -197,8 +197,8 @@ class Replay:
         seed = settings.seed + len(rounds) - 1
         requests = make_requests(self._documents, settings.requests, alpha=alpha, seed=seed)
         total = len(self._documents) + len(requests)
-        of_several = f", round {len(rounds)} of {settings.rounds}" if settings.rounds > 1 else ""
-        task = self._progress.add_task(f"alpha {alpha:g}{of_several}", total=total)
+        which = self._comparison.tell_round(len(rounds))
+        task = self._progress.add_task(f"alpha {alpha:g}{which}", total=total)
         ends_at = None
         if self._ends_at is not None:
             now = time.monotonic()

@@ -107,6 +107,10 @@ class Comparison:
             lacks = [f"{left} rounds"]
         self.found.add(self._name(value), rows, lacks=lacks)
 
+    def tell_round(self, number: int) -> str:
+        """Which one it is, behind what a progress bar says of a load; nothing where there is one. From 1 on."""
+        return f", round {number} of {self.rounds}" if self.rounds > 1 else ""
+
     def leave_out(self, value: float) -> None:
         """This load is not measured, and not missing."""
         self.found.leave_out(self._name(value))
