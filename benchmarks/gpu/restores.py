@@ -125,7 +125,9 @@ class Restores:
         job = RestoreJob(leases, 0, slots, 60.0, layers, self._restorer.fence())
         self._over.clear()
         self._engine.submit(job)
-        self._over.wait()
+        while not job.is_over:  # told when it is certain, too
+            self._over.wait()
+            self._over.clear()
         if job.state is not RestoreState.DONE:
             raise RuntimeError(f"a restore ended as {job.state.value}: {job.error!r}")
         return time.monotonic() - began

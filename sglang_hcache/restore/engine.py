@@ -28,7 +28,7 @@ class RestoreEngine:
     Args:
         pipeline: closed with the engine.
         observer: told of errors that nobody foresaw. How a restore ended is known where all of its parts are.
-        on_over: called on the compute thread after each job, whatever its outcome.
+        on_over: called on the compute thread after each job, whatever its outcome, and before that when it is ASKED.
     """
 
     def __init__(self, pipeline: LayerPipeline, observer: Observer, on_over: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ class RestoreEngine:
         try:
             if not job.begin():
                 raise RestoreCancelledError
-            self._pipeline.run(job)
+            self._pipeline.run(job, self._on_over)
         except RestoreCancelledError:
             outcome = RestoreState.CANCELLED
         except (RestoreError, StoreError) as error:

@@ -2,9 +2,12 @@
 
 ::
 
-    QUEUED -- engine begins it --> RUNNING --+--> DONE       every layer verified and written
-       |                                     +--> FAILED     an error, or its deadline passed
-       '-------------------------------------+--> CANCELLED  nobody wants it any more
+    QUEUED -- engine begins it --> RUNNING --+--> ASKED ---> DONE   every layer verified and written
+       |                                     +--> FAILED            an error, or its deadline passed
+       '-------------------------------------+--> CANCELLED         nobody wants it any more
+
+ASKED: every layer was verified, and a device beside the CPU has been asked to write all that is left. Nothing can fail
+any more, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a CPU it is left out.
 
 The engine's thread moves the state, but for one: a job that is cancelled before it began is over at once, however long
 those before it take. Slots may be used again only once :attr:`RestoreJob.is_over` is true.
@@ -34,6 +37,7 @@ _LOOK_AGAIN_S = 0.0005
 class RestoreState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
+    ASKED = "asked"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -62,6 +66,8 @@ class RestoreJob:
     fence: Mark | None = None
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
+    written: Mark | None = None
+    """When the device has written all of it; known from ASKED on."""
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     """When the engine began with it."""
@@ -101,12 +107,26 @@ class RestoreJob:
     def is_over(self) -> bool:
         return self.state in (RestoreState.DONE, RestoreState.FAILED, RestoreState.CANCELLED)
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether every layer was verified, and is in the slots or will be behind ``written``."""
+        return self.state in (RestoreState.ASKED, RestoreState.DONE)
+
     def begin(self) -> bool:
         """The engine begins with it; False if it was cancelled before."""
         with self._leaves_queue:
             if self.state is RestoreState.QUEUED:
                 self.state = RestoreState.RUNNING
         return self.state is RestoreState.RUNNING
+
+    def ask(self, written: Mark) -> None:
+        """The device is asked for all of it, up to ``written``: it goes on to its end.
+
+        Raises:
+            RestoreCancelledError, RestoreTimeoutError: the job must not go on.
+        """
+        self.check()
+        self.written, self.state = written, RestoreState.ASKED
 
     def cancel(self) -> None:
         """Stop before the next layer, also one that is being read. The job is over only when its state says so."""

@@ -119,6 +119,10 @@ class LayerRestorer:
         """What the calling thread and the model have asked the device for so far; None where that is done."""
         return None if self.stage is None else self.stage.fence()
 
+    def written(self) -> Mark | None:
+        """When a device beside the CPU has written all that it was asked for so far; None: the CPU writes."""
+        return None if self.stage is None else self.stage.written()
+
     def after(self, mark: Mark | None) -> None:
         """Write nothing into the pool, and read no rows, before ``mark``."""
         if mark is not None and self.stage is not None:

@@ -113,6 +113,14 @@ class DeviceStage:
         """When the device has done what the calling thread has queued."""
         return self._streams.stamp()
 
+    def written(self) -> Mark:
+        """When K and V are in the pool of all that was started so far."""
+        return self._streams.computed()
+
+    def passes_after(self, written: Mark) -> None:
+        """Let forward passes, and what else the calling thread asks for, begin behind ``written`` only."""
+        self._streams.passes_after(written)
+
     def after(self, mark: Mark) -> None:
         """Begin with nothing before ``mark``."""
         self._streams.compute_after(mark)

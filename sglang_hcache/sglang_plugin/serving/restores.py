@@ -6,7 +6,7 @@ A request's ticket::
     PENDING --- slots were found, the job is queued ---> RUNNING
     PENDING --- its chunks are gone, the disk rests ---> RESOLVED
     PENDING --- no slots, would not pay ---------------> RESOLVED for good
-    RUNNING --- done, put into the tree ---------------> PINNED
+    RUNNING --- certain, put into the tree ------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
     RUNNING --- failed, late --------------------------> RESOLVED for good
     any, but PINNED: the tier is switched off ---------> RESOLVED for good
@@ -20,7 +20,9 @@ for good.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
-* PINNED: restored and inserted; locked until the request is admitted.
+* PINNED: restored and inserted; locked until the request is admitted. Beside a device that is idle but for restores, a
+  job is inserted once the device has been asked for all of it; passes come behind what it still does. So the scheduler
+  prepares the request's pass meanwhile. While requests run it is inserted when it is over: their passes would wait too.
 
 Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
 it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.
@@ -72,6 +74,7 @@ class RestoreCoordinator:
         running: Running,
     ) -> None:
         self._tree = device.tree
+        self._beside = device.beside
         self._ranks = device.ranks
         self._maker = maker
         self.scheduler = device.scheduler
@@ -216,18 +219,25 @@ class RestoreCoordinator:
     # -- finishing -------------------------------------------------------------------------------
 
     def reap(self) -> None:
-        """Settle the jobs that are over: into the tree, or back to the free slots."""
+        """Settle the jobs that are over, or certain: into the tree, or back to the free slots."""
+        if self._beside is not None and not self.scheduler.is_running():
+            for restore in self.running.take_certain():
+                assert restore.ticket is not None
+                if restore.job.written is not None:
+                    self._beside.stage.passes_after(restore.job.written)
+                self._insert(restore.ticket, restore)
         for restore in self.running.take_ended():
-            self._starter.look_again()
-            self.scheduler.look_again()
             if self._maker.settle(restore):
                 self._observer.count("restore.rests")
                 self._starter.rest.begin(restore.slowest_s)
             self._maker.learn(restore)
             ticket = restore.ticket
+            if restore.is_in_tree:
+                continue
             if ticket is not None and restore.is_complete:
                 self._insert(ticket, restore)
                 continue
+            self._look_again()
             self._tree.free(restore.job.slots)
             self._tree.unlock(restore.node)
             if ticket is not None:
@@ -249,6 +259,7 @@ class RestoreCoordinator:
 
     def _insert(self, ticket: Ticket, restore: Restore) -> None:
         self._stalled = 0
+        self._look_again()
         tokens = ticket.prompt.tokens[: restore.end]
         slots = torch.cat([restore.prefix, restore.job.slots])
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
@@ -256,7 +267,15 @@ class RestoreCoordinator:
         self._tree.free(slots[restore.start : existing])
         self.waiting.pin(ticket, node)
         self._tree.unlock(restore.node)
-        ticket.note("restored in %.3f s", restore.seconds)
+        if restore.job.is_over:
+            ticket.note("restored in %.3f s", restore.seconds)
+        else:
+            ticket.note("the device is asked for the rest of its restore")
+
+    def _look_again(self) -> None:
+        """There may be room now, for restores and for requests."""
+        self._starter.look_again()
+        self.scheduler.look_again()
 
     # -- keeping the queue alive -----------------------------------------------------------------
 

@@ -19,7 +19,7 @@ _REST_FACTOR = 10.0
 
 
 class Running:
-    """Restores whose slots are neither free nor in the tree, oldest first.
+    """Restores that are not over, oldest first.
 
     Everything runs on the scheduler's thread, except :meth:`one_is_over`.
     """
@@ -31,7 +31,8 @@ class Running:
         """Chunk -> who brings it, oldest first: where that pays sooner, several do."""
         self._over = threading.Event()
         self.tokens = 0
-        """Slots that they hold. Kept, not added up: each of hundreds that start in one round asks for it."""
+        """Slots that they hold, which are neither free nor in the tree. Kept, not added up: each of hundreds that start
+        in one round asks for it."""
         self._predicted_s = 0.0
         """What all of them take, from the first one's beginning on."""
 
@@ -87,8 +88,21 @@ class Running:
         )
 
     def newest(self) -> Restore | None:
-        """The one that started last."""
-        return next(reversed(self._restores), None)
+        """The one that started last, of those that hold slots."""
+        return next((restore for restore in reversed(self._restores) if not restore.is_in_tree), None)
+
+    def take_certain(self) -> list[Restore]:
+        """Those that somebody wants, and that are certain to come to their end on all ranks: their slots are the tree's
+        now. Each stays until it is over.
+        """
+        # Those of which all ranks ask: how far jobs are is not the same everywhere.
+        restores = [restore for restore in self._restores if restore.ticket and not restore.is_in_tree]
+        agreed = self._ranks.minimum(*(restore.is_complete for restore in restores)) if restores else ()
+        certain = [restore for restore, is_certain in zip(restores, agreed, strict=True) if is_certain]
+        for restore in certain:
+            restore.is_in_tree = True
+            self._forget_slots(restore)
+        return certain
 
     def take_ended(self) -> list[Restore]:
         """Those to whose slots nothing writes any more, on any rank. They are nobody's then but the caller's."""
@@ -112,19 +126,23 @@ class Running:
                 ended.append(restore)
         for restore in ended:
             del self._restores[restore]
-            for key in restore.job.keys:
-                del self._keys[key][restore]
-                if not self._keys[key]:
-                    del self._keys[key]
-            self.tokens -= restore.job.num_tokens
+            if not restore.is_in_tree:
+                self._forget_slots(restore)
             # What rounding left over is none's.
             self._predicted_s = self._predicted_s - _predicted_s(restore) if self._restores else 0.0
         return ended
 
+    def _forget_slots(self, restore: Restore) -> None:
+        for key in restore.job.keys:
+            del self._keys[key][restore]
+            if not self._keys[key]:
+                del self._keys[key]
+        self.tokens -= restore.job.num_tokens
+
     # -- waiting ---------------------------------------------------------------------------------
 
     def one_is_over(self) -> None:
-        """A job is over (engine's thread)."""
+        """A job is over, or certain to come to its end (engine's thread)."""
         self._over.set()
 
     def wait(self) -> None:

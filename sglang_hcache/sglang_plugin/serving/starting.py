@@ -144,7 +144,8 @@ class Starter:
             ticket.enter(Phase.RESOLVED)
             return _Outcome.SETTLED
         # Many may wait for the same restore, or for room, in each round: nothing is looked up for them.
-        if ticket.awaits is not None and ticket.awaits in self._running:
+        awaited = ticket.awaits
+        if awaited is not None and awaited in self._running and not awaited.is_in_tree:
             return _Outcome.SETTLED
         if not self._may_have_room(ticket, ahead):
             return _Outcome.NO_ROOM

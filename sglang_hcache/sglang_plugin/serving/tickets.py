@@ -53,6 +53,8 @@ class Restore:
     """Whether it should have: nobody had given the restore up."""
     ran_out_of_time: bool = False
     """While its first layers were computed."""
+    is_in_tree: bool = False
+    """Whether its slots are the tree's already, though the device may still write to them."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`RestoreMaker.settle`)."""
 
@@ -76,9 +78,9 @@ class Restore:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every layer is in the slots, once it is over."""
+        """Whether every layer is in the slots, or will be behind :attr:`RestoreJob.written`."""
         is_computed = self.recomputation is None or self.recomputation.is_complete
-        return self.job.state is RestoreState.DONE and is_computed and not self.missing_elsewhere
+        return self.job.is_certain and is_computed and not self.missing_elsewhere
 
     @property
     def outcome(self) -> str:

@@ -14,7 +14,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.streams import Mark, Streams
 from sglang_hcache.restore.engine import RestoreEngine
-from sglang_hcache.restore.job import RestoreJob
+from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
@@ -101,6 +101,7 @@ class Bench:
                 host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
             self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self.pool = Pool()
+        self.when_asked: Callable[[RestoreJob], None] = lambda _job: None
         self.over = threading.Event()
         self.restorer = LayerRestorer(
             torch.float32,
@@ -112,7 +113,7 @@ class Bench:
             streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
         )
         self.pipeline = LayerPipeline(self.tiers, self.restorer, buffer_chunks)
-        self.engine = RestoreEngine(self.pipeline, self.counters, self.over.set)
+        self.engine = RestoreEngine(self.pipeline, self.counters, self._is_told)
 
     def run(
         self,
@@ -137,6 +138,14 @@ class Bench:
         assert self.over.wait(2 * PATIENCE_S)
         self.over.clear()
         return job
+
+    def _is_told(self) -> None:
+        job = self.engine._job
+        assert job is not None
+        if job.state is RestoreState.ASKED:
+            self.when_asked(job)
+        else:
+            self.over.set()
 
     def assert_nothing_is_pinned(self) -> None:
         taken = [self.tiers.host.reserve() for _ in range(8)]

@@ -101,6 +101,9 @@ class DelayedStreams:
     def fence(self) -> DelayedMark:
         return self._mark(MODEL)
 
+    def passes_after(self, mark: DelayedMark) -> None:
+        self.put(MODEL, _nothing, mark)
+
     def inline(self, work: Callable[[], object]) -> None:
         if self._recorded is not None:
             self._recorded.append(work)

@@ -122,6 +122,99 @@ def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not all(seen)
 
 
+class PassBehind:
+    """A forward pass that is queued as soon as the device is asked for all of a job, and reads its slots."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.read = torch.zeros(0)
+        self.left: list[int] = []
+        """Tasks of each restore that the device had not done by then."""
+        self._bench = bench
+        bench.when_asked = self._queue
+
+    def _queue(self, job: RestoreJob) -> None:
+        streams, stage = self._bench.streams, self._bench.restorer.stage
+        self.left.append(streams.num_waiting)
+        assert stage is not None
+        assert job.written is not None
+        stage.passes_after(job.written)
+        slots = job.slots
+
+        def read() -> None:
+            self.read = self._bench.pool.k[:, slots, 0].clone()
+
+        streams.put(MODEL, read)
+
+    def is_right(self, first: int) -> bool:
+        """Whether it found the chunks from ``first`` on."""
+        self._bench.streams.fence().wait()
+        return torch.equal(self.read, self._bench.hidden[:, first * CHUNK_TOKENS :] * 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pass_that_is_queued_when_all_is_asked_for_finds_all_of_it(order: str, place: str) -> None:
+    for seed in range(4):
+        bench = device_bench(order, seed, place)
+        behind = PassBehind(bench)
+        for first in (0, 2, 1):
+            assert bench.run(first=first).state is RestoreState.DONE
+            assert behind.is_right(first)
+        assert all(behind.left), "the device had something left to do each time"
+        bench.engine.close()
+
+
+BEHIND_MUTANTS: dict[str, Any] = {
+    "passes do not wait": (DelayedStreams, "passes_after", _ignored),
+    "one part too few is waited for": (DeviceStage, "written", lambda self: _one_less(self._streams)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_MUTANTS)
+def test_a_pass_that_comes_too_early_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BEHIND_MUTANTS[name])
+    seen = []
+    for order in ORDERS:
+        bench = device_bench(order, 1, "in place")
+        behind = PassBehind(bench)
+        for first in (0, 2, 1):
+            bench.run(first=first)
+            seen.append(behind.is_right(first))
+        bench.engine.close()
+    assert not all(seen)
+
+
+def test_nothing_stops_what_the_device_was_asked_for() -> None:
+    """Its slots may be the tree's by now."""
+    bench = device_bench("copies first", 0, "in place")
+
+    def stop(job: RestoreJob) -> None:
+        job.cancel()
+        job.deadline_s = 0.0
+
+    bench.when_asked = stop
+    job = bench.run(first=0)
+    assert job.state is RestoreState.DONE, job.error
+
+
+def test_what_was_stopped_before_is_not_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = device_bench("copies first", 0, "in place"), []
+    bench.when_asked = asked.append
+    start = DeviceStage.start
+
+    def cancel_behind_it(stage: DeviceStage, *arguments: Any) -> Any:
+        started = start(stage, *arguments)
+        job = bench.engine._job
+        assert job is not None
+        job.cancel()
+        return started
+
+    monkeypatch.setattr(DeviceStage, "start", cancel_behind_it)
+    assert bench.run(first=0).state is RestoreState.CANCELLED
+    assert not asked
+    assert not bench.streams.num_waiting, "somebody else may have the slots now"
+
+
 def test_a_cancelled_job_leaves_nothing_in_the_queues() -> None:
     bench = device_bench("copies first", 0, "read")
     asked: list[int] = []

@@ -154,6 +154,12 @@ class Engine:
         job.begin()
         self.jobs.append(job)
 
+    def ask(self) -> object:
+        """The device is asked for all of the first one; the mark behind which it is there."""
+        mark = object()
+        self.jobs[0].ask(mark)  # type: ignore[arg-type]
+        return mark
+
     def end(self, state: RestoreState, *, late_after_s: float | None = None) -> None:
         job = self.jobs.pop(0)
         if late_after_s is not None:
@@ -196,6 +202,8 @@ class World:
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
         self.forward = Forward()
+        self.held_up_by: list[object] = []
+        """What passes come behind, on a device beside the CPU."""
         device = Device(
             tree=self.tree,
             pool=None,  # type: ignore[arg-type]
@@ -205,7 +213,9 @@ class World:
             cuts_prompts=True,
             staged_passes=2,
             beside=pace  # type: ignore[arg-type]
-            and SimpleNamespace(stage=SimpleNamespace(pace=pace, fence=lambda: None)),
+            and SimpleNamespace(
+                stage=SimpleNamespace(pace=pace, fence=lambda: None, passes_after=self.held_up_by.append)
+            ),
             ranks=ranks or Alone(),
         )
         self.maker = RestoreMaker(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)

@@ -1,0 +1,182 @@
+"""Beside a device: what it was asked for is the tree's before it is there, and passes come behind it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.restore.pace import Pace
+from sglang_hcache.sglang_plugin.serving.tickets import Phase
+from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
+from tests.unit.plugin.serving.test_restores import World, gate_for, no_stamp, tokens
+
+PROMPT = tokens(1, 4)
+
+
+def world_beside(**more: object) -> World:
+    return World(pace=Pace(no_stamp, 1), **more)  # type: ignore[arg-type]
+
+
+def begin(world: World, rid: str = "a") -> None:
+    """A request comes whose prompt is in the tier; its restore starts."""
+    world.store(PROMPT)
+    world.queue(rid, PROMPT)
+    world.coordinator.tick()
+
+
+def test_a_request_is_admitted_when_the_device_is_asked_for_its_restore() -> None:
+    world = world_beside()
+    begin(world)
+    assert not world.coordinator.may_be_admitted("a")
+    mark = world.engine.ask()
+    world.coordinator.tick()
+    assert world.held_up_by == [mark]
+    assert world.coordinator.may_be_admitted("a")
+    assert world.coordinator.running.tokens == 0
+    world.tree.evict_all()  # pinned
+    assert len(world.tree.match_tokens(array("q", PROMPT), None)) == len(PROMPT)
+    assert world.coordinator.admitted("a", len(PROMPT)).host == len(PROMPT)
+    assert world.counters["restore.done"] == 0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.counters["restore.done"] == 1
+    assert world.counters["restore.tokens"] == len(PROMPT)
+    assert not len(world.coordinator.running)
+    assert world.held_up_by == [mark]
+    world.assert_clean()
+
+
+def test_one_that_is_over_already_is_reported_in_the_same_round() -> None:
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("a")
+    assert world.counters["restore.done"] == 1
+    assert not len(world.coordinator.running)
+
+
+def test_while_requests_run_it_is_inserted_when_it_is_over() -> None:
+    """Their next pass would wait for the rest of it."""
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.scheduler.running = True
+    world.coordinator.tick()
+    assert not world.held_up_by
+    assert not world.coordinator.may_be_admitted("a")
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert not world.held_up_by
+    assert world.coordinator.may_be_admitted("a")
+
+
+def test_on_a_cpu_there_is_nothing_to_come_behind() -> None:
+    world = World()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("a")
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_an_abort_leaves_the_slots_to_the_tree(is_admitted: bool) -> None:
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    if is_admitted:
+        world.coordinator.admitted("a", len(PROMPT))
+    else:
+        world.coordinator.drop("a")
+    world.tree.evict_all()
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    world.assert_clean()
+    assert not world.tree.cached
+
+
+def test_one_that_nobody_wants_keeps_its_slots_until_it_is_over() -> None:
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.drop("a")
+    world.coordinator.tick()
+    assert not world.held_up_by
+    assert world.coordinator.running.tokens == len(PROMPT)
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert world.coordinator.running.tokens == 0
+    world.assert_clean()
+
+
+def test_it_is_not_stopped_for_room() -> None:
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    world.coordinator.admitted("a", len(PROMPT))
+    assert not world.coordinator.give_back()
+    assert world.counters["restore.stopped_for_room"] == 0
+
+
+def test_who_waits_for_the_same_chunks_finds_them_in_the_tree() -> None:
+    world = world_beside(gate=gate_for(1.0, may_recompute=False))
+    begin(world)
+    world.queue("b", PROMPT)
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("b")
+    world.engine.ask()
+    world.coordinator.tick()
+    world.coordinator.tick()
+    assert world.coordinator.may_be_admitted("b")
+    assert len(world.engine.jobs) == 1
+
+
+def test_before_weights_change_the_device_is_waited_for() -> None:
+    """It projects with them."""
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    restore, waits = world.coordinator.waiting.get("a").restore, []  # type: ignore[union-attr]
+
+    def wait() -> None:
+        waits.append(restore in world.coordinator.running)
+        world.engine.end(RestoreState.DONE)
+
+    world.coordinator.running.wait = wait  # type: ignore[method-assign]
+    world.coordinator.invalidate()
+    assert waits == [True]
+    assert not len(world.coordinator.running)
+    ticket = world.coordinator.waiting.get("a")
+    assert ticket is not None
+    assert ticket.phase is Phase.RESOLVED
+    world.assert_clean()
+
+
+def test_all_ranks_must_have_asked() -> None:
+    def run(ranks: ThreadRank) -> None:
+        world, rank = world_beside(ranks=ranks), ranks.rank
+        begin(world)
+        if rank == 0:
+            world.engine.ask()
+        world.coordinator.tick()
+        assert not world.coordinator.may_be_admitted("a")
+        if rank == 1:
+            world.engine.ask()
+        else:
+            world.engine.end(RestoreState.DONE)
+        world.coordinator.tick()
+        assert world.coordinator.may_be_admitted("a")
+        assert len(world.held_up_by) == 1
+        if rank == 1:
+            world.engine.end(RestoreState.DONE)
+        world.coordinator.tick()
+        assert not len(world.coordinator.running)
+
+    in_step(2, run)
