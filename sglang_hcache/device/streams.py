@@ -5,26 +5,18 @@ Each queue does its work in order, and nothing orders one with the other, or wit
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 import torch
 
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.device.copies import Spans, copy_spans, runtime_copies
 
 _STREAMS = 32  # that torch has of a device and a priority
-_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where they are
-
-
-Spans: TypeAlias = Sequence[tuple[int, int]]
-"""Rows [first, first + count)."""
-Memcpy: TypeAlias = Callable[[int, int, int, int, int], int]
-"""``cudaMemcpyAsync``: target, source, bytes, kind, stream -> error."""
 
 
 class Mark(Protocol):
@@ -157,12 +149,12 @@ class CudaStreams:
         self._others = tuple(others)
         self._copies = _another_stream(device, self._others, priority=0)
         self._computations = _another_stream(device, [*self._others, self._copies], priority=0)
-        self._memcpy = _runtime_memcpy()
+        self._copy_pieces = runtime_copies()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
         with self._on(self._copies):
             if spans is not None and len(spans) > 1:
-                copy_spans(self._memcpy, into, source, spans, self._copies.cuda_stream)
+                copy_spans(self._copy_pieces, into, source, spans, self._copies.cuda_stream)
                 return
             for first, count in spans or ():
                 source = source[first : first + count]
@@ -230,42 +222,6 @@ class CudaStreams:
             yield
         finally:
             torch.cuda.set_stream(before)
-
-
-def copy_spans(memcpy: Memcpy, into: torch.Tensor, source: torch.Tensor, spans: Spans, stream: int) -> None:
-    """Queue copies of rows, one behind the other into ``into``.
-
-    By addresses: views of torch take several times as long to make as such a copy takes the bus.
-
-    Raises:
-        RuntimeError: CUDA's error.
-    """
-    row_bytes = source.stride(0) * source.element_size()
-    target, begin = into.data_ptr(), source.data_ptr()
-    for first, count in spans:
-        error = memcpy(target, begin + first * row_bytes, count * row_bytes, _ANY_DIRECTION, stream)
-        if error:
-            raise RuntimeError(f"cudaMemcpyAsync: error {error}")
-        target += count * row_bytes
-
-
-def _runtime_memcpy() -> Memcpy:
-    """``cudaMemcpyAsync`` of the runtime that torch has loaded. It keeps the interpreter's lock: it only queues.
-
-    Raises:
-        ConfigError: torch has it built in.
-    """
-    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
-    try:
-        runtime = ctypes.PyDLL(name)
-    except OSError as error:
-        raise ConfigError(
-            f"--device cuda: {name}, which torch should have loaded, is not there: {error}"
-        ) from None
-    memcpy = runtime.cudaMemcpyAsync
-    memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-    memcpy.restype = ctypes.c_int
-    return memcpy
 
 
 def stream_that_goes_first(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_hcache.device.streams import BufferRing, Mark, Spans, Stamp, Streams
+from sglang_hcache.device.copies import Spans
+from sglang_hcache.device.streams import BufferRing, Mark, Stamp, Streams
 from sglang_hcache.restore.pace import Pace
 from sglang_hcache.restore.rows import StoredRows
 

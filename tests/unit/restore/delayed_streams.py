@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_hcache.device.streams import Spans
+from sglang_hcache.device.copies import Spans
 
 COPIES, COMPUTATIONS, MODEL = "copies", "computations", "the model"
 QUEUES = (COPIES, COMPUTATIONS, MODEL)
