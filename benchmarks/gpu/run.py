@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import sys
 import tarfile
@@ -43,7 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _options(arguments)
     earlier = passed_in(options.resume)
-    chosen = [part for part in _asked_for(options) if part.name not in earlier]
+    chosen = [
+        replace(part, budget_s=part.budget_s * options.time_factor)
+        for part in _asked_for(options)
+        if part.name not in earlier
+    ]
     if options.dry_run:
         _print_plan(chosen)
         return 0
@@ -222,10 +227,27 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="also the parts that nine minutes have no room for"
     )
+    parser.add_argument(
+        "--time-factor",
+        type=_factor,
+        default=1.0,
+        metavar="X",
+        help="give each part X times as long: on a slow machine, or where SGLang has not compiled its kernels yet",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--logs", type=Path, default=Path("logs"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return factor
 
 
 def _results(path: str) -> dict[str, Any]:

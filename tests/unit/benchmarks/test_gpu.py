@@ -33,6 +33,18 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+def test_a_slow_machine_gets_more_time(
+    bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = bench("gpu.run")
+    assert command.main(["--dry-run", "--only", "kernel", "--time-factor", "2.5"]) == 0
+    assert "kernel: at most 50 s" in capsys.readouterr().out
+    for wrong in ("0", "-1", "inf", "nan", "long"):
+        with pytest.raises(SystemExit):
+            command.main(["--dry-run", "--time-factor", wrong])
+        assert f"'{wrong}' is no number above 0" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_would_be_run(
     bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
