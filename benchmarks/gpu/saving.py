@@ -63,7 +63,11 @@ class SavingCheck:
         device_ring = DeviceRing(streams, min(ROWS_AT_ONCE, prefill // 2) * width * dtype.itemsize)
         self._events: list[RowsCaptured] = []
         self._prefill = prefill
-        self.replayed = ReplayedRows(streams, len(methods), width, max(sizes), dtype, lambda: False)
+        self.replayed = ReplayedRows(
+            *(streams, len(methods), width, max(sizes), dtype),
+            is_prefill=lambda: False,
+            may_fork=lambda: True,
+        )
         new = partial(torch.zeros, device=streams.device)
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)
         self._hidden = new(most, width, dtype=dtype)
@@ -139,6 +143,9 @@ class SavingCheck:
             self._streams.inline(partial(self._compute, layer, size))
             (self.replayed if is_recorded else self._passes).on_layer(layer, hidden)
             self._streams.inline(partial(self._write, layer, size))
+            if is_recorded:
+                self.replayed.end_layer()
+            self._streams.inline(partial(hidden.fill_, -1))  # as SGLang's norms write in place
 
     def _compute(self, layer: int, size: int) -> None:
         self._hidden[:size] = _rows_of(layer, self._inputs[:size], self._columns).to(self._hidden.dtype)

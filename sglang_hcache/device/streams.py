@@ -89,6 +89,13 @@ class Streams(Protocol):
     def hold_up(self, mark: Mark) -> None:
         """Let the calling thread's own work go on behind ``mark`` only."""
 
+    def fork(self, work: Callable[[], object]) -> Mark:
+        """Queue what ``work`` does beside the calling thread's own work, behind what that has queued so far.
+
+        What it reads must not change, nor its memory be let go, before :meth:`hold_up` was called with what this
+        returns. Where the calling thread's work is recorded, that has to be before the recording ends.
+        """
+
     def download(self, source: torch.Tensor) -> torch.Tensor:
         """Queue a copy of ``source`` into host memory of its own. ``source`` is kept, and must not change meanwhile."""
 
@@ -138,7 +145,8 @@ class CudaStreams:
     """CUDA's.
 
     Both queues have the lowest priority that there is: what runs on :func:`stream_that_goes_first` starts before what
-    waits in them.
+    waits in them. What is forked goes first, too: the pass will wait for it. That matters where it is a kernel, which
+    keeps the priority of the stream that it was recorded on; a copy of rows in one piece is recorded as none.
 
     Args:
         others: streams that forward passes run on, besides the calling thread's current one.
@@ -149,6 +157,7 @@ class CudaStreams:
         self._others = tuple(others)
         self._copies = _another_stream(device, self._others, priority=0)
         self._computations = _another_stream(device, [*self._others, self._copies], priority=0)
+        self._forked = stream_that_goes_first(device, self._others)
         self._copy_pieces = runtime_copies()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
@@ -195,6 +204,12 @@ class CudaStreams:
     def hold_up(self, mark: Mark) -> None:
         assert isinstance(mark, _Events)
         mark.hold_up(torch.cuda.current_stream(self.device))
+
+    def fork(self, work: Callable[[], object]) -> Mark:
+        self._forked.wait_event(_event_of(torch.cuda.current_stream(self.device)))
+        with self._on(self._forked):
+            work()
+        return _Events([_event_of(self._forked)])
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
         with self._on(self._copies):

@@ -38,6 +38,7 @@ class DeviceBuffers:
         method: PlanKind,
         most_replayed: int,
         records_prefill: Callable[[], bool],
+        records_one_graph: Callable[[], bool],
     ) -> DeviceBuffers:
         """Allocate all of it.
 
@@ -45,6 +46,7 @@ class DeviceBuffers:
             streams: makes queues of the device.
             most_replayed: rows of the largest pass that is replayed; 0: none are.
             records_prefill: whether the pass that is being recorded is of prefills.
+            records_one_graph: whether it is of decoding, and becomes one graph, not several that end at attention.
         """
         shape = model.shape
         row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
@@ -59,8 +61,9 @@ class DeviceBuffers:
                 most_replayed,
                 model.dtype,
                 records_prefill,
+                records_one_graph,
             )
-            model.watch(range(shape.num_layers), replayed.on_layer)
+            model.watch(range(shape.num_layers), replayed.on_layer, replayed.end_layer)
         return cls(stage, ring, replayed, PinnedMemory())
 
     @property

@@ -228,8 +228,14 @@ class ServedModel:
         rank = self.ranks.rank if self.ranks.size > 1 else None
         return Namespace(model=weights, layout=text, rank=rank)
 
-    def watch(self, layers: Iterable[int], on_layer: OnLayer) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known."""
+    def watch(
+        self, layers: Iterable[int], on_layer: OnLayer, end_layer: Callable[[], None] | None = None
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        """Call ``on_layer`` with the input of the attention of each of ``layers`` from now on, where it is known.
+
+        Args:
+            end_layer: called after each of those attentions, also if it raised.
+        """
         handles = []
         for layer in layers if self.attention else ():
             module = self.attention[layer].module
@@ -237,6 +243,8 @@ class ServedModel:
             if HIDDEN_STATES in names:
                 hook = _pre_hook(names.index(HIDDEN_STATES), layer, on_layer)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                if end_layer is not None:
+                    handles.append(module.register_forward_hook(_post_hook(end_layer), always_call=True))
         return handles
 
 
@@ -375,6 +383,10 @@ def _pre_hook(
         on_layer(index, named[HIDDEN_STATES] if HIDDEN_STATES in named else inputs[place])
 
     return hook
+
+
+def _post_hook(end_layer: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
+    return lambda _module, _inputs, _output: end_layer()
 
 
 def _canonical(hf_config: Any) -> str:

@@ -6,6 +6,8 @@ hidden states of all layers, as CUDA graphs have, and one for its inputs; a larg
 
 from __future__ import annotations
 
+import gc
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +22,14 @@ from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.capture.save_parts import SaveParts
-from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+from tests.unit.restore.delayed_streams import (
+    FORKED,
+    MODEL,
+    ORDERS,
+    DelayedMark,
+    DelayedStreams,
+    UnjoinedError,
+)
 
 NAMESPACE = Namespace(model=b"m", layout="test")
 WIDTH, MOST_ROWS, SLOTS = 6, 4, 512
@@ -50,7 +59,9 @@ class DecodingServer(SaveParts):
         self.streams = streams
         self.is_prefill = False
         self.replayed = ReplayedRows(
-            streams, len(METHODS), WIDTH, most_rows, torch.float32, lambda: self.is_prefill
+            *(streams, len(METHODS), WIDTH, most_rows, torch.float32),
+            is_prefill=lambda: self.is_prefill,
+            may_fork=lambda: not self.is_prefill,
         )
         self.pool = Pool()
         self.passes = self.capture(METHODS, self.pool.gather, device_ring, self.replayed)
@@ -98,7 +109,8 @@ class DecodingServer(SaveParts):
                 self.replayed.on_layer(layer, hidden)
             self.passes.on_layer(layer, hidden)  # as the bridge's hooks do, outside of a pass of theirs
             self.streams.inline(partial(self._kv_of, layer, size))
-        self.streams.inline(lambda: self.hidden.fill_(torch.nan))
+            self.replayed.end_layer()
+            self.streams.inline(lambda: self.hidden.fill_(torch.nan))  # as SGLang's norms write in place
 
     def _hidden_of(self, layer: int, size: int) -> None:
         self.hidden[:size] = true_rows(layer, self.inputs[:size])
@@ -232,6 +244,93 @@ def test_a_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(goes_wrong(order, seed, eager) for seed in range(20) for order in ORDERS for eager in (0, 3))
 
 
+def _fork_unordered(streams: DelayedStreams, work: Callable[[], object]) -> DelayedMark:
+    """Without the wait for what the model has queued so far."""
+    mark = DelayedMark(streams, ())
+
+    def ask() -> None:
+        streams.put(FORKED, work)
+        mark.counts = streams._mark(FORKED).counts
+
+    streams._ask(ask)
+    return mark
+
+
+def _join_late(patch: pytest.MonkeyPatch) -> None:
+    """With the next layer, as its input is there."""
+    end_layer, on_layer = ReplayedRows.end_layer, ReplayedRows.on_layer
+
+    def join_then_copy(rows: ReplayedRows, layer: int, hidden: torch.Tensor) -> None:
+        end_layer(rows)
+        on_layer(rows, layer, hidden)
+        if layer == len(METHODS) - 1:
+            end_layer(rows)
+
+    patch.setattr(ReplayedRows, "on_layer", join_then_copy)
+    patch.setattr(ReplayedRows, "end_layer", _ignored)
+
+
+RECORDED_MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a layer is copied before it is there": lambda patch: patch.setattr(
+        DelayedStreams, "fork", _fork_unordered
+    ),
+    "a layer is copied after something else is there": _join_late,
+    "nothing waits for a copy": lambda patch: patch.setattr(ReplayedRows, "end_layer", _ignored),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED_MUTANTS)
+def test_a_mutant_that_is_recorded_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    RECORDED_MUTANTS[name](monkeypatch)
+
+    def goes_wrong(order: str) -> bool:
+        server = DecodingServer(DelayedStreams(order))
+        try:
+            server.record()
+            return not all(decoded(server))
+        except (WrongRowsError, UnjoinedError):
+            return True
+
+    assert any(goes_wrong(order) for order in ORDERS)
+
+
+def test_layers_are_copied_beside_their_attention_where_that_is_recorded_with_them() -> None:
+    server = DecodingServer(DelayedStreams())
+    server.record()
+    server.recorded[2]()
+    assert server.streams.queues[FORKED].asked == len(METHODS)
+    server.is_prefill = True  # not surely recorded in one
+    server.record()
+    server.recorded[2]()
+    assert server.streams.queues[FORKED].asked == len(METHODS)
+
+
+def test_what_is_copied_keeps_its_memory_until_the_attention_is_over() -> None:
+    """CUDA forgets what it was asked to copy: the allocator would give that to another tensor of the same pass."""
+
+    class Cuda(DelayedStreams):
+        def fork(self, work: Callable[[], object]) -> DelayedMark:
+            work()
+            return super().fork(lambda: None)
+
+    def record() -> list[bool]:
+        hidden = torch.ones(2, WIDTH)
+        memory = weakref.ref(hidden.untyped_storage())
+        rows.on_layer(0, hidden)
+        del hidden
+        gc.collect()
+        kept.append(memory() is not None)
+        rows.end_layer()
+        gc.collect()
+        kept.append(memory() is not None)
+        return kept
+
+    streams, kept = Cuda(), list[bool]()
+    rows = ReplayedRows(streams, 1, WIDTH, MOST_ROWS, torch.float32, lambda: False, lambda: True)
+    streams.record(record)
+    assert kept == [True, False]
+
+
 def test_a_pass_that_was_not_recorded_whole_is_not_saved() -> None:
     """A layer without our hook, or a size that is larger than ours: what lies there is of another pass."""
     server = DecodingServer(DelayedStreams())
@@ -251,8 +350,10 @@ def test_a_pass_that_was_not_recorded_whole_is_not_saved() -> None:
 def test_outside_of_recording_nothing_is_copied() -> None:
     """Prefill, warm-up passes, and batches that are larger than any recorded pass."""
     streams = DelayedStreams()
-    rows = ReplayedRows(streams, 2, WIDTH, MOST_ROWS, torch.float32, lambda: False)
+    rows = ReplayedRows(streams, 2, WIDTH, MOST_ROWS, torch.float32, lambda: False, lambda: True)
     rows.on_layer(0, torch.ones(3, WIDTH))
+    rows.end_layer()
     assert not streams.queues[MODEL].waiting
+    assert not streams.queues[FORKED].waiting
     assert not rows.holds(1, is_prefill=False)
     assert rows.num_bytes == 2 * MOST_ROWS * WIDTH * 4

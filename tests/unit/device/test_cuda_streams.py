@@ -130,6 +130,19 @@ def test_a_fence_is_behind_the_calling_thread_and_the_model(cuda: Cuda) -> None:
     assert set().union(*(event.reached for event in cuda.waited)) == {"slots", "a pass"}
 
 
+def test_what_is_forked_is_behind_the_calling_thread_alone_and_joined_by_it(cuda: Cuda) -> None:
+    asked, before = CudaStreams(CPU), cuda.current
+    asked.compute(lambda: cuda.work("a product"))
+    cuda.work("a norm")
+    mark = asked.fork(lambda: cuda.work("a fork"))
+    assert cuda.current is before
+    cuda.work("attention")
+    assert before.before == {"a norm", "attention"}
+    assert asked._forked.before == {"a norm", "a fork"}
+    asked.hold_up(mark)
+    assert before.before == {"a norm", "attention", "a fork"}
+
+
 def test_a_download_is_a_copy_whose_source_is_kept(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[torch.Tensor, Stream]] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda source, stream: kept.append((source, stream)))
@@ -156,6 +169,7 @@ def test_its_streams_are_nobody_elses(cuda: Cuda) -> None:
         asked = CudaStreams(CPU, [forward])  # type: ignore[list-item]
         mine = {asked._copies.cuda_stream, asked._computations.cuda_stream}
         assert len(mine | {forward.cuda_stream, cuda.current.cuda_stream}) == 4
+        assert asked._forked.cuda_stream not in {forward.cuda_stream, cuda.current.cuda_stream}
 
 
 def test_what_goes_first_goes_on_streams_of_their_own(cuda: Cuda) -> None:
@@ -167,3 +181,4 @@ def test_what_goes_first_goes_on_streams_of_their_own(cuda: Cuda) -> None:
         assert forward.priority == beside.priority == -1
     asked = CudaStreams(CPU, [forward])
     assert asked._copies.priority == asked._computations.priority == 0
+    assert asked._forked.priority == -1, "passes wait for it"

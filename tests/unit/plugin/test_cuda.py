@@ -25,18 +25,28 @@ from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.serving.saving import Saving
 from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
-from tests.unit.restore.delayed_streams import DelayedStreams
+from tests.unit.restore.delayed_streams import FORKED, DelayedStreams
 
 
-def test_it_is_known_whether_prefills_are_recorded() -> None:
+def test_it_is_known_what_is_recorded() -> None:
+    """Prefills, or a pass that ends a graph at attention: by SGLang's own runners and backends."""
+    from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
+        BreakableCudaGraphBackend,
+    )
+    from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
         set_tc_piecewise_forward_context,
     )
 
-    assert not runner.records_prefill()
+    assert (runner.records_prefill(), runner.records_one_graph()) == (False, True)
     with set_tc_piecewise_forward_context(None, [], None, [], []):  # as PrefillCudaGraphRunner does
-        assert runner.records_prefill()
-    assert not runner.records_prefill()
+        assert (runner.records_prefill(), runner.records_one_graph()) == (True, False)
+    for backend, is_one in ((FullCudaGraphBackend, True), (BreakableCudaGraphBackend, False)):
+        recording = backend.__new__(backend)
+        recording._pool, recording._deduped_cuda_graph = object(), None
+        with recording.capture_session(None):
+            assert (runner.records_prefill(), runner.records_one_graph()) == (False, is_one)
+    assert (runner.records_prefill(), runner.records_one_graph()) == (False, True)
 
 
 @pytest.mark.parametrize("backend", ["tc_piecewise", "full"])
@@ -93,9 +103,12 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
     method: PlanKind, kv_heads: int, most_replayed: int, is_there: bool
 ) -> None:
     model, streams = _served(64, kv_heads), DelayedStreams()
-    buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed, lambda: True)
+    buffers = DeviceBuffers.take(lambda: streams, model, method, most_replayed, lambda: True, lambda: True)
     assert (buffers.replayed is not None) is is_there
-    streams.record(lambda: [attention.module(torch.ones(4, 64)) for attention in model.attention])
+    streams.record(lambda: [attention.module(torch.ones(4, 64)) for attention in model.attention])()
+    assert streams.queues[FORKED].asked == (3 if is_there else 0), (
+        "joined, too, or the recording would not end"
+    )
     if buffers.replayed is not None:
         assert buffers.replayed.holds(4, is_prefill=True)
         assert not buffers.replayed.holds(4, is_prefill=False)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang_hcache.device.copies import Spans
 
-COPIES, COMPUTATIONS, MODEL = "copies", "computations", "the model"
-QUEUES = (COPIES, COMPUTATIONS, MODEL)
+COPIES, COMPUTATIONS, MODEL, FORKED = "copies", "computations", "the model", "forked from the model"
+QUEUES = (COPIES, COMPUTATIONS, FORKED, MODEL)
 
 ORDERS: dict[str, Callable[[random.Random], tuple[str, ...]]] = {
     "copies first": lambda _draw: QUEUES,
-    "computations first": lambda _draw: (COMPUTATIONS, COPIES, MODEL),
-    "the model first": lambda _draw: (MODEL, COMPUTATIONS, COPIES),
-    "any": lambda draw: tuple(draw.sample(QUEUES, 3)),
+    "computations first": lambda _draw: (COMPUTATIONS, COPIES, MODEL, FORKED),
+    "the model first": lambda _draw: (MODEL, FORKED, COMPUTATIONS, COPIES),
+    "any": lambda draw: tuple(draw.sample(QUEUES, len(QUEUES))),
 }
 """Which queue goes on, of those that may."""
 
@@ -30,9 +30,9 @@ class _Queue:
     done: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DelayedMark:
-    """The first ``count`` tasks of each queue."""
+    """The first ``count`` tasks of each queue. A recorded one has those of the last replay."""
 
     streams: DelayedStreams
     counts: tuple[tuple[str, int], ...]
@@ -45,6 +45,10 @@ class DelayedMark:
 
     def wait(self) -> None:
         assert self.streams.go_on(self), "it waits for itself"
+
+
+class UnjoinedError(Exception):
+    """CUDA ends no recording while it has work that was forked and is waited for by nobody."""
 
 
 class DelayedStamp:
@@ -72,7 +76,8 @@ class DelayedStreams:
         self.draw = random.Random(seed)
         self._order, self._eager = ORDERS[order], eager
         self._lock = threading.RLock()
-        self._recorded: list[Callable[[], object]] | None = None
+        self._recorded: list[Callable[[], None]] | None = None
+        self._unjoined: set[DelayedMark] = set()
 
     # -- Streams ---------------------------------------------------------------------------------
 
@@ -105,13 +110,22 @@ class DelayedStreams:
         self.put(MODEL, _nothing, mark)
 
     def inline(self, work: Callable[[], object]) -> None:
-        if self._recorded is not None:
-            self._recorded.append(work)
-        else:
-            self.put(MODEL, work)
+        self._ask(lambda: self.put(MODEL, work))
 
     def hold_up(self, mark: DelayedMark) -> None:
-        self.put(MODEL, _nothing, mark)
+        self._unjoined.discard(mark)
+        self._ask(lambda: self.put(MODEL, _nothing, replace(mark)))
+
+    def fork(self, work: Callable[[], object]) -> DelayedMark:
+        mark = DelayedMark(self, ())
+        self._unjoined.add(mark)
+
+        def ask() -> None:
+            self.put(FORKED, work, self._mark(MODEL))
+            mark.counts = self._mark(FORKED).counts
+
+        self._ask(ask)
+        return mark
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
         into = torch.full_like(source, -1)
@@ -141,14 +155,23 @@ class DelayedStreams:
                 self._step()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
-        """What ``work`` asks for inline is not done, but whenever the result is called: a CUDA graph."""
+        """What ``work`` asks for inline, or forked from it, is done whenever the result is called: a CUDA graph.
+
+        Raises:
+            UnjoinedError: what it forked is not waited for.
+        """
         self._recorded = recorded = []
-        work()
-        self._recorded = None
+        self._unjoined.clear()
+        try:
+            work()
+        finally:
+            self._recorded = None
+        if self._unjoined:
+            raise UnjoinedError
 
         def replay() -> None:
-            for task in recorded:
-                self.put(MODEL, task)
+            for ask in recorded:
+                ask()
 
         return replay
 
@@ -164,6 +187,13 @@ class DelayedStreams:
     def num_waiting(self) -> int:
         """Tasks of a restore that are not done."""
         return sum(len(self.queues[name].waiting) for name in (COPIES, COMPUTATIONS))
+
+    def _ask(self, ask: Callable[[], None]) -> None:
+        """Now, or whenever what is recorded is done."""
+        if self._recorded is None:
+            ask()
+        else:
+            self._recorded.append(ask)
 
     def _step(self) -> bool:
         for name in self._order(self.draw):

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import (
     PrefillCudaGraphRunner,
     _resolve_transformer_layer_model,
 )
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     get_tc_piecewise_forward_context,
 )
@@ -51,7 +52,8 @@ def device_buffers(runner: Any, method: PlanKind) -> DeviceBuffers | None:
     _leave_prefill_eager(runner.model, server_args.cuda_graph_config.prefill)
     runner.configure_kv_cache_dtype()  # as SGLang does a little later: a checkpoint may ask for FP8
     model = served_model(runner, runner.kv_cache_dtype)
-    buffers = DeviceBuffers.take(streams, model, method, _most_replayed(server_args), records_prefill)
+    most = _most_replayed(server_args)
+    buffers = DeviceBuffers.take(streams, model, method, most, records_prefill, records_one_graph)
     logger.info("hcache: %s of device memory for transfer buffers", format_bytes(buffers.num_bytes))
     return buffers
 
@@ -94,6 +96,14 @@ def longest_replayed_prefill(runner: Any) -> int:
 def records_prefill() -> bool:
     """Whether the forward pass that runs is one of ``PrefillCudaGraphRunner``, whatever its backend."""
     return get_tc_piecewise_forward_context() is not None
+
+
+def records_one_graph() -> bool:
+    """Whether a decode pass that is recorded becomes one CUDA graph: its backend is ``full``, not ``breakable``.
+
+    The latter ends a graph where attention begins, between our hooks, when work that was forked has to be over.
+    """
+    return not records_prefill() and not is_in_breakable_cuda_graph()
 
 
 def capture_first(

@@ -59,13 +59,30 @@ def test_a_slot_too_many_is_seen() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kinds", ["hhh", "kkk", "hhkh"])
 def test_saving_is_right(order: str, kinds: str) -> None:
-    assert saved_wrongly(order, kinds) == 0
+    assert wrong_rows(saving_check(order, kinds)) == 0
 
 
 @pytest.mark.parametrize("mutant", ["hold_up", "copy_after"])
 def test_saving_without_a_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = {order: saving_check(order, "hhkh") for order in ORDERS}
     monkeypatch.setattr(DelayedStreams, mutant, lambda *_: None)
-    assert any(saved_wrongly(order, "hhkh") for order in ORDERS)
+    assert any(wrong_rows(check) for check in recorded.values())
+
+
+def test_a_copy_that_is_joined_with_the_next_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_hcache.capture.replayed import ReplayedRows
+
+    on_layer, end_layer = ReplayedRows.on_layer, ReplayedRows.end_layer
+
+    def join_then_copy(rows: ReplayedRows, layer: int, hidden: torch.Tensor) -> None:
+        end_layer(rows)
+        on_layer(rows, layer, hidden)
+        if layer == 3:
+            end_layer(rows)
+
+    monkeypatch.setattr(ReplayedRows, "on_layer", join_then_copy)
+    monkeypatch.setattr(ReplayedRows, "end_layer", lambda _rows: None)
+    assert any(wrong_rows(saving_check(order, "hhkh")) for order in ORDERS)
 
 
 def test_no_two_tokens_of_a_pass_have_one_slot() -> None:
@@ -77,15 +94,17 @@ def test_no_two_tokens_of_a_pass_have_one_slot() -> None:
         assert len((tokens % num_slots).unique()) == len(tokens), step
 
 
-def saved_wrongly(order: str, kinds: str) -> int:
+def saving_check(order: str, kinds: str) -> Any:
     from gpu.saving import SavingCheck
 
     streams = DelayedStreams(order)
-
     methods = [Method.HIDDEN if kind == "h" else Method.KV for kind in kinds]
-    check = SavingCheck(
+    return SavingCheck(
         streams, host_buffer, streams.record, methods, 16, torch.float32, sizes=(1, 3, 6), prefill=40
     )
+
+
+def wrong_rows(check: Any) -> int:
     with torch.inference_mode():
         return int(check.wrong_rows(steps=20))
 

@@ -88,14 +88,33 @@ class AttendsToX(nn.Module):
 def test_layers_are_watched_where_their_input_is_known() -> None:
     modules = [Attends(), AttendsToX(), Attends()]
     attention = tuple(Attention(module, "attn", heads=1, kv_heads=1, head_dim=8) for module in modules)
-    seen: list[tuple[int, float]] = []
-    replace(model(Layer()), attention=attention).watch(
-        range(3), lambda layer, hidden: seen.append((layer, float(hidden)))
+    seen: list[tuple[int, float] | str] = []
+    watched = replace(model(Layer()), attention=attention).watch(
+        range(3), lambda layer, hidden: seen.append((layer, float(hidden))), lambda: seen.append("over")
     )
     modules[0](torch.tensor(0), torch.tensor(1.0))
     modules[1](torch.tensor(2.0))
     modules[2](torch.tensor(0), hidden_states=torch.tensor(3.0))
-    assert seen == [(0, 1.0), (2, 3.0)]
+    assert seen == [(0, 1.0), "over", (2, 3.0), "over"]
+    for handle in watched:
+        handle.remove()
+    modules[0](torch.tensor(0), torch.tensor(1.0))
+    assert len(seen) == 4
+
+
+def test_attention_that_fails_is_over_too() -> None:
+    class Fails(Attends):
+        def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+    seen: list[str] = []
+    attention = (Attention(Fails(), "attn", heads=1, kv_heads=1, head_dim=8),)
+    replace(model(Layer()), attention=attention).watch(
+        range(1), lambda *_: seen.append("begins"), lambda: seen.append("over")
+    )
+    with pytest.raises(MemoryError):
+        attention[0].module(torch.tensor(0), torch.tensor(1.0))
+    assert seen == ["begins", "over"]
 
 
 def test_a_model_whose_attention_is_outside_of_its_modules_shows_nothing() -> None:
