@@ -80,9 +80,6 @@ class Streams(Protocol):
     def fence(self) -> Mark:
         """When all is done that the calling thread, and the model's forward passes, have queued elsewhere."""
 
-    def passes_after(self, mark: Mark) -> None:
-        """Begin with none of what :meth:`fence` would wait for, and is not queued yet, before ``mark``."""
-
     def inline(self, work: Callable[[], object]) -> None:
         """Queue what ``work`` does where the calling thread's own work is."""
 
@@ -188,15 +185,8 @@ class CudaStreams:
         mark.hold_up(self._computations)
 
     def fence(self) -> Mark:
-        return _Events([_event_of(stream) for stream in self._passes()])
-
-    def passes_after(self, mark: Mark) -> None:
-        assert isinstance(mark, _Events)
-        for stream in self._passes():
-            mark.hold_up(stream)
-
-    def _passes(self) -> set[torch.cuda.Stream]:
-        return {torch.cuda.current_stream(self.device), *self._others}
+        streams = {torch.cuda.current_stream(self.device), *self._others}
+        return _Events([_event_of(stream) for stream in streams])
 
     def inline(self, work: Callable[[], object]) -> None:
         work()

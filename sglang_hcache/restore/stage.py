@@ -77,6 +77,8 @@ class DeviceStage:
         self._streams = streams
         self.rows_at_once = rows_at_once
         self.pace = Pace(streams.stamp, rows_at_once)
+        self._written: Mark | None = None
+        """What passes come behind; None: nothing."""
         self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
@@ -119,8 +121,21 @@ class DeviceStage:
         return self._streams.computed()
 
     def passes_after(self, written: Mark) -> None:
-        """Let forward passes, and what else the calling thread asks for, begin behind ``written`` only."""
-        self._streams.passes_after(written)
+        """Let forward passes compute behind ``written`` only. Called on their thread, as :meth:`begin_pass`."""
+        self._written = written  # restores end in order: behind the last one are all
+
+    def begin_pass(self) -> None:
+        """A forward pass is asked for next, on the calling thread.
+
+        Not when the restore becomes certain: what prepares a pass copies numbers out of pageable memory, for which
+        CUDA may hold up the thread until all is done that was queued before.
+        """
+        if self._written is None:
+            return
+        if self._written.is_reached():
+            self._written = None
+        else:
+            self._streams.hold_up(self._written)
 
     def after(self, mark: Mark) -> None:
         """Begin with nothing before ``mark``."""

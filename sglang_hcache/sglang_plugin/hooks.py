@@ -181,11 +181,14 @@ def _pages_taken(
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set when the tier is built
-    if bridge is not None and bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
+    if bridge is None:
+        return original(runner, forward_batch, *args, **kwargs)
+    if bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
         bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)
-    requests = batches.rows_of(forward_batch) if bridge is not None else None
-    if bridge is None or not requests:
+    bridge.pass_comes()
+    requests = batches.rows_of(forward_batch)
+    if not requests:
         return original(runner, forward_batch, *args, **kwargs)
     rids = [request.rid for request in requests]
     rows = slice(0, sum(request.count for request in requests))

@@ -128,6 +128,11 @@ class Bridge:
         self._owners.note(namespace)
         self.saving.begin(rid, namespace, prefix)
 
+    def pass_comes(self) -> None:
+        """A forward pass is asked for next, of whatever kind."""
+        if self._beside is not None:
+            self._beside.stage.begin_pass()
+
     def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
         """As :meth:`Saving.begin_pass`, whose other methods follow."""
         if self._captures:

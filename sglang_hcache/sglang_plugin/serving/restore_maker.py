@@ -162,6 +162,8 @@ class RestoreMaker:
             return
         try:
             restore.job.check()
+            if self._device.beside is not None:
+                self._device.beside.stage.begin_pass()
             restore.recomputation.advance(self._device.largest_pass)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)

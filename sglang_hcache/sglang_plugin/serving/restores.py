@@ -21,8 +21,9 @@ for good.
   the same chunks.
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
 * PINNED: restored and inserted; locked until the request is admitted. Beside a device that is idle but for restores, a
-  job is inserted once the device has been asked for all of it; passes come behind what it still does. So the scheduler
-  prepares the request's pass meanwhile. While requests run it is inserted when it is over: their passes would wait too.
+  job is inserted once the device has been asked for all of it; passes compute behind what it still does. So the
+  scheduler prepares and launches the request's pass meanwhile. While requests run it is inserted when it is over: their
+  passes would wait too.
 
 Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
 it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.

@@ -106,9 +106,6 @@ class DelayedStreams:
     def fence(self) -> DelayedMark:
         return self._mark(MODEL)
 
-    def passes_after(self, mark: DelayedMark) -> None:
-        self.put(MODEL, _nothing, mark)
-
     def inline(self, work: Callable[[], object]) -> None:
         self._ask(lambda: self.put(MODEL, work))
 

@@ -101,6 +101,10 @@ MUTANTS: dict[str, Any] = {
 }
 
 
+def _first(stage: DeviceStage, mark: Mark) -> None:
+    stage._written = stage._written or mark
+
+
 def _there(streams: DelayedStreams) -> Mark:
     return type(streams._mark())(streams, ())
 
@@ -138,6 +142,7 @@ class PassBehind:
         assert stage is not None
         assert job.written is not None
         stage.passes_after(job.written)
+        stage.begin_pass()
         slots = job.slots
 
         def read() -> None:
@@ -165,7 +170,12 @@ def test_a_pass_that_is_queued_when_all_is_asked_for_finds_all_of_it(order: str,
 
 
 BEHIND_MUTANTS: dict[str, Any] = {
-    "passes do not wait": (DelayedStreams, "passes_after", _ignored),
+    "passes do not wait": (DelayedStreams, "hold_up", _ignored),
+    "only the pass of the first restore waits": (
+        DeviceStage,
+        "passes_after",
+        lambda self, mark: _first(self, mark),
+    ),
     "one part too few is waited for": (DeviceStage, "written", lambda self: _one_less(self._streams)),
 }
 

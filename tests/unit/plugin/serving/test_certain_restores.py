@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.pace import Pace
+from sglang_hcache.sglang_plugin import hooks
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
-from tests.unit.plugin.serving.test_restores import World, gate_for, no_stamp, tokens
+from tests.unit.plugin.serving.test_restores import World, gate_for, no_stamp, recomputing_gate, tokens
 
 PROMPT = tokens(1, 4)
 
@@ -157,6 +160,36 @@ def test_before_weights_change_the_device_is_waited_for() -> None:
     assert ticket is not None
     assert ticket.phase is Phase.RESOLVED
     world.assert_clean()
+
+
+def test_layers_that_are_recomputed_come_behind_what_the_device_still_writes() -> None:
+    """They attend to the prefix, which may have been restored a moment ago."""
+    world, calls = world_beside(gate=recomputing_gate(2)), []
+    world.coordinator._beside.stage.begin_pass = lambda: calls.append("behind")  # type: ignore[union-attr, method-assign]
+    extend = world.forward.extend
+
+    def note(*arguments: object) -> float:
+        calls.append("a piece")
+        return extend(*arguments)  # type: ignore[arg-type]
+
+    world.forward.extend = note  # type: ignore[method-assign, assignment]
+    begin(world)
+    world.coordinator.tick()
+    assert calls == ["behind", "a piece"] * 2
+
+
+@pytest.mark.parametrize("rows", [[], [SimpleNamespace(rid="a", count=1)]])
+def test_each_forward_pass_comes_behind_it(rows: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    bridge = SimpleNamespace(
+        saving=SimpleNamespace(saves_decoded_later=False),
+        pass_comes=lambda: calls.append("behind"),
+        begin_pass=lambda *_: False,
+    )
+    monkeypatch.setattr(hooks.batches, "rows_of", lambda _batch: rows)
+    batch = SimpleNamespace(input_ids=torch.zeros(1), out_cache_loc=torch.zeros(1))
+    hooks._forward(lambda *_: calls.append("the pass"), SimpleNamespace(hcache_bridge=bridge), batch)
+    assert calls == ["behind", "the pass"]
 
 
 def test_all_ranks_must_have_asked() -> None:

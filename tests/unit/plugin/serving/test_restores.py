@@ -214,7 +214,12 @@ class World:
             staged_passes=2,
             beside=pace  # type: ignore[arg-type]
             and SimpleNamespace(
-                stage=SimpleNamespace(pace=pace, fence=lambda: None, passes_after=self.held_up_by.append)
+                stage=SimpleNamespace(
+                    pace=pace,
+                    fence=lambda: None,
+                    passes_after=self.held_up_by.append,
+                    begin_pass=lambda: None,
+                )
             ),
             ranks=ranks or Alone(),
         )
