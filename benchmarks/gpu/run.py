@@ -232,7 +232,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         type=_factor,
         default=1.0,
         metavar="X",
-        help="give each part X times as long: on a slow machine, or where SGLang has not compiled its kernels yet",
+        help="give each part, so the whole run, X times as long: on a slow machine, or where SGLang has not compiled "
+        "its kernels yet",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)

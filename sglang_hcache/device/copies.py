@@ -99,18 +99,18 @@ class Batches:
         )  # fmt: skip
         if not error:
             self._has_worked = True
-        elif self._has_worked:
+            return
+        self._forget_error()
+        if self._has_worked:
             raise RuntimeError(f"cudaMemcpyBatchAsync: error {error}")
-        else:
-            # No number says that the platform is the reason. That other copies of the same pieces work does.
-            self._forget_error()
-            self._one_by_one(targets, sources, sizes, stream)
-            self._batch = None
-            logger.warning(
-                "hcache: cudaMemcpyBatchAsync does not work here (error %d). So chunks that do not lie side by side in "
-                "host memory are copied one by one, and restores of them are slower",
-                error,
-            )
+        # No number says that the platform is the reason. That other copies of the same pieces work does.
+        self._one_by_one(targets, sources, sizes, stream)
+        self._batch = None
+        logger.warning(
+            "hcache: cudaMemcpyBatchAsync does not work here (error %d). So chunks that do not lie side by side in "
+            "host memory are copied one by one, and restores of them are slower",
+            error,
+        )
 
 
 def copy_spans(

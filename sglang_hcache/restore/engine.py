@@ -28,15 +28,15 @@ class RestoreEngine:
     Args:
         pipeline: closed with the engine.
         observer: told of errors that nobody foresaw. How a restore ended is known where all of its parts are.
-        on_over: called on the compute thread after each job, whatever its outcome, and before that when it is ASKED.
+        on_change: called on the compute thread when a job is ASKED, and when it is over, whatever its outcome.
     """
 
-    def __init__(self, pipeline: LayerPipeline, observer: Observer, on_over: Callable[[], None]) -> None:
+    def __init__(self, pipeline: LayerPipeline, observer: Observer, on_change: Callable[[], None]) -> None:
         self._pipeline = pipeline
         self._observer = observer
         self._may_warn = Throttle()
         self._may_trace = Throttle()  # of its own: what everybody expects must not hide what nobody does
-        self._on_over = on_over
+        self._on_change = on_change
         self._stopping = threading.Event()
         self._job: RestoreJob | None = None
         self._jobs: queue.SimpleQueue[RestoreJob | None] = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class RestoreEngine:
                 if self._stopping.is_set():
                     job.cancel()
                 self._run_job(job)
-                self._on_over()
+                self._on_change()
 
     def _run_job(self, job: RestoreJob) -> None:
         job.started = time.monotonic()
@@ -71,7 +71,7 @@ class RestoreEngine:
         try:
             if not job.begin():
                 raise RestoreCancelledError
-            self._pipeline.run(job, self._on_over)
+            self._pipeline.run(job, self._on_change)
         except RestoreCancelledError:
             outcome = RestoreState.CANCELLED
         except (RestoreError, StoreError) as error:
@@ -86,7 +86,8 @@ class RestoreEngine:
                 logger.exception("hcache: restore of %d tokens failed, recomputing", job.num_tokens)
             self._observer.count("restore.errors")
             outcome, job.error = RestoreState.FAILED, error
-        job.seconds = job.ran_s(time.monotonic())
+        job.ended = time.monotonic()
+        job.seconds = job.ran_s(job.ended)
         steps: list[Callable[[], None]] = [partial(self._report, job, outcome)]
         steps += [block.close for block in job.blocks]
         for step in steps:

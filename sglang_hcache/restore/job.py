@@ -7,10 +7,11 @@
        '-------------------------------------+--> CANCELLED         nobody wants it any more
 
 ASKED: every layer was verified, and a device beside the CPU has been asked to write all that is left. Nothing can fail
-any more, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a CPU it is left out.
+any more, short of an error of CUDA's, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a
+CPU it is left out.
 
 The engine's thread moves the state, but for one: a job that is cancelled before it began is over at once, however long
-those before it take. Slots may be used again only once :attr:`RestoreJob.is_over` is true.
+those before it take. Slots may be used again once :attr:`RestoreJob.is_over` is true, or behind ``written``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class RestoreJob:
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     """When the engine began with it."""
+    ended: float = math.inf
+    """When the engine was done with it."""
     fenced_until: float = 0.0
     """When the device was last seen to be before ``fence``."""
     seconds: float = 0.0

@@ -122,7 +122,7 @@ class DeviceStage:
 
     def passes_after(self, written: Mark) -> None:
         """Let forward passes compute behind ``written`` only. Called on their thread, as :meth:`begin_pass`."""
-        self._written = written  # restores end in order: behind the last one are all
+        self._written = written  # of one that is not over: those before it are
 
     def begin_pass(self) -> None:
         """A forward pass is asked for next, on the calling thread.

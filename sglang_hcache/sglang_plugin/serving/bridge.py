@@ -75,7 +75,7 @@ class Bridge:
         self.saving = Saving(model, tiers, budget, device, counters, gate, captures=self._captures)
         running = Running(device.ranks)
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
-        self._engine = RestoreEngine(pipeline, counters, running.one_is_over)
+        self._engine = RestoreEngine(pipeline, counters, running.one_has_changed)
         self._maker = maker = RestoreMaker(device, tiers, config, counters, budget.block_chunks, gate)
         self.restores = RestoreCoordinator(device, config, counters, maker, self._engine, running)
         self._idling = Idling(self.restores, self.saving)

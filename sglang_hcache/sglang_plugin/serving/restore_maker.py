@@ -184,6 +184,11 @@ class RestoreMaker:
         restore.slowest_s = -slowest_s
         return not all_quick
 
+    def certain(self, restore: Restore) -> None:
+        """The device is asked for all of it: from here on the pace changes nothing."""
+        if self._had_its_pace(restore):
+            restore.turns = None
+
     def _had_its_pace(self, restore: Restore) -> bool:
         """False if it took longer, or less, for a reason that is known: its share of the device changed."""
         return self._pace is None or restore.turns in (None, self._pace.turns)
@@ -213,7 +218,7 @@ class RestoreMaker:
 
     def _settle_account(self, restore: Restore, recompute_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        taken_s = restore.job.taken_s(time.monotonic())
+        taken_s = restore.job.taken_s(min(time.monotonic(), restore.ended))
         is_of_use = restore.is_complete and restore.ticket is not None
         if is_of_use and taken_s <= recompute_s:
             self._observer.observe("restore.saved_seconds", recompute_s - taken_s)

@@ -224,8 +224,9 @@ class RestoreCoordinator:
         if self._beside is not None and not self.scheduler.is_running():
             for restore in self.running.take_certain():
                 assert restore.ticket is not None
-                if restore.job.written is not None:
+                if restore.job.written is not None and not restore.job.is_over:
                     self._beside.stage.passes_after(restore.job.written)
+                self._maker.certain(restore)
                 self._insert(restore.ticket, restore)
         for restore in self.running.take_ended():
             if self._maker.settle(restore):
@@ -234,6 +235,10 @@ class RestoreCoordinator:
             self._maker.learn(restore)
             ticket = restore.ticket
             if restore.is_in_tree:
+                if not restore.is_complete:
+                    raise RuntimeError(
+                        f"hcache: a restore failed on the device, which requests may have read: {restore.job.error!r}"
+                    )
                 continue
             if ticket is not None and restore.is_complete:
                 self._insert(ticket, restore)

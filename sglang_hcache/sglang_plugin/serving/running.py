@@ -21,7 +21,7 @@ _REST_FACTOR = 10.0
 class Running:
     """Restores that are not over, oldest first.
 
-    Everything runs on the scheduler's thread, except :meth:`one_is_over`.
+    Everything runs on the scheduler's thread, except :meth:`one_has_changed`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -141,12 +141,12 @@ class Running:
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def one_is_over(self) -> None:
+    def one_has_changed(self) -> None:
         """A job is over, or certain to come to its end (engine's thread)."""
         self._over.set()
 
     def wait(self) -> None:
-        """Wait a moment for a job to be over."""
+        """Wait a moment for a job to be over, or certain."""
         self._over.wait(_WAIT_S)
         self._over.clear()
 

@@ -112,6 +112,11 @@ class Restore:
         return max(self.job.seconds, computed, self.slowest_s)
 
     @property
+    def ended(self) -> float:
+        """When it was over, by ``time.monotonic``; infinite where its job was stopped before it began."""
+        return max(self.job.ended, 0.0 if self.recomputation is None else self.recomputation.ended)
+
+    @property
     def is_late(self) -> bool:
         """Whether its job ran out of time, and not for waiting for others."""
         job, expected_s = self.job, self.job.deadline_s / 2 if self.decision is None else self.decision.job_s

@@ -5,6 +5,7 @@ The device is simulated. It does its work at the worst moments that its queues a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -192,6 +193,43 @@ def test_a_pass_that_comes_too_early_is_seen(name: str, monkeypatch: pytest.Monk
             seen.append(behind.is_right(first))
         bench.engine.close()
     assert not all(seen)
+
+
+class _Queues:
+    """Notes who is held up; nothing else is asked of it."""
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
+        self.hold_up = self.held.append
+
+
+@dataclass
+class _Point:
+    there: bool = False
+
+    def is_reached(self) -> bool:
+        return self.there
+
+
+def test_every_pass_waits_until_the_device_has_written_all() -> None:
+    """Each may be asked for on another stream. Behind the last restore are those before it."""
+    stage = DeviceStage(DelayedStreams(), 4, 4, 1, 100)
+    queues, first, second = _Queues(), _Point(), _Point()
+    stage._streams = queues  # type: ignore[assignment]
+    stage.begin_pass()
+    assert not queues.held
+    stage.passes_after(first)  # type: ignore[arg-type]
+    stage.begin_pass()
+    stage.begin_pass()
+    assert queues.held == [first, first]
+    stage.passes_after(second)  # type: ignore[arg-type]
+    first.there = True
+    stage.begin_pass()
+    assert queues.held[2:] == [second]
+    second.there = True
+    stage.begin_pass()
+    assert stage._written is None
+    assert len(queues.held) == 3
 
 
 def test_nothing_stops_what_the_device_was_asked_for() -> None:

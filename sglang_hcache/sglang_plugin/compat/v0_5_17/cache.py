@@ -284,7 +284,7 @@ class HCacheRadixCache(RadixCache):
         self.bridge.tick()
 
     def ready_to_load_host_cache(self) -> int:
-        return -1  # restores are finished before a request is admitted: no layer to wait for
+        return -1  # passes wait for whole restores (Bridge.pass_comes): for no layer
 
     def check_prefetch_progress(self, rid: str) -> bool:
         return self.bridge.restores.may_be_admitted(rid)

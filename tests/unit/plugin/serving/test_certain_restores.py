@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from types import SimpleNamespace
 
@@ -13,7 +14,13 @@ from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin import hooks
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
-from tests.unit.plugin.serving.test_restores import World, gate_for, no_stamp, recomputing_gate, tokens
+from tests.unit.plugin.serving.test_restores import (
+    World,
+    gate_for,
+    no_stamp,
+    recomputing_gate,
+    tokens,
+)
 
 PROMPT = tokens(1, 4)
 
@@ -60,6 +67,53 @@ def test_one_that_is_over_already_is_reported_in_the_same_round() -> None:
     assert world.coordinator.may_be_admitted("a")
     assert world.counters["restore.done"] == 1
     assert not len(world.coordinator.running)
+    assert not world.held_up_by, "one that is over has written; behind it another one may not have"
+
+
+def test_one_that_fails_in_the_tree_ends_the_server() -> None:
+    """Requests may have read what is not there."""
+    world = world_beside()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    world.engine.end(RestoreState.FAILED)
+    with pytest.raises(RuntimeError, match="failed on the device"):
+        world.coordinator.tick()
+
+
+def hidden_world() -> World:
+    return world_beside(gate=gate_for(1.0, may_recompute=False, project_s=1e-4))
+
+
+def test_what_it_took_is_learnt_though_its_request_runs_by_then() -> None:
+    """That the pace of restores changes then says nothing of it any more."""
+    world, learnt = hidden_world(), []
+    world.maker._gate.restored = lambda *arguments: learnt.append(arguments)  # type: ignore[union-attr, method-assign]
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    world.coordinator.admitted("a", len(PROMPT))
+    world.scheduler.running = True
+    world.maker.keep_pace(world.coordinator.waiting)
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert len(learnt) == 1
+
+
+def test_launching_its_requests_pass_is_no_time_of_the_restore() -> None:
+    world = hidden_world()
+    begin(world)
+    job = world.engine.jobs[0]
+    world.engine.ask()
+    world.coordinator.tick()
+    decision = world.coordinator.waiting.get("a").restore.decision  # type: ignore[union-attr]
+    job.ended = job.submitted + 0.001
+    time.sleep(0.05)
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    saved_s = world.counters.measures()["restore.saved_seconds"]["sum"]
+    assert decision is not None
+    assert decision.recompute_s - saved_s == pytest.approx(0.001, abs=0.0005)
 
 
 def test_while_requests_run_it_is_inserted_when_it_is_over() -> None:
@@ -206,7 +260,7 @@ def test_all_ranks_must_have_asked() -> None:
             world.engine.end(RestoreState.DONE)
         world.coordinator.tick()
         assert world.coordinator.may_be_admitted("a")
-        assert len(world.held_up_by) == 1
+        assert len(world.held_up_by) == (1 if rank == 1 else 0), "on rank 0 it is over"
         if rank == 1:
             world.engine.end(RestoreState.DONE)
         world.coordinator.tick()
