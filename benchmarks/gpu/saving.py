@@ -64,9 +64,7 @@ class SavingCheck:
         self._events: list[RowsCaptured] = []
         self._prefill = prefill
         self.replayed = ReplayedRows(
-            *(streams, len(methods), width, max(sizes), dtype),
-            is_prefill=lambda: False,
-            may_fork=lambda: True,
+            streams, len(methods), width, max(sizes), dtype, is_prefill=lambda: False, may_fork=lambda: True
         )
         new = partial(torch.zeros, device=streams.device)
         self._inputs, self._slots = new(most, dtype=torch.int64), new(most, dtype=torch.int64)

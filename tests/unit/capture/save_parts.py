@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from sglang_hcache.capture.assembler import Assembler
@@ -27,6 +28,20 @@ TrueRows = Callable[[int, int, int], torch.Tensor]
 
 def no_gather(into: torch.Tensor, first: int, slots: torch.Tensor) -> None:
     raise AssertionError("no layer stores K and V")
+
+
+def join_late(patch: pytest.MonkeyPatch, num_layers: int) -> None:
+    """A mutant: a recorded pass waits for each layer's copy with the next layer, as its input is there."""
+    end_layer, on_layer = ReplayedRows.end_layer, ReplayedRows.on_layer
+
+    def join_then_copy(rows: ReplayedRows, layer: int, hidden: torch.Tensor) -> None:
+        end_layer(rows)
+        on_layer(rows, layer, hidden)
+        if layer == num_layers - 1:
+            end_layer(rows)
+
+    patch.setattr(ReplayedRows, "on_layer", join_then_copy)
+    patch.setattr(ReplayedRows, "end_layer", lambda _rows: None)
 
 
 class SaveParts:

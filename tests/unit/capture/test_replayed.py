@@ -21,7 +21,7 @@ from sglang_hcache.capture.events import RequestBegins, RequestRows
 from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
-from tests.unit.capture.save_parts import SaveParts
+from tests.unit.capture.save_parts import SaveParts, join_late
 from tests.unit.restore.delayed_streams import (
     FORKED,
     MODEL,
@@ -59,7 +59,11 @@ class DecodingServer(SaveParts):
         self.streams = streams
         self.is_prefill = False
         self.replayed = ReplayedRows(
-            *(streams, len(METHODS), WIDTH, most_rows, torch.float32),
+            streams,
+            len(METHODS),
+            WIDTH,
+            most_rows,
+            torch.float32,
             is_prefill=lambda: self.is_prefill,
             may_fork=lambda: not self.is_prefill,
         )
@@ -256,25 +260,11 @@ def _fork_unordered(streams: DelayedStreams, work: Callable[[], object]) -> Dela
     return mark
 
 
-def _join_late(patch: pytest.MonkeyPatch) -> None:
-    """With the next layer, as its input is there."""
-    end_layer, on_layer = ReplayedRows.end_layer, ReplayedRows.on_layer
-
-    def join_then_copy(rows: ReplayedRows, layer: int, hidden: torch.Tensor) -> None:
-        end_layer(rows)
-        on_layer(rows, layer, hidden)
-        if layer == len(METHODS) - 1:
-            end_layer(rows)
-
-    patch.setattr(ReplayedRows, "on_layer", join_then_copy)
-    patch.setattr(ReplayedRows, "end_layer", _ignored)
-
-
 RECORDED_MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a layer is copied before it is there": lambda patch: patch.setattr(
         DelayedStreams, "fork", _fork_unordered
     ),
-    "a layer is copied after something else is there": _join_late,
+    "a layer is copied after something else is there": lambda patch: join_late(patch, len(METHODS)),
     "nothing waits for a copy": lambda patch: patch.setattr(ReplayedRows, "end_layer", _ignored),
 }
 

@@ -14,6 +14,7 @@ import torch
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.device.triton_rows import TritonRows
+from tests.unit.capture.save_parts import join_late
 from tests.unit.restore.delayed_streams import ORDERS, DelayedStreams
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
@@ -70,18 +71,7 @@ def test_saving_without_a_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_that_is_joined_with_the_next_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_hcache.capture.replayed import ReplayedRows
-
-    on_layer, end_layer = ReplayedRows.on_layer, ReplayedRows.end_layer
-
-    def join_then_copy(rows: ReplayedRows, layer: int, hidden: torch.Tensor) -> None:
-        end_layer(rows)
-        on_layer(rows, layer, hidden)
-        if layer == 3:
-            end_layer(rows)
-
-    monkeypatch.setattr(ReplayedRows, "on_layer", join_then_copy)
-    monkeypatch.setattr(ReplayedRows, "end_layer", lambda _rows: None)
+    join_late(monkeypatch, num_layers=4)
     assert any(wrong_rows(saving_check(order, "hhkh")) for order in ORDERS)
 
 
