@@ -12,13 +12,11 @@ import queue
 import threading
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-
-import numpy as np
-import numpy.typing as npt
 
 from sglang_hcache.capture.beginnings import Beginnings, ChunkInMaking
+from sglang_hcache.capture.chunk_rows import ChunkRows, PassRows, SingleRows
 from sglang_hcache.capture.copiers import Copiers
 from sglang_hcache.capture.events import (
     Event,
@@ -35,7 +33,6 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -66,23 +63,6 @@ class _OpenRequest:
         return len(self.keys) * CHUNK_TOKENS + len(self.chunk.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What a forward pass brings.
-
-    Args:
-        tokens: of its rows.
-        count: rows that were not dropped, the first ones.
-        groups: those rows, group by group of the layout: (layers, count, row bytes).
-        why_dropped: the counter of chunks that lack the other rows.
-    """
-
-    tokens: array[int]
-    count: int
-    groups: list[npt.NDArray[np.uint8]]
-    why_dropped: str
-
-
 class Assembler:
     """Consumes capture events and seals chunks.
 
@@ -98,11 +78,10 @@ class Assembler:
         self._ring = ring
         self._tiers = tiers
         self._observer = observer
-        self._copiers = copiers
+        self._rows = ChunkRows(tiers.host, copiers)
         self._may_trace = Throttle()
         self._may_warn = Throttle()
         self.beginnings = Beginnings(tiers.host)
-        self._chunks = _chunk_groups(tiers.host)
         self._open: dict[str, _OpenRequest] = {}
         self._held: list[Event] = []
         self._rows_held = 0
@@ -161,8 +140,7 @@ class Assembler:
                 self._try(event)
         self._end_all()
         self.beginnings.clear()
-        if self._copiers is not None:
-            self._copiers.close()
+        self._rows.close()
 
     def _try(self, event: Event) -> None:
         try:
@@ -185,11 +163,7 @@ class Assembler:
             case RowsCaptured():
                 if event.ready is not None:
                     event.ready.wait()
-                taken = self._taken(event)
-                for rows in event.requests:
-                    request = self._open.get(rows.rid)
-                    if request is not None:
-                        self._add_rows(request, rows, taken)
+                self._add_pass(event.requests, self._taken(event))
             case RequestEnds(rid=None):
                 self._end_all()
             case RequestEnds(rid=str() as rid):
@@ -201,11 +175,11 @@ class Assembler:
                 # Of what earlier events have sealed since; only memory, as the first time.
                 self._tiers.clear(event.tell)
 
-    def _taken(self, event: RowsCaptured) -> _Pass:
+    def _taken(self, event: RowsCaptured) -> PassRows:
         tokens, span = array("q", event.tokens.tolist()), event.span
         count, groups = (0, []) if span is None else (span.count, self._ring.groups(span))
         why_dropped = "incomplete" if event.is_incomplete else "staging_full"
-        return _Pass(tokens, count, groups, f"capture.chunks_dropped_{why_dropped}")
+        return PassRows(tokens, count, groups, f"capture.chunks_dropped_{why_dropped}")
 
     def _begin(self, event: RequestBegins) -> None:
         self._end(event.rid)
@@ -233,19 +207,46 @@ class Assembler:
             # While the rows are held: making room for the copy must not throw them away.
             chunk.slot = self._reserve(request)
             if chunk.slot is not None:
-                for chunks in self._chunks:
-                    chunks[chunk.slot, :, : len(tail)] = chunks[source, :, : len(tail)]
+                self._rows.copy_beginning(source, chunk.slot, len(tail))
                 return
         chunk.slot = self.beginnings.adopt(chunk.parent, tail, if_longer=True)
         if chunk.slot is None:
             self._drop_for_want_of_slots(request)
 
-    def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: _Pass) -> None:
-        if rows.position != request.next_position:
-            # Rows of another life of this request id, or a gap: nothing after it can be placed.
-            self._observer.count("capture.requests_out_of_order")
-            self._end(rows.rid)
-            return
+    def _add_pass(self, requests: Iterable[RequestRows], taken: PassRows) -> None:
+        singles = SingleRows()
+        whole: list[_OpenRequest] = []
+        for rows in requests:
+            request = self._open.get(rows.rid)
+            if request is None:
+                continue
+            if rows.position != request.next_position:
+                # Rows of another life of this request id, or a gap: nothing after it can be placed.
+                self._observer.count("capture.requests_out_of_order")
+                self._end(rows.rid)
+            elif rows.count > 1:
+                self._add_rows(request, rows, taken)
+            elif self._add_single(request, rows.row, taken, singles):
+                whole.append(request)
+        self._rows.copy_singles(taken, singles)
+        for request in whole:
+            self._seal(request)
+
+    def _add_single(self, request: _OpenRequest, row: int, taken: PassRows, singles: SingleRows) -> bool:
+        """One row, as each pass brings of a request that decodes; copied with those of others.
+
+        Returns:
+            Whether the chunk is to be sealed once it is.
+        """
+        chunk = request.chunk
+        place = len(chunk.tokens)
+        chunk.tokens.append(taken.tokens[row])
+        slot = self._slot_for(request, taken, row, place, 1) if request.complete else None
+        if slot is not None:
+            singles.add(row, slot, place)
+        return place + 1 == CHUNK_TOKENS
+
+    def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: PassRows) -> None:
         done = 0
         copied: deque[int] = deque()
         try:
@@ -259,22 +260,23 @@ class Assembler:
                 if copied:
                     request.chunk.slot = copied.popleft()
                 elif self._is_worth_copying(request):
-                    self._copy(request, taken, first, filled, count)
+                    slot = self._slot_for(request, taken, first, filled, count)
+                    if slot is not None:
+                        self._rows.copy(taken, slot, first, filled, count)
                 if len(request.chunk.tokens) == CHUNK_TOKENS:
                     self._seal(request)
                 done += count
         finally:
             self._give_back(copied)  # none, but after an error
 
-    def _copied_together(self, request: _OpenRequest, taken: _Pass, first: int, most: int) -> deque[int]:
+    def _copied_together(self, request: _OpenRequest, taken: PassRows, first: int, most: int) -> deque[int]:
         """Slots with the rows of the request's next whole chunks, at most ``most``, which begin at row ``first``.
 
         None from one on that is stored already, lacks rows, or for which a slot is not simply there.
         """
         slots: deque[int] = deque()
-        if self._copiers is None or most < 2:
+        if most < 2 or not self._rows.shares_work:
             return slots
-        copies = []
         key = request.chunk.parent
         slot = self._tiers.host.slot_of(key)
         try:
@@ -287,8 +289,7 @@ class Assembler:
                 if slot is None:
                     break
                 slots.append(slot)
-                copies.append(partial(self._copy_rows, taken, slot, begin, 0, CHUNK_TOKENS))
-            self._copiers.carry_out(copies)
+            self._rows.copy_whole(taken, first, slots)
         except BaseException:
             self._give_back(slots)
             raise
@@ -305,22 +306,19 @@ class Assembler:
             return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers
         return request.complete
 
-    def _copy(self, request: _OpenRequest, taken: _Pass, first: int, filled: int, count: int) -> None:
-        """Rows [first, first + count) of the pass into rows [filled, filled + count) of the request's chunk."""
+    def _slot_for(
+        self, request: _OpenRequest, taken: PassRows, first: int, place: int, count: int
+    ) -> int | None:
+        """Where rows [first, first + count) of the pass go, rows [place, place + count) there; None: they are lost."""
         if first + count > taken.count:
             self._drop_chunk(request, taken.why_dropped)
-            return
-        if not filled:
-            request.chunk.slot = self._reserve(request)
-        slot = request.chunk.slot  # known before the copy: after an error it is given back
-        if slot is None:
-            self._drop_for_want_of_slots(request)
-            return
-        self._copy_rows(taken, slot, first, filled, count)
-
-    def _copy_rows(self, taken: _Pass, slot: int, first: int, filled: int, count: int) -> None:
-        for chunks, rows in zip(self._chunks, taken.groups, strict=True):
-            chunks[slot, :, filled : filled + count] = rows[:, first : first + count]
+            return None
+        chunk = request.chunk
+        if not place:
+            chunk.slot = self._reserve(request)  # noted before the copy: after an error it is given back
+            if chunk.slot is None:
+                self._drop_for_want_of_slots(request)
+        return chunk.slot
 
     def _reserve(self, request: _OpenRequest) -> int | None:
         """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
@@ -373,15 +371,3 @@ class Assembler:
         for request in self._open.values():
             self.beginnings.drop(request.chunk)
         self._open.clear()
-
-
-def _chunk_groups(host: HostTier) -> list[npt.NDArray[np.uint8]]:
-    """Views of the host tier's slots, one a group of layers: (slots, layers, 64, row bytes).
-
-    Of bytes: a copy of one row takes NumPy a tenth of what it takes torch, and the interpreter is the forward pass's.
-    """
-    views = []
-    for group in host.layout.groups:
-        rows = host.layers(group.first, group.count)
-        views.append(rows.reshape(group.count, host.num_slots, CHUNK_TOKENS, -1).transpose(1, 0, 2, 3))
-    return views

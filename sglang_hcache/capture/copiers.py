@@ -26,6 +26,7 @@ class Copiers:
     """
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self._others = count - 1
         # All begin now: one that cannot is an error of the start, not of a pass whose rows others copy already.
         self._threads = started_threads(self._others, "hcache-copier")
