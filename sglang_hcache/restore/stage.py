@@ -177,12 +177,12 @@ class DeviceStage:
                 for first in range(0, len(slots), self.rows_at_once):
                     end = first + self.rows_at_once
                     self._queue(of_layer.part(first, end), positions[first:end], slots[first:end], write)
+            return [QueuedWrite(self._streams.computed())]
         except BaseException:
             # Nobody would know what to wait for.
             self._streams.copied().wait()
             self._streams.computed().wait()
             raise
-        return [QueuedWrite(self._streams.computed())]
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
         staged = stored.moved(self._bring(stored.memory, stored.spans))

@@ -252,7 +252,7 @@ def test_a_failed_event_leaves_no_beginning(path: SavePath, monkeypatch: pytest.
 def test_a_copy_that_fails_costs_no_slot(path: SavePath, monkeypatch: pytest.MonkeyPatch) -> None:
     path.begin("a", [])
     with monkeypatch.context() as patch:
-        patch.setattr(path.assembler._rows, "copy", lambda *_: 1 / 0)
+        patch.setattr(path.assembler._requests._rows, "copy", lambda *_: 1 / 0)
         path.forward([("a", 0, [1] * 10)])
         path.settle()
     assert path.counters["capture.errors"] == 1

@@ -193,7 +193,7 @@ def path() -> Iterator[SavePath]:
 
 def wrap_copies(path: SavePath, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[int]:
     """``before(first row)`` is called before each copy. Returns the first rows of those that have ended."""
-    copy = path.assembler._rows.copy
+    copy = path.assembler._requests._rows.copy
     ended: list[int] = []
 
     def wrapped(taken: object, slot: int, first: int, *rest: int) -> None:
@@ -201,7 +201,7 @@ def wrap_copies(path: SavePath, monkeypatch: pytest.MonkeyPatch, before: Callabl
         copy(taken, slot, first, *rest)  # type: ignore[arg-type]
         ended.append(first)
 
-    monkeypatch.setattr(path.assembler._rows, "copy", wrapped)
+    monkeypatch.setattr(path.assembler._requests._rows, "copy", wrapped)
     return ended
 
 

@@ -293,6 +293,24 @@ def test_an_error_between_two_layers_waits_for_the_first() -> None:
     assert not streams.num_waiting
 
 
+def test_an_error_at_the_end_of_the_last_layer_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = DelayedStreams("copies first")
+    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    computed, calls = streams.computed, []
+
+    def fails_after_the_last_layer() -> Mark:
+        calls.append(0)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return computed()
+
+    monkeypatch.setattr(streams, "computed", fails_after_the_last_layer)
+    rows = [StoredRows.of(layer, Method.HIDDEN, torch.ones(4, WIDTH)) for layer in range(2)]
+    with pytest.raises(ZeroDivisionError):
+        stage.start(rows, stage.positions(0, 4), torch.arange(4), lambda *_: None, lambda: None)
+    assert not streams.num_waiting
+
+
 def test_rows_of_both_methods_on_the_device() -> None:
     """As the self-check does it: the model wrote them a moment ago."""
     streams, pool = DelayedStreams("the model first"), Pool()

@@ -1,0 +1,266 @@
+"""Requests whose rows are being collected, and the chunk that each of them fills."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_hcache.capture.beginnings import Beginnings, ChunkInMaking
+from sglang_hcache.capture.chunk_rows import ChunkRows, PassRows, SingleRows
+from sglang_hcache.capture.copiers import Copiers
+from sglang_hcache.capture.events import RequestBegins, RequestRows
+from sglang_hcache.core.keys import ChunkKey, chunk_keys, next_key, token_bytes
+from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.core.throttle import Throttle
+from sglang_hcache.tier.chunk import ChunkInfo
+from sglang_hcache.tier.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_COPIED_TOGETHER = 8
+"""Whole chunks, at most, that several threads copy before the first of them is sealed: to hand them work takes a tenth
+of a millisecond, and more where the interpreter is busy."""
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """One request's chunk in the making.
+
+    Args:
+        keys: of the whole chunks before it.
+        complete: every row so far has been copied.
+    """
+
+    namespace_id: bytes
+    keys: list[ChunkKey]
+    chunk: ChunkInMaking
+    complete: bool = True
+
+    @property
+    def next_position(self) -> int:
+        return len(self.keys) * CHUNK_TOKENS + len(self.chunk.tokens)
+
+
+class OpenRequests:
+    """All calls come from the assembler's thread, but for what :class:`.Beginnings` allows.
+
+    Args:
+        tiers: where chunks go.
+        copiers: copy what is large beside the caller; closed with this. None: nobody does.
+    """
+
+    def __init__(self, tiers: TieredStore, observer: Observer, copiers: Copiers | None) -> None:
+        self._tiers = tiers
+        self._observer = observer
+        self._rows = ChunkRows(tiers.host, copiers)
+        self._may_warn = Throttle()
+        self.beginnings = Beginnings(tiers.host)
+        self._open: dict[str, _OpenRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        """None gets more rows, and nothing is kept of chunks that are not whole."""
+        self.end_all()
+        self.beginnings.clear()
+        self._rows.close()
+
+    def begin(self, event: RequestBegins) -> None:
+        """Its rows follow; an earlier request of that id is over."""
+        self.end(event.rid)
+        root = event.namespace.root_key()
+        keys = chunk_keys(root, event.prefix)
+        chunk = ChunkInMaking(keys[-1] if keys else root)
+        request = _OpenRequest(event.namespace.namespace_id(), keys, chunk)
+        self._open[event.rid] = request
+        tail = event.prefix[len(keys) * CHUNK_TOKENS :]
+        if tail:
+            chunk.tokens = tail
+            chunk.slot = self.beginnings.adopt(chunk.parent, tail)
+            if chunk.slot is None:
+                self._copy_beginning(request, tail)
+        if request.complete:
+            self.beginnings.add(chunk)
+
+    def _copy_beginning(self, request: _OpenRequest, tail: array[int]) -> None:
+        """The rows of ``tail``, on the device already, into the request's first chunk."""
+        chunk = request.chunk
+        with self.beginnings.rows_of(chunk.parent, tail) as source:
+            if source is None:
+                self._drop_chunk(request, "capture.chunks_dropped_beginning_gone")
+                return
+            # While the rows are held: making room for the copy must not throw them away.
+            chunk.slot = self._reserve(request)
+            if chunk.slot is not None:
+                self._rows.copy_beginning(source, chunk.slot, len(tail))
+                return
+        chunk.slot = self.beginnings.adopt(chunk.parent, tail, if_longer=True)
+        if chunk.slot is None:
+            self._drop_for_want_of_slots(request)
+
+    def add_pass(self, requests: Sequence[RequestRows], taken: PassRows) -> None:
+        """The rows of one forward pass; those of nobody here are passed over."""
+        singles = SingleRows()
+        whole: list[_OpenRequest] = []
+        for rows in requests:
+            request = self._open.get(rows.rid)
+            if request is None:
+                continue
+            if rows.position != request.next_position:
+                # Rows of another life of this request id, or a gap: nothing after it can be placed.
+                self._observer.count("capture.requests_out_of_order")
+                self.end(rows.rid)
+            elif rows.count > 1:
+                self._add_rows(request, rows, taken)
+            elif self._add_single(request, rows.row, taken, singles):
+                whole.append(request)
+        self._rows.copy_singles(taken, singles)
+        for request in whole:
+            self._seal(request)
+
+    def _add_single(self, request: _OpenRequest, row: int, taken: PassRows, singles: SingleRows) -> bool:
+        """One row, as each pass brings of a request that decodes; copied with those of others.
+
+        Returns:
+            Whether the chunk is to be sealed once it is.
+        """
+        chunk = request.chunk
+        place = len(chunk.tokens)
+        chunk.tokens.append(taken.tokens[row])
+        slot = self._slot_for(request, taken, row, place, 1) if request.complete else None
+        if slot is not None:
+            singles.add(row, slot, place)
+        return place + 1 == CHUNK_TOKENS
+
+    def _add_rows(self, request: _OpenRequest, rows: RequestRows, taken: PassRows) -> None:
+        done = 0
+        copied: deque[int] = deque()
+        try:
+            while done < rows.count:
+                filled = len(request.chunk.tokens)
+                count = min(CHUNK_TOKENS - filled, rows.count - done)
+                first = rows.row + done
+                if not copied and not filled:
+                    copied = self._copied_together(request, taken, first, (rows.count - done) // CHUNK_TOKENS)
+                request.chunk.tokens.extend(taken.tokens[first : first + count])
+                if copied:
+                    request.chunk.slot = copied.popleft()
+                elif self._is_worth_copying(request):
+                    slot = self._slot_for(request, taken, first, filled, count)
+                    if slot is not None:
+                        self._rows.copy(taken, slot, first, filled, count)
+                if len(request.chunk.tokens) == CHUNK_TOKENS:
+                    self._seal(request)
+                done += count
+        finally:
+            self._give_back(copied)  # none, but after an error
+
+    def _copied_together(self, request: _OpenRequest, taken: PassRows, first: int, most: int) -> deque[int]:
+        """Slots with the rows of the request's next whole chunks, at most ``most``, which begin at row ``first``.
+
+        None from one on that is stored already, lacks rows, or for which a slot is not simply there.
+        """
+        slots: deque[int] = deque()
+        if most < 2 or not self._rows.shares_work:
+            return slots
+        key = request.chunk.parent
+        slot = self._tiers.host.slot_of(key)
+        try:
+            for begin in range(first, first + min(most, _COPIED_TOGETHER) * CHUNK_TOKENS, CHUNK_TOKENS):
+                end = begin + CHUNK_TOKENS
+                key = next_key(key, token_bytes(taken.tokens[begin:end]))
+                if end > taken.count or key in self._tiers:
+                    break
+                slot = self._tiers.host.reserve(slot)
+                if slot is None:
+                    break
+                slots.append(slot)
+            self._rows.copy_whole(taken, first, slots)
+        except BaseException:
+            self._give_back(slots)
+            raise
+        return slots
+
+    def _give_back(self, slots: deque[int]) -> None:
+        while slots:
+            self._tiers.host.release(slots.popleft())
+
+    def _is_worth_copying(self, request: _OpenRequest) -> bool:
+        """False once rows are missing, or if the whole chunk just arrived and is stored already."""
+        chunk = request.chunk
+        if chunk.slot is None and request.complete and len(chunk.tokens) == CHUNK_TOKENS:
+            return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers
+        return request.complete
+
+    def _slot_for(
+        self, request: _OpenRequest, taken: PassRows, first: int, place: int, count: int
+    ) -> int | None:
+        """Where rows [first, first + count) of the pass go, rows [place, place + count) there; None: they are lost."""
+        if first + count > taken.count:
+            self._drop_chunk(request, taken.why_dropped)
+            return None
+        chunk = request.chunk
+        if not place:
+            chunk.slot = self._reserve(request)  # noted before the copy: after an error it is given back
+            if chunk.slot is None:
+                self._drop_for_want_of_slots(request)
+        return chunk.slot
+
+    def _reserve(self, request: _OpenRequest) -> int | None:
+        """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
+        behind = self._tiers.host.slot_of(request.chunk.parent)
+        slot = self._tiers.reserve(behind)
+        if slot is None and self.beginnings.give_one_back():
+            slot = self._tiers.reserve(behind)
+        return slot
+
+    def _seal(self, request: _OpenRequest) -> None:
+        chunk = request.chunk
+        key = next_key(chunk.parent, token_bytes(chunk.tokens))
+        slot, chunk.slot = chunk.slot, None  # first: after an error nobody may give back what the tier owns
+        if slot is not None:
+            self._tiers.seal(slot, ChunkInfo(key, chunk.parent, len(request.keys), request.namespace_id))
+        if request.complete:
+            self.beginnings.mark_filled(chunk, key)
+        request.keys.append(key)
+        request.chunk, request.complete = ChunkInMaking(key), True
+        self.beginnings.add(request.chunk)
+
+    def _drop_for_want_of_slots(self, request: _OpenRequest) -> None:
+        self._drop_chunk(request, "capture.chunks_dropped_host_full")
+        if self._may_warn():
+            logger.warning(
+                "hcache: host memory is full, so chunks are not saved (more may follow): %s; a larger "
+                "--hcache-host-size helps",
+                "the disk takes fewer chunks than are computed"
+                if self._tiers.may_have_disk
+                else "requests and restores use all of it",
+            )
+
+    def _drop_chunk(self, request: _OpenRequest, reason: str) -> None:
+        self._observer.count(reason)
+        request.complete = False
+        self.beginnings.drop(request.chunk)
+
+    def end(self, rid: str) -> None:
+        """No more rows of it come. It need not be here."""
+        request = self._open.pop(rid, None)
+        if request is not None:
+            self.beginnings.take_over(request.chunk)
+            self._tiers.host.touch(request.keys, is_over=True)
+
+    def end_all(self) -> None:
+        """No more rows of any of them come."""
+        for rid in list(self._open):
+            self.end(rid)
+
+    def drop_all(self) -> None:
+        """End all requests, and keep nothing of chunks whose rows may not be what their tokens say."""
+        for request in self._open.values():
+            self.beginnings.drop(request.chunk)
+        self._open.clear()
