@@ -139,9 +139,14 @@ class _Assembly:
             return None
         longest = min(device.largest_pass, device.tree.capacity() // 4, model.context_length)
         # A profile that is saved is for other methods as well.
-        asked = config.save_profile is not None or may_store_hidden(model, config.method)
+        is_kept = config.save_profile is not None
+        asked = is_kept or may_store_hidden(model, config.method)
         hidden = asked and restorer.projector is not None
-        bench = Bench(model, restorer, device.forward, self._disk, longest, config.measure_s, machine, hidden)
+        bench = Bench(
+            *(model, restorer, device.forward, self._disk, longest, config.measure_s, machine),
+            hidden=hidden,
+            is_exact=is_kept,
+        )
         return find_profile(config, bench)
 
     def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:

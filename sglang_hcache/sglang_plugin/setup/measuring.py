@@ -40,12 +40,15 @@ from sglang_hcache.tier.tiered import DISK, HOST
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SHORT_LENGTHS = (16, 64, 128)
-"""Tokens of passes, where one of 64 tokens takes longer than ``_SLOW_BUDGETS``."""
+_SHORT_LENGTHS = (16, 32, 64)
+"""Tokens of passes, where it is clear that restoring is much faster."""
+_CLEAR = 10.0
+"""Recomputing that takes so many times as long as restoring need not be predicted more exactly than short passes do,
+1.7 times too long: no decision depends on it, and what prompts take is learnt from them."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
 """The share of the longest pass that is measured behind a prefix."""
-_SLOW_BUDGETS, _MOST_BUDGETS = 2.0, 7.0
+_MOST_BUDGETS = 7.0
 """A pass that would take so many times what is allowed for all of them is left out: who computes slowly shall not wait
 for minutes at every start."""
 _COMPANY_TOKENS = 1024
@@ -70,6 +73,7 @@ class Bench:
         machine: the profile's :attr:`Profile.machine`.
         hidden: whether hidden states may be stored: what they cost is not measured otherwise, and taken to be no less
             than what K and V do.
+        is_exact: whether passes are measured as exactly as the budget allows, also where nothing depends on it now.
     """
 
     model: ServedModel
@@ -80,6 +84,7 @@ class Bench:
     budget_s: float
     machine: str
     hidden: bool
+    is_exact: bool
 
     @property
     def is_possible(self) -> bool:
@@ -114,16 +119,18 @@ class Bench:
         began = time.monotonic()
         layers, lengths = self.model.shape.num_layers, self._lengths
         logger.info("hcache: measuring what restoring and recomputing cost on this machine")
-        passes = self._pass_times()
-        recompute = _pass_curve(passes)
         kv = self._fit(lengths, lambda length: self._restore_one(Method.KV, length))
-        hidden = CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
-        if self.hidden:  # else never worth it: as slow as running all layers
-            hidden = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
+        projected = None
+        if self.hidden:
+            projected = self._fit(lengths, lambda length: self._restore_one(Method.HIDDEN, length))
         with ExitStack() as scratch:
             if self.disk is not None:
                 scratch.enter_context(self.disk.measuring())
             tiers = self._tiers(scratch)
+        passes = self._pass_times(partial(_restore_s, tiers.values(), kv, projected, layers))
+        recompute = _pass_curve(passes)
+        # Where it is not measured it is never worth it: as slow as running all layers.
+        hidden = projected or CostCurve(fixed_s=recompute.fixed_s, per_token_s=recompute.per_token_s)
         profile = Profile(
             source=ProfileSource.MEASURED,
             model=self.model.shape,
@@ -142,29 +149,47 @@ class Bench:
 
     # -- computing -------------------------------------------------------------------------------
 
-    def _pass_times(self) -> Mapping[Piece, float]:
-        """Seconds of prompts, and of a piece behind a prefix: attention to what is before it makes it slow."""
+    def _pass_times(self, restore_s: Callable[[int], float]) -> Mapping[Piece, float]:
+        """Seconds of prompts, and of a piece behind a prefix: attention to what is before it makes it slow.
+
+        Args:
+            restore_s: what restoring so many tokens takes.
+        """
         known: dict[Piece, float] = {}
         lengths: Sequence[int] = self._prefill_lengths
         if not self._is_beside:
-            shortest = lengths[0]
-            # Twice, for something else may run.
-            known[shortest, 0] = min(self._recompute_one(shortest, 0) for _ in range(2))
-            lengths = self._quick_lengths(known[shortest, 0])
+            lengths = self._short_lengths(known, restore_s) or self._quick_lengths(known)
         pieces = [(length, 0) for length in lengths]
-        behind = (max(self._lengths[0], int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
+        behind = (max(CHUNK_TOKENS, int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
         return self._timing.times(pieces, self._recompute_one, fewest, self._common_clock, known)
 
-    def _quick_lengths(self, shortest_s: float) -> Sequence[int]:
+    def _short_lengths(self, known: dict[Piece, float], restore_s: Callable[[int], float]) -> Sequence[int]:
+        """Lengths that say enough where restoring is much faster; none where that is not clear."""
+        if self.is_exact:
+            return ()
+        length = _SHORT_LENGTHS[0]
+        seconds = self._shortest(length)
+        places = CHUNK_TOKENS, self._lengths[-1]
+        is_clear = all(seconds * count / length > _CLEAR * restore_s(count) for count in places)
+        if not self.model.ranks.from_first(is_clear):
+            return ()
+        known[length, 0] = seconds
+        return _SHORT_LENGTHS
+
+    def _quick_lengths(self, known: dict[Piece, float]) -> Sequence[int]:
         """Those whose passes are worth the time, by that of the shortest."""
-        if shortest_s > _SLOW_BUDGETS * self.budget_s:
-            return _SHORT_LENGTHS
-        most = _MOST_BUDGETS * self.budget_s / shortest_s * self._lengths[0]
+        shortest = self._lengths[0]
+        known[shortest, 0] = self._shortest(shortest)
+        most = _MOST_BUDGETS * self.budget_s / known[shortest, 0] * shortest
         num_quick = sum(length <= most for length in self._lengths)
         return self._lengths[: max(_FEWEST_LENGTHS, num_quick)]
+
+    def _shortest(self, length: int) -> float:
+        """Seconds of the first passes that are measured: of two, for something else may run."""
+        return min(self._recompute_one(length, 0) for _ in range(2))
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))
@@ -329,6 +354,18 @@ def _seconds(work: Callable[[], object], times: int = 1) -> float:
     for _ in range(times):
         work()
     return time.monotonic() - began
+
+
+def _restore_s(
+    tiers: Iterable[TierCurves], kv: CostCurve, hidden: CostCurve | None, num_layers: int, count: int
+) -> float:
+    """Seconds of restoring ``count`` tokens the better way from the worst tier, one layer and step after the other."""
+
+    def layer_s(tier: TierCurves) -> float:
+        kv_s = tier.kv.seconds(count) + kv.seconds(count)
+        return kv_s if hidden is None else min(kv_s, tier.hidden.seconds(count) + hidden.seconds(count))
+
+    return num_layers * max(map(layer_s, tiers))
 
 
 def _pass_curve(times: Mapping[Piece, float]) -> CostCurve:

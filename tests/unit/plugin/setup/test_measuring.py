@@ -70,12 +70,26 @@ class Ranks(Alone):
 
 
 def bench(
-    forward: Forward, longest: int, budget_s: float, context: int = 10_000, stage: object = None
+    forward: Forward,
+    longest: int,
+    budget_s: float,
+    context: int = 10_000,
+    stage: object = None,
+    is_exact: bool = False,
 ) -> Bench:
     shape = SimpleNamespace(num_layers=LAYERS)
     model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape, ranks=Ranks(forward))
     restorer = SimpleNamespace(stage=stage)
-    return Bench(model, restorer, forward, None, longest, budget_s, "here", hidden=True)  # type: ignore[arg-type]
+    return Bench(
+        *(model, restorer, forward, None, longest, budget_s, "here"),  # type: ignore[arg-type]
+        hidden=True,
+        is_exact=is_exact,
+    )
+
+
+def never_clear(_count: int) -> float:
+    """Restoring takes longer than any pass."""
+    return 1e6
 
 
 @pytest.mark.parametrize("longest", [256, 512, 1024, 8192])
@@ -83,19 +97,32 @@ def bench(
 def test_a_piece_behind_a_prefix_is_measured_in_any_case(
     longest: int, budget_s: float, forward: Forward
 ) -> None:
-    curve = measuring._pass_curve(bench(forward, longest, budget_s)._pass_times())
+    curve = measuring._pass_curve(bench(forward, longest, budget_s)._pass_times(never_clear))
     expected = [] if 1.25 * longest > 10_000 else [(longest // 4, longest)]
     assert [piece for piece in dict.fromkeys(forward.pieces) if piece[1]] == expected
     assert {(64, 0), (128, 0), (256, 0)} <= set(forward.pieces)
     assert curve.seconds(longest, longest) > 0
 
 
-def test_who_computes_slowly_measures_less(forward: Forward) -> None:
-    """64 tokens take 4 us, 8,192 take 67 ms."""
-    passes = bench(forward, 8192, 5e-7, context=20_000)._pass_times()
-    assert range_of(passes) == (16, 128), "nothing is said of longer ones"
-    assert set(forward.pieces) == {(128, 0), (64, 0), (16, 0), (64, 8192)}
-    assert len(forward.pieces) == 2 + 3, "the shortest is not measured again, and what takes long once"
+@pytest.mark.parametrize(
+    ("restored_s", "is_exact", "longest_pass"),
+    [(0.0, False, 64), (0.0, True, 4096), (1e-9, False, 64), (5e-9, False, 4096)],
+)
+def test_where_restoring_is_much_faster_short_passes_say_enough(
+    restored_s: float, is_exact: bool, longest_pass: int, forward: Forward
+) -> None:
+    """A pass of 16 tokens takes 16 ns for each of them."""
+    measured = bench(forward, 8192, 0.2, context=20_000, is_exact=is_exact)
+    passes = measured._pass_times(lambda count: restored_s * count)
+    assert range_of(passes) == (64 if longest_pass > 64 else 16, longest_pass)
+    behind = 2048 if longest_pass > 64 else 64
+    assert {piece for piece in forward.pieces if piece[1]} == {(behind, 8192)}
+    assert measuring._pass_curve(passes).seconds(8192, 8192) > 0
+
+
+def test_a_short_restore_that_is_not_much_faster_is_not_clear(forward: Forward) -> None:
+    passes = bench(forward, 8192, 0.2, context=20_000)._pass_times(lambda count: 2e-7 + 1e-12 * count)
+    assert range_of(passes) == (64, 4096)
 
 
 @pytest.mark.parametrize("budgets", [0.1, 0.9, 1.0, 1.5, 1.74, 1.76, 1.9, 1.99, 2.01, 3.0, 10.0, 100.0])
@@ -104,15 +131,15 @@ def test_however_long_the_shortest_pass_takes_a_curve_can_be_fitted(
     budgets: float, longest: int, forward: Forward
 ) -> None:
     shortest_s = 1e-9 * 64**2
-    passes = bench(forward, longest, shortest_s / budgets, context=20_000)._pass_times()
+    passes = bench(forward, longest, shortest_s / budgets, context=20_000)._pass_times(never_clear)
     assert len([length for length, start in passes if not start]) >= 3
     assert measuring._pass_curve(passes).seconds(longest, longest) > 0
 
 
 def test_passes_that_take_too_long_are_left_out(forward: Forward) -> None:
     """64 tokens take 4 us, 1,024 at least 16 times that."""
-    bench(forward, 8192, 5e-6, context=20_000)._pass_times()
-    assert set(forward.pieces) == {(64, 0), (128, 0), (256, 0), (128, 8192)}
+    bench(forward, 8192, 5e-6, context=20_000)._pass_times(never_clear)
+    assert set(forward.pieces) == {(16, 0), (64, 0), (128, 0), (256, 0), (128, 8192)}
 
 
 def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
@@ -126,7 +153,7 @@ def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
         return 0.03 + 0.0015 * length + pauses_s.get((length, start), 0.0)
 
     monkeypatch.setattr(forward, "extend", paused)
-    curve = measuring._pass_curve(bench(forward, 512, 3.0)._pass_times())
+    curve = measuring._pass_curve(bench(forward, 512, 3.0)._pass_times(never_clear))
     assert curve.seconds(1024) - curve.fixed_s > 0.5 * (0.0015 * 1024)
 
 
@@ -147,7 +174,9 @@ def test_launching_short_passes_is_not_taken_for_what_a_token_costs(
         return seconds
 
     monkeypatch.setattr(forward, "extend", launched)
-    curve = measuring._pass_curve(bench(forward, longest, 0.3, context, stage=object())._pass_times())
+    curve = measuring._pass_curve(
+        bench(forward, longest, 0.3, context, stage=object())._pass_times(never_clear)
+    )
     assert curve.seconds(4096) == pytest.approx(0.203, rel=0.1)
     assert curve.seconds(4096) - curve.fixed_s > 0.16
     if context > 16384:
@@ -182,7 +211,7 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
     restorer = SimpleNamespace(stage=SlowBus(forward, seconds_per_byte))
-    measured = Bench(model, restorer, forward, None, 512, 0.2, "here", hidden=True)  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 512, 0.2, "here", True, True)  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s
     assert found == pytest.approx(8e-6 if is_slower else read.per_token_s)  # 8 bytes a token
     restorer.stage = None
@@ -196,7 +225,7 @@ def test_host_memory_is_as_fast_as_the_way_to_the_device(
     shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
     restorer = SimpleNamespace(stage=SlowBus(forward, 1e-6))
-    measured = Bench(model, restorer, forward, None, 256, 0.01, "here", hidden=True)  # type: ignore[arg-type]
+    measured = Bench(model, restorer, forward, None, 256, 0.01, "here", True, True)  # type: ignore[arg-type]
     monkeypatch.setattr(measuring, "ScratchReads", None)
     with ExitStack() as holds:
         assert measured._tiers(holds)[HOST].kv.per_token_s == pytest.approx(8e-6)  # 8 bytes a token
@@ -257,7 +286,7 @@ def test_reading_and_restoring_at_once(
     monkeypatch.setattr(measuring, "ThreadPoolExecutor", lambda *_, **__: Beside(forward, share_a_core))
     for hidden, method in ((True, Method.HIDDEN), (False, Method.KV)):
         restorer = SimpleNamespace(stage=None)
-        measured = Bench(None, restorer, forward, None, 1024, 0.2, "here", hidden)  # type: ignore[arg-type]
+        measured = Bench(None, restorer, forward, None, 1024, 0.2, "here", hidden, True)  # type: ignore[arg-type]
         contention = measured._contention(Reads(forward))  # type: ignore[arg-type]
         assert contention == pytest.approx(float(share_a_core))
         assert set(restored) == {method}
@@ -299,7 +328,7 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=64, kv_row_bytes=128)
     model = SimpleNamespace(shape=shape, row_bytes=lambda method: 128 if method is Method.KV else 64)
     restorer = SimpleNamespace(stage=None)
-    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, "here", hidden)  # type: ignore[arg-type]
+    measured = Bench(model, restorer, Forward(), disk, 512, 0.05, "here", hidden, True)  # type: ignore[arg-type]
     before = demoters()
     try:
         with ExitStack() as scratch:
@@ -321,10 +350,10 @@ def test_a_disk_that_cannot_be_measured_is_left_out(
     ("budget_s", "times"), [(0.016, 1), pytest.param(0.02, 1 + 3, id="the first one does not count")]
 )
 def test_what_takes_long_is_not_repeated_for_long(budget_s: float, times: int, forward: Forward) -> None:
-    bench(forward, 4096, budget_s)._pass_times()  # the piece behind a prefix takes 9 ms
+    bench(forward, 4096, budget_s)._pass_times(never_clear)  # the piece behind a prefix takes 9 ms
     assert forward.pieces.count((1024, 4096)) == times
 
 
 def test_no_longer_than_the_model_allows(forward: Forward) -> None:
-    bench(forward, 512, 1e-6, context=512)._pass_times()
+    bench(forward, 512, 1e-6, context=512)._pass_times(never_clear)
     assert max(length + start for length, start in forward.pieces) <= 512
