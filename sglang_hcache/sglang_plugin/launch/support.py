@@ -36,6 +36,55 @@ _IN_PLACE_OF_HICACHE = {
 }
 """What the tier has instead; of the rest nothing."""
 
+_ENDS_AT_ONCE = "told to stop, that server ends before the tier has saved what is in memory only"
+_OTHER_POOL = "K and V of a token are not where the tier looks for them"
+_OTHER_WEIGHTS = "weights are not where the projector looks for them"
+_REFUSED = {
+    # Other caches.
+    "radix_cache_backend": "the tier is a radix cache backend itself",
+    "enable_hierarchical_cache": "SGLang's HiCache takes the same place",
+    "disable_radix_cache": "the tier keeps what the radix cache evicts",
+    "enable_lmcache": "LMCache takes the same place",
+    "enable_flexkv": "FlexKV takes the same place",
+    "enable_session_radix_cache": "it needs a tree of its own",
+    # Servers without SGLang's TokenizerManager, or without plugins.
+    "SGLANG_RUST_SERVER": _ENDS_AT_ONCE,
+    "smg_grpc_mode": _ENDS_AT_ONCE,
+    "grpc_mode": _ENDS_AT_ONCE,
+    "use_ray": "its actors load no plugins",
+    # What keeps K and V in pools that the tier does not know.
+    "SGLANG_USE_HND_KVCACHE": _OTHER_POOL,
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": (
+        "SGLang leaves less memory for passes then, counting on CUDA graphs that the tier leaves out"
+    ),
+    "enable_page_major_kv_layout": _OTHER_POOL,
+    "enable_unified_memory": _OTHER_POOL,
+    "enable_hisparse": "it needs a server without a radix cache",
+    "enable_int8_mamba_checkpoint": "it is for Mamba models, whose state is not that of single tokens",
+    "kv_canary": "it takes restored K and V for corruption",
+    # What changes weights or passes in ways that the tier does not know.
+    "speculative_algorithm": "passes that verify are not captured, and a draft model's KV is not restored",
+    "enable_lora_overlap_loading": (
+        "it loads adapters for requests that wait for their restore, in the place of those that could run"
+    ),
+    "cpu_offload_gb": _OTHER_WEIGHTS,
+    "offload_group_size": _OTHER_WEIGHTS,
+    "kt_weight_path": "those weights are not in the fingerprint",
+    "enable_torch_compile": "compiled layers do not show their hidden states",
+    "enable_two_batch_overlap": "layers compute a pass in two halves there",
+    "dllm_algorithm": "diffusion models do not fill their KV in order",
+    "enable_pdmux": "prefill and decode run beside each other there",
+    "forward_hooks": "stored hidden states do not say what a hook changed",
+    "enable_priority_scheduling": (
+        "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
+        "add --disable-priority-preemption"
+    ),
+    "enable_return_routed_experts": "nobody knows which experts restored tokens went to",
+    "enable_mis": "items of one prompt do not see each other there",
+    "disaggregation_mode": "prefill and decode share no tier yet",
+}
+"""Arguments, and variables of the environment (in capitals) -> why they are refused."""
+
 
 def check_arguments(args: argparse.Namespace, defaults: type) -> None:
     """Refuse arguments that SGLang itself would reject or change before we could explain.
@@ -47,19 +96,10 @@ def check_arguments(args: argparse.Namespace, defaults: type) -> None:
         ConfigError: one line per refusal.
     """
     problems = [
-        f"{_FLAG} cannot be used with {flag}: {reason}"
-        for given, flag, reason in [
-            *_in_its_place(args),
-            *_other_servers(args),
-            *_unknown_pools(args),
-            *_unknown_passes(args),
-        ]
-        if given
+        f"{_FLAG} cannot be used with {_shown(name)}: {reason}"
+        for name, reason in _REFUSED.items()
+        if _is_given(args, name)
     ]
-    if args.disaggregation_mode not in (None, "null"):
-        problems.append(
-            f"{_FLAG} cannot be used with --disaggregation-mode: prefill and decode share no tier yet"
-        )
     if args.kv_cache_dtype not in (*_AS_COMPUTED, *_BFLOAT16, *ROUNDED):
         problems.append(
             f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
@@ -213,111 +253,36 @@ def determinism_problems(method: PlanKind) -> list[str]:
     ]
 
 
-def _in_its_place(args: argparse.Namespace) -> list[tuple[object, str, str]]:
-    """Other caches: whether each is asked for, its flag, and why not."""
-    return [
-        (args.radix_cache_backend, "--radix-cache-backend", "the tier is a radix cache backend itself"),
-        (
-            args.enable_hierarchical_cache,
-            "--enable-hierarchical-cache",
-            "SGLang's HiCache takes the same place",
-        ),
-        (args.disable_radix_cache, "--disable-radix-cache", "the tier keeps what the radix cache evicts"),
-        (args.enable_lmcache, "--enable-lmcache", "LMCache takes the same place"),
-        (args.enable_flexkv, "--enable-flexkv", "FlexKV takes the same place"),
-        (args.enable_session_radix_cache, "--enable-session-radix-cache", "it needs a tree of its own"),
-    ]
+def _is_given(args: argparse.Namespace, name: str) -> bool:
+    """Whether a row of :data:`_REFUSED` is asked for."""
+    if name.isupper():
+        return bool(getattr(envs, name).get())
+    value = getattr(args, name)
+    match name:
+        case "kv_canary":
+            return value not in (None, "none")
+        case "disaggregation_mode":
+            return value not in (None, "null")
+        case "offload_group_size":
+            return bool(value > 0)
+        case "enable_priority_scheduling":
+            return bool(value and not args.disable_priority_preemption)
+        case _:
+            return bool(value)
 
 
-def _other_servers(args: argparse.Namespace) -> list[tuple[object, str, str]]:
-    """Servers without SGLang's ``TokenizerManager``, or without plugins; as :func:`_in_its_place`."""
-    ends_at_once = "told to stop, that server ends before the tier has saved what is in memory only"
-    return [
-        (envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER in the environment", ends_at_once),
-        (args.smg_grpc_mode, "--smg-grpc-mode", ends_at_once),
-        (args.grpc_mode, "--grpc-mode", ends_at_once),
-        (args.use_ray, "--use-ray", "its actors load no plugins"),
-    ]
+def _shown(name: str) -> str:
+    return f"{name} in the environment" if name.isupper() else _flag(name)
 
 
-def _unknown_pools(args: argparse.Namespace) -> list[tuple[object, str, str]]:
-    """What keeps KV in pools that the tier does not know; as :func:`_in_its_place`."""
-    elsewhere = "K and V of a token are not where the tier looks for them"
-    return [
-        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE in the environment", elsewhere),
-        (
-            envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING in the environment",
-            "SGLang leaves less memory for passes then, counting on CUDA graphs that the tier leaves out",
-        ),
-        (args.enable_page_major_kv_layout, "--enable-page-major-kv-layout", elsewhere),
-        (args.enable_unified_memory, "--enable-unified-memory", elsewhere),
-        (args.enable_hisparse, "--enable-hisparse", "it needs a server without a radix cache"),
-        (
-            args.enable_int8_mamba_checkpoint,
-            "--enable-int8-mamba-checkpoint",
-            "it is for Mamba models, whose state is not that of single tokens",
-        ),
-        (args.kv_canary not in (None, "none"), "--kv-canary", "it takes restored K and V for corruption"),
-    ]
-
-
-def _unknown_passes(args: argparse.Namespace) -> list[tuple[object, str, str]]:
-    """What changes weights or passes in ways that the tier does not know; as :func:`_in_its_place`."""
-    return [
-        (
-            args.speculative_algorithm,
-            "--speculative-algorithm",
-            "passes that verify are not captured, and a draft model's KV is not restored",
-        ),
-        (
-            args.enable_lora_overlap_loading,
-            "--enable-lora-overlap-loading",
-            "it loads adapters for requests that wait for their restore, in the place of those that could run",
-        ),
-        (args.cpu_offload_gb, "--cpu-offload-gb", "weights are not where the projector looks for them"),
-        (
-            args.offload_group_size > 0,
-            "--offload-group-size",
-            "weights are not where the projector looks for them",
-        ),
-        (
-            args.kt_weight_path,
-            "--kt-weight-path",
-            "those weights are not in the fingerprint",
-        ),
-        (
-            args.enable_torch_compile,
-            "--enable-torch-compile",
-            "compiled layers do not show their hidden states",
-        ),
-        (
-            args.enable_two_batch_overlap,
-            "--enable-two-batch-overlap",
-            "layers compute a pass in two halves there",
-        ),
-        (args.dllm_algorithm, "--dllm-algorithm", "diffusion models do not fill their KV in order"),
-        (args.enable_pdmux, "--enable-pdmux", "prefill and decode run beside each other there"),
-        (args.forward_hooks, "--forward-hooks", "stored hidden states do not say what a hook changed"),
-        (
-            args.enable_priority_scheduling and not args.disable_priority_preemption,
-            "--enable-priority-scheduling",
-            "preempting for a request that waits for its restore loses the preempted ones in SGLang 0.5.17; "
-            "add --disable-priority-preemption",
-        ),
-        (
-            args.enable_return_routed_experts,
-            "--enable-return-routed-experts",
-            "nobody knows which experts restored tokens went to",
-        ),
-        (args.enable_mis, "--enable-mis", "items of one prompt do not see each other there"),
-    ]
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
     """Settings of SGLang's HiCache, which would say nothing."""
     return [
-        f"{_FLAG} cannot be used with --{field.replace('_', '-')} {value}: "
+        f"{_FLAG} cannot be used with {_flag(field)} {value}: "
         + _IN_PLACE_OF_HICACHE.get(field, "it sets SGLang's HiCache, in whose place the tier is")
         for field, value in vars(args).items()
         if field.startswith(_HICACHE) and value != getattr(defaults, field, None)
@@ -325,26 +290,17 @@ def _hicache(args: argparse.Namespace, defaults: type) -> list[str]:
 
 
 def _parallelism(args: argparse.Namespace) -> list[str]:
-    too_few = args.tp_size is not None and args.tp_size < 1
-    return [
-        *([f"--tp-size {args.tp_size} is not allowed; give at least 1"] if too_few else []),
-        *_more_processes(args),
-    ]
-
-
-def _more_processes(args: argparse.Namespace) -> list[str]:
-    return [
-        f"{_FLAG} supports {flag} 1 only, got {size}: only the ranks of --tp-size, on one machine, agree on restores"
-        for flag, size in (
-            ("--nnodes", args.nnodes),
-            ("--pp-size", args.pp_size),
-            ("--dp-size", args.dp_size),
-            ("--dwdp-size", args.dwdp_size),
-            ("--attn-cp-size", args.attn_cp_size),
-            ("--dcp-size", args.dcp_size),
-        )
-        if size not in (None, 1)
-    ]
+    problems = []
+    if args.tp_size is not None and args.tp_size < 1:
+        problems.append(f"--tp-size {args.tp_size} is not allowed; give at least 1")
+    for field in ("nnodes", "pp_size", "dp_size", "dwdp_size", "attn_cp_size", "dcp_size"):
+        size = getattr(args, field)
+        if size not in (None, 1):
+            problems.append(
+                f"{_FLAG} supports {_flag(field)} 1 only, got {size}: only the ranks of --tp-size, on one machine, "
+                "agree on restores"
+            )
+    return problems
 
 
 def _model(model: Any) -> list[str]:
