@@ -64,7 +64,7 @@ class Judge:
         for failure in failures:
             item, run = failure.item, failure.item.run
             if isinstance(failure.error, CorruptExtentError):
-                self._volumes[failure.stripe].health.is_corrupt()
+                self._volumes[failure.stripe].health.note_corrupt()
                 self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
             elif failure.error_number == errno.ENOENT:  # in a directory that is there
                 if self._catalog.drop_run(run):

@@ -112,7 +112,7 @@ class Keeper:
         if full is None:
             volume.health.recover(seen)
         else:
-            volume.health.is_only_full(full.strerror or str(full), seen)
+            volume.health.mark_only_full(full.strerror or str(full), seen)
             self._space.relieve({volume.stripe})
 
     def _try(self, step: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ class Health:
         HEALTHY --ENOSPC, EROFS, 3 failed writes in a row--> READ_ONLY
         HEALTHY, READ_ONLY --3 failed reads in a row, a hang, gone--> OUT
         READ_ONLY, OUT --recover(), by the keeper, which probed it when is_due()--> HEALTHY
-        READ_ONLY, OUT --is_only_full(), likewise--> READ_ONLY
+        READ_ONLY, OUT --mark_only_full(), likewise--> READ_ONLY
 
     Args:
         retry_s: seconds until the first attempt to take it in again; doubles each time, up to a minute.
@@ -99,7 +99,7 @@ class Health:
         else:
             self._failed_reads = 0
 
-    def is_corrupt(self) -> None:
+    def note_corrupt(self) -> None:
         """Other bytes were read than were written, which takes no directory out: the chunks are quarantined."""
         with self._lock:
             self.corrupt_extents += 1
@@ -128,7 +128,7 @@ class Health:
             self.is_missing = False
             self._trip(Condition.OUT, reason)
 
-    def is_gone(self, reason: str) -> None:
+    def mark_missing(self, reason: str) -> None:
         """As :meth:`take_out`; and nobody need wait for it."""
         self.take_out(reason)
         self.is_missing = True
@@ -157,7 +157,7 @@ class Health:
             self.reason = reason
             self._back_off()
 
-    def is_only_full(self, reason: str, seen: Condition) -> None:
+    def mark_only_full(self, reason: str, seen: Condition) -> None:
         """A probe found that all but writing works: its chunks are served, and deleting them makes room.
 
         Args:
@@ -177,7 +177,11 @@ class Health:
             self.on_change()
 
     def recover(self, seen: Condition) -> None:
-        """A probe went well: use it again, unless something began to hang meanwhile. ``seen``: :meth:`is_only_full`."""
+        """A probe went well: use it again, unless something began to hang meanwhile.
+
+        Args:
+            seen: as :meth:`mark_only_full`.
+        """
         with self._lock:
             if self.condition is not seen or self._hanging:
                 return

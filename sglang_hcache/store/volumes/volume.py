@@ -176,7 +176,7 @@ class Volume:
             self.health.failed(error, writing=False)
             return
         if not present:
-            self.health.is_gone("the directory was deleted or unmounted")
+            self.health.mark_missing("the directory was deleted or unmounted")
 
     def close(self, timeout_s: float) -> bool:
         """Release the lock, once: behind a call that hangs, when that has ended. False if it is not released yet."""

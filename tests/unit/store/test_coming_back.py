@@ -94,7 +94,7 @@ def test_on_a_full_disk_what_another_thread_finds_meanwhile_counts(tmp_path: Pat
     health.failed(OSError(errno.ENOSPC, "full"), writing=True)
     seen = health.condition
     health.take_out("it hangs")
-    health.is_only_full("full", seen)
+    health.mark_only_full("full", seen)
     assert (health.condition, health.reason) == (Condition.OUT, "it hangs")
 
 

@@ -133,7 +133,7 @@ def test_it_may_end_at_any_step_of_giving_it_up(
     inside = Inside(store)
     inside.ledger._is_bad = True
     if is_gone:
-        inside.volumes[0].health.is_gone("the test says so")
+        inside.volumes[0].health.mark_missing("the test says so")
     with pytest.raises(StoreIOError):
         write_keys(store, NEW, LAYERS)
 
