@@ -99,7 +99,7 @@ class Keeper:
     def _take_again(self, volume: Volume) -> None:
         seen = volume.health.condition
         try:
-            identity, full = volume.probe(lambda: take_again(volume, self._ledger.identity))
+            identity, full = volume.attempt(lambda: take_again(volume, self._ledger.identity))
             if full is None or seen is Condition.OUT:
                 self._ledger.outgrow(identity)
                 self._space.reconcile(volume)

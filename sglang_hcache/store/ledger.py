@@ -221,8 +221,8 @@ class Ledger:
         """``volume`` is back: remove the index it has, unless it is ours. Raises OSError."""
         with self._lock:
             if volume is not self._home or self.is_given_up:
-                volume.probe(partial(self._remove_from, volume))
-            elif self._index is not None and not volume.probe(self._index.is_in_place):
+                volume.attempt(partial(self._remove_from, volume))
+            elif self._index is not None and not volume.attempt(self._index.is_in_place):
                 # A new directory, with the index in the one that was deleted, or another disk.
                 self._is_bad = True
 
@@ -262,7 +262,7 @@ class Ledger:
         with self._lock:
             if self._index is not None:
                 try:
-                    self._home.probe(self._index.close)
+                    self._home.attempt(self._index.close)
                 except OSError as error:
                     logger.warning("hcache: the index is left open: %s", error)
 

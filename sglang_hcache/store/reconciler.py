@@ -33,7 +33,7 @@ class Reconciler:
         Raises:
             StoreError, OSError: it fails again.
         """
-        files = volume.probe(volume.directory.segment_files)
+        files = volume.attempt(volume.directory.segment_files)
         first = self._ledger.identity.first_segment
         for segment in self._catalog.segments():
             lost = segment.number < first
@@ -58,8 +58,8 @@ class Reconciler:
         if size <= used:
             return
         try:
-            volume.probe(partial(directory.trim_segment, segment.number, used))
-            left = volume.probe(partial(directory.segment_bytes, segment.number))
+            volume.attempt(partial(directory.trim_segment, segment.number, used))
+            left = volume.attempt(partial(directory.segment_bytes, segment.number))
         except TimeoutError:
             raise
         except OSError as error:

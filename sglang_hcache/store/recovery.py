@@ -85,7 +85,7 @@ class Recovery:
         except BaseException:
             if index is not None:  # an open one is locked
                 with contextlib.suppress(OSError):
-                    self._home.probe(index.close)
+                    self._home.attempt(index.close)
             raise
 
     def _agreed(self, index: Index | None, contents: IndexContents, meta: dict[str, str]) -> Recovered:
@@ -134,7 +134,7 @@ class Recovery:
             if volume is not home and (volume.health.writable or volume.health.is_full):
                 _remove_old_index(volume)
         try:
-            return home.probe(self._load_index, LOAD_S)
+            return home.attempt(self._load_index, LOAD_S)
         except (StoreFormatError, StoreIOError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 home.health.take_out(error.strerror or str(error))
@@ -191,7 +191,7 @@ class Recovery:
                 runs = self._fill(index, runs)
             except BaseException as error:
                 with contextlib.suppress(OSError):
-                    self._home.probe(index.close)
+                    self._home.attempt(index.close)
                 if not isinstance(error, StoreError):
                     raise
                 logger.warning(

@@ -160,7 +160,7 @@ def forgetful(store: DiskStore) -> None:
     index = Inside(store).index
     assert index is not None
     for name in ("cache_size = 0", "shrink_memory"):
-        Inside(store).volumes[0].probe(partial(index._connection.execute, f"PRAGMA {name}"))
+        Inside(store).volumes[0].attempt(partial(index._connection.execute, f"PRAGMA {name}"))
 
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])

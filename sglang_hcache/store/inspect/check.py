@@ -68,7 +68,7 @@ def _directory(view: StoreView, item: Seen) -> Iterator[Finding]:
         what = f"{path}: its superblock is older than others, for the directory was out when they changed"
         yield Finding(what, "none needed: the newest counts", is_error=False)
     try:
-        names, strangers = item.volume.probe(lambda: (item.directory.names(), item.directory.strangers()))
+        names, strangers = item.volume.attempt(lambda: (item.directory.names(), item.directory.strangers()))
     except OSError as error:
         yield Finding(f"{path}: {error.strerror or error}", "check its device")
         return

@@ -150,9 +150,9 @@ def _place(
 def _first_headers(item: Seen) -> list[ExtentHeader]:
     """What stands at the beginning of each segment file, if it is a header."""
     found = []
-    for segment in item.volume.probe(item.directory.segment_sizes):
+    for segment in item.volume.attempt(item.directory.segment_sizes):
         try:
-            block = item.volume.probe(lambda segment=segment: item.directory.read_blocks(segment, [0]))[0]  # type: ignore[misc]
+            block = item.volume.attempt(lambda segment=segment: item.directory.read_blocks(segment, [0]))[0]  # type: ignore[misc]
             header = parse_header(block)
         except (CorruptExtentError, OSError):
             continue

@@ -61,7 +61,7 @@ class Verification:
         for item in view.sight.seen:
             if item.volume.health.readable:
                 with contextlib.suppress(OSError):
-                    item.volume.probe(item.directory.probe_reading)
+                    item.volume.attempt(item.directory.probe_reading)
         self._sizes = view.segment_sizes()
         self._engine = PosixEngine(len(view.volumes), _IO_THREADS)
         self._reader = LayerReader(Transfers(self._engine, view.volumes, _PATIENCE_S))

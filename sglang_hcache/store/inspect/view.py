@@ -264,7 +264,7 @@ def _lock_holder(sight: Sight) -> LockHolder | None:
         if not item.exists:
             continue
         try:
-            holder = item.volume.probe(item.directory.lock.holder)
+            holder = item.volume.attempt(item.directory.lock.holder)
         except OSError:
             continue
         if holder is not None:

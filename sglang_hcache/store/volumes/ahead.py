@@ -75,26 +75,26 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     found = _Candidate(volume)
     try:
         with _naming_dirs():
-            found.place = volume.probe(partial(real_place, path))
-        volume.probe(partial(check_shared, path))
-        volume.probe(partial(check_may_begin, path))
-        found.device, found.total_bytes = volume.probe(directory.file_system_size)
+            found.place = volume.attempt(partial(real_place, path))
+        volume.attempt(partial(check_shared, path))
+        volume.attempt(partial(check_may_begin, path))
+        found.device, found.total_bytes = volume.attempt(directory.file_system_size)
         if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(
                 f"--hcache-disk-free-floor: {config.floor_text} is not allowed; the file system of "
                 f"{path} has {format_bytes(found.total_bytes)}"
             )
-        mount = volume.probe(partial(mount_of, path))
+        mount = volume.attempt(partial(mount_of, path))
         if mount is not None and mount.kind in ("tmpfs", "ramfs"):
             logger.warning(
                 "hcache: %s (--hcache-dirs) is on %s, which is memory: it counts against the memory of this machine or "
                 "container beside --hcache-host-size, and is gone after a reboot", path, mount.kind,
             )  # fmt: skip
-        volume.probe(directory.check_writable)
-        volume.probe(directory.check_ours)
-        found.holder = volume.probe(directory.lock.holder)
+        volume.attempt(directory.check_writable)
+        volume.attempt(directory.check_ours)
+        found.holder = volume.attempt(directory.lock.holder)
         try:
-            found.superblock = volume.probe(directory.read_superblock)
+            found.superblock = volume.attempt(directory.read_superblock)
         except StoreFormatError as error:
             found.damage = error
     except FileNotFoundError:

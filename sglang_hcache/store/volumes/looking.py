@@ -160,11 +160,11 @@ def _look(path: Path) -> Seen:
     volume = Volume(directory, SilentHealth(path), _PATIENCE_S)
     seen = Seen(volume, directory=directory)
     try:
-        is_empty = volume.probe(directory.is_empty)
+        is_empty = volume.attempt(directory.is_empty)
         seen.exists = True
-        seen.superblock = volume.probe(directory.read_superblock)
+        seen.superblock = volume.attempt(directory.read_superblock)
         if seen.superblock is None:
-            seen.num_ranks = min(volume.probe(partial(ranks_in, path)), default=None)
+            seen.num_ranks = min(volume.attempt(partial(ranks_in, path)), default=None)
     except StoreFormatError as error:
         seen.damage = error
         volume.health.take_out("its superblock is damaged")
@@ -186,7 +186,7 @@ def _look(path: Path) -> Seen:
 def _no_store(item: Seen) -> str:
     text = f"{item.volume.path} is not a directory of a store: {item.volume.health.reason}"
     try:
-        if item.exists and item.volume.probe(item.directory.segment_sizes):
+        if item.exists and item.volume.attempt(item.directory.segment_sizes):
             text += "; it has segments, `hcache store fsck --rebuild` may save them"
     except OSError:
         pass

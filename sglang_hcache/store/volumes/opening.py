@@ -151,9 +151,9 @@ def _acquire(volume: Volume) -> Found:
         directory.acquire()
 
     try:
-        volume.probe(acquire)
+        volume.attempt(acquire)
         try:
-            return Found(volume, volume.probe(directory.read_superblock))
+            return Found(volume, volume.attempt(directory.read_superblock))
         except StoreFormatError as error:
             return Found(volume, damage=error)
     except OSError as error:
@@ -188,7 +188,7 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
     for volume in volumes:
         if not volume.health.readable:
             raise StoreIOError(f"cannot use {volume.path} (--hcache-dirs): {volume.health.reason}")
-        if volume.probe(volume.directory.segment_sizes):
+        if volume.attempt(volume.directory.segment_sizes):
             raise StoreFormatError(
                 f"{volume.path} holds segments but no superblock; delete its files to start an empty store"
             )
@@ -197,7 +197,7 @@ def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdenti
         epoch=0,
         index_stripe=0,
         first_segment=0,
-        file_systems=tuple(volume.probe(volume.directory.file_system) for volume in volumes),
+        file_systems=tuple(volume.attempt(volume.directory.file_system) for volume in volumes),
         size_bytes=config.size_bytes,
         segment_bytes=config.segment_bytes,
         free_floor_bytes=config.free_floor_bytes,
@@ -209,8 +209,8 @@ def _tell_places(volumes: Sequence[Volume]) -> None:
     """Log where a new store is: if another one was expected there, its disk is not mounted."""
     for volume in volumes:
         with contextlib.suppress(OSError):
-            mount = volume.probe(partial(mount_of, volume.path)) or "an unknown file system"
-            free = format_bytes(volume.probe(volume.directory.free_bytes))
+            mount = volume.attempt(partial(mount_of, volume.path)) or "an unknown file system"
+            free = format_bytes(volume.attempt(volume.directory.free_bytes))
             logger.info("hcache: %s begins a new store, on %s, %s free", volume.path, mount, free)
 
 
@@ -225,7 +225,7 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
             directory.write_superblock(Superblock(identity, volume.stripe))
 
     try:
-        volume.probe(make_ready)
+        volume.attempt(make_ready)
         _probe(volume)
     except OSError as error:
         if is_new:
@@ -270,7 +270,7 @@ def _probe(volume: Volume) -> None:
     unlink_at, wait_no_more_at = 0.0, time.monotonic() + _LONGEST_WAIT_S
     while True:
         try:
-            volume.probe(directory.probe)
+            volume.attempt(directory.probe)
             return
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
@@ -278,12 +278,12 @@ def _probe(volume: Volume) -> None:
             if time.monotonic() < unlink_at:
                 time.sleep(_PAUSE_S)
                 continue
-            sizes = volume.probe(directory.segment_sizes)
+            sizes = volume.attempt(directory.segment_sizes)
             oldest = min(sizes, default=None)
             if oldest is None:
                 raise
             logger.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
-            volume.probe(partial(directory.unlink_segment, oldest))
+            volume.attempt(partial(directory.unlink_segment, oldest))
             if sizes[oldest]:
                 unlink_at = min(time.monotonic() + _SHOWS_S, wait_no_more_at)
 

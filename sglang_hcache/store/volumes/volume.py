@@ -78,7 +78,7 @@ class Volume:
         """
         self._refuse_if_out(doing)
         try:
-            return self.probe(function, patience_s)
+            return self.attempt(function, patience_s)
         except FileNotFoundError as error:
             self.check_presence()
             self._refuse_if_out(doing)  # the file went with its directory, and may come back with it
@@ -156,7 +156,7 @@ class Volume:
         """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""
         self._caller.post(partial(files.__delitem__, name))
 
-    def probe(self, function: Callable[[], T], patience_s: float | None = None) -> T:
+    def attempt(self, function: Callable[[], T], patience_s: float | None = None) -> T:
         """``function()`` whatever the health says, with the deadline, and without an effect on the health.
 
         Raises:
@@ -171,7 +171,7 @@ class Volume:
     def check_presence(self) -> None:
         """Take the volume out if its directory is not the one that was opened."""
         try:
-            present = self.probe(self.directory.is_present)
+            present = self.attempt(self.directory.is_present)
         except OSError as error:
             self.health.failed(error, writing=False)
             return

@@ -159,7 +159,7 @@ def test_files_that_cannot_be_made_or_cut_are_failed_writes(tmp_path: Path, meth
 
 def test_each_directory_has_a_thread_that_is_named_after_it(tmp_path: Path) -> None:
     volume = Volume(StoreDirectory(tmp_path), health(tmp_path), 60.0)
-    assert volume.probe(lambda: threading.current_thread().name) == f"hcache-dir {tmp_path}"
+    assert volume.attempt(lambda: threading.current_thread().name) == f"hcache-dir {tmp_path}"
     assert volume.close(60.0)
 
 
