@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.store.catalog import RunSlice
@@ -60,7 +59,5 @@ class ReadLease:
     def __enter__(self) -> ReadLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -9,7 +9,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreError, TierMissError
 from sglang_hcache.store import DiskStore, ReadLease, StoreConfig
@@ -63,12 +62,10 @@ class Traffic:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         self.join(60.0)
-        if error is None:
+        if kind is None:
             assert not self.broken, self.broken[0]
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -169,12 +166,10 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         self._thread.join(60.0)
-        if error is None:
+        if kind is None:
             assert not self._thread.is_alive()
             assert self.found is None, self.found
             assert self.samples > 0

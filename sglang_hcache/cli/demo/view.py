@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import sys
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -48,9 +47,7 @@ class DemoView(Protocol):
 
     def __enter__(self) -> DemoView: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def choose_view(*, as_json: bool) -> DemoView:
@@ -101,9 +98,7 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._status = ""
         self._live.stop()
 
@@ -141,9 +136,7 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
