@@ -7,7 +7,6 @@
 | ``client`` | requests to the server: answers, state, flush |
 | ``watch`` | looks at the server as long as somebody looks at the page |
 | ``session`` | one browser's conversations, and the answers on their way |
-| ``starters`` | texts that a new conversation offers |
 | ``figures`` | bars, strips and tables as HTML |
 | ``page/`` | the page, and what serves it until Ctrl-C; nothing else needs NiceGUI |
 """
