@@ -296,7 +296,8 @@ class Variant:
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]
-        ticket = Ticket(Prompt("benchmark", self.rig.tokens[:length], None), keys)
+        prompt = Prompt("benchmark", self.rig.tokens[:length], None)
+        ticket = Ticket(prompt, keys, time.monotonic, Counters())
         restore = self.maker.prepare(ticket, nothing, keys, slots, decision, 60.0)
         self._over.clear()
         self.engine.submit(restore.job)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.device.compiled import ensure_library, library_dir
+from sglang_hcache.device.compiled import ensure_library
 
 LIBRARY = "libcuda.so.1"
 _STUB_NAME = "libcuda-stub"
@@ -48,11 +48,6 @@ def has_gpu(device_folder: Path = Path("/dev"), driver: str = LIBRARY) -> bool:
     except (OSError, AttributeError):  # no driver; or our own stub, which has neither function
         return False
     return count.value > 0
-
-
-def stub_dir() -> Path:
-    """The folder of the stub for this machine and this version of its source, built or not."""
-    return library_dir(_STUB_NAME, _STUB_SOURCE, _COMPILER_OPTIONS)
 
 
 def ensure_stub() -> Path:

@@ -64,7 +64,6 @@ class Bridge:
         self.config = config
         self.counters = counters
         self.tiers = tiers
-        self.gate = gate
         self.adapters = device.adapters
         self._beside = device.beside
         self.ranks = device.ranks

@@ -154,8 +154,8 @@ class Life:
 class Ticket:
     prompt: Prompt
     keys: list[ChunkKey]
-    clock: Callable[[], float] = time.monotonic
-    observer: Observer | None = None
+    clock: Callable[[], float]
+    observer: Observer
     """Told how long it waited in each phase."""
     life: Life = field(default_factory=Life)
     phase: Phase = Phase.RESOLVED
@@ -197,7 +197,7 @@ class Ticket:
         self.life.add(event, *values)
 
     def enter(self, phase: Phase) -> None:
-        if self.observer is not None and self.phase not in (phase, Phase.RESOLVED):
+        if self.phase not in (phase, Phase.RESOLVED):
             self.observer.observe(f"wait.{self.phase.value}_seconds", self.in_phase_s)
         if self.phase in (Phase.PENDING, Phase.RUNNING):
             self.held_s += self.in_phase_s

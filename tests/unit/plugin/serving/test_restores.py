@@ -677,7 +677,8 @@ def test_what_waits_for_anothers_restore_keeps_room_for_the_rest(world: World, o
 
 def test_who_is_recomputed_does_not_wait_for_those_that_wait_for_a_restore() -> None:
     ahead = line.Ahead(lambda count, _: float(count))
-    ticket = tickets.Ticket(Prompt("a", array("q", tokens(1, 4)), None), chunk_keys(ROOT, tokens(1, 4)))
+    prompt = Prompt("a", array("q", tokens(1, 4)), None)
+    ticket = tickets.Ticket(prompt, chunk_keys(ROOT, tokens(1, 4)), time.monotonic, Counters())
     for phase, seconds in ((tickets.Phase.PENDING, 0.0), (tickets.Phase.RESOLVED, 300.0)):
         ticket.phase = phase
         ahead.add(QueuedRequest(phase.value, 300, 0), ticket)
