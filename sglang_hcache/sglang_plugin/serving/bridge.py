@@ -29,6 +29,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
 from sglang_hcache.sglang_plugin.serving.idling import Idling
 from sglang_hcache.sglang_plugin.serving.last_writes import LastWrites
 from sglang_hcache.sglang_plugin.serving.metrics import TierGauges
+from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.owners import Owners
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
@@ -76,7 +77,8 @@ class Bridge:
         pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
         self._engine = RestoreEngine(pipeline, counters, running.one_has_changed)
         self._maker = maker = RestoreMaker(device, tiers, config, counters, budget.block_chunks, gate)
-        self.restores = RestoreCoordinator(device, config, counters, maker, self._engine, running)
+        outcomes = Outcomes(device, tiers.layout, counters, gate)
+        self.restores = RestoreCoordinator(device, config, counters, maker, outcomes, self._engine, running)
         self._idling = Idling(self.restores, self.saving)
         self._closed = threading.Event()
         self.last_writes = LastWrites(tiers, counters)

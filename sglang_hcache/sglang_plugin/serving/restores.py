@@ -42,6 +42,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.throttle import Throttle
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
+from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.starting import Starter
@@ -62,6 +63,7 @@ class RestoreCoordinator:
 
     Args:
         maker: makes the restores.
+        outcomes: is told of their ends.
         engine: runs their jobs, and tells ``running`` when one is over.
     """
 
@@ -71,6 +73,7 @@ class RestoreCoordinator:
         config: HCacheConfig,
         observer: Observer,
         maker: RestoreMaker,
+        outcomes: Outcomes,
         engine: RestoreEngine,
         running: Running,
     ) -> None:
@@ -78,6 +81,7 @@ class RestoreCoordinator:
         self._beside = device.beside
         self._ranks = device.ranks
         self._maker = maker
+        self._outcomes = outcomes
         self.scheduler = device.scheduler
         self._observer = observer
         self._patience = Patience(device.ranks.now)
@@ -226,13 +230,12 @@ class RestoreCoordinator:
                 assert restore.ticket is not None
                 if restore.job.written is not None and not restore.job.is_over:
                     self._beside.stage.passes_after(restore.job.written)
-                self._maker.certain(restore)
+                self._outcomes.certain(restore)
                 self._insert(restore.ticket, restore)
         for restore in self.running.take_ended():
-            if self._maker.settle(restore):
+            if self._outcomes.over(restore):
                 self._observer.count("restore.rests")
                 self._starter.rest.begin(restore.slowest_s)
-            self._maker.learn(restore)
             ticket = restore.ticket
             if restore.is_in_tree:
                 if not restore.is_complete:

@@ -22,10 +22,10 @@ from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 _LOOK_AGAIN_S = 0.02  # whether there is room now: the scheduler's rounds come faster than room does
 
 
-class _Outcome(Enum):
+class _Attempt(Enum):
     """How an attempt to start a restore went."""
 
-    SETTLED = "it runs, or is not needed, or waits for another request's restore"
+    DECIDED = "it runs, or is not needed, or waits for another request's restore"
     NO_ROOM = "it waits for slots, and so do those behind it"
     TOO_EARLY = "it would lie idle for long, and so would those of the requests behind it"
 
@@ -121,9 +121,9 @@ class Starter:
         is_full = not self._room.is_left(CHUNK_TOKENS)
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
-                outcome = _Outcome.NO_ROOM if is_full else self._start(ticket, ahead)
-                if outcome is not _Outcome.SETTLED:
-                    refused = ticket if outcome is _Outcome.NO_ROOM else None
+                attempt = _Attempt.NO_ROOM if is_full else self._start(ticket, ahead)
+                if attempt is not _Attempt.DECIDED:
+                    refused = ticket if attempt is _Attempt.NO_ROOM else None
                     break
             before.add(request.rid)
             if not is_full:  # else nothing more starts: what the others need does not matter
@@ -136,23 +136,23 @@ class Starter:
             refused.give_up()
             self.look_again()
 
-    def _start(self, ticket: Ticket, ahead: Ahead) -> _Outcome:
-        """Start the ticket's restore, or settle it without."""
+    def _start(self, ticket: Ticket, ahead: Ahead) -> _Attempt:
+        """Start the ticket's restore, or decide against it."""
         is_resting = self.rest.is_on
         if is_resting and not any(self._maker.find([ticket.following], in_memory=True)):
             ticket.is_unasked = True
             ticket.enter(Phase.RESOLVED)
-            return _Outcome.SETTLED
+            return _Attempt.DECIDED
         # Many may wait for the same restore, or for room, in each round: nothing is looked up for them.
         awaited = ticket.awaits
         if awaited is not None and awaited in self._running and not awaited.is_in_tree:
-            return _Outcome.SETTLED
+            return _Attempt.DECIDED
         if not self._may_have_room(ticket, ahead):
-            return _Outcome.NO_ROOM
+            return _Attempt.NO_ROOM
         match = self._tree.match_tokens(ticket.prompt.tokens, ticket.prompt.tenant)
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if self._awaits_another(ticket, len(match), missing, ahead):
-            return _Outcome.SETTLED
+            return _Attempt.DECIDED
         (found,) = self._maker.find([missing], in_memory=is_resting)
         keys = missing[:found]
         self._maker.missed(ticket, () if is_resting else missing[found : found + 1])
@@ -160,7 +160,7 @@ class Starter:
         if not keys:
             ticket.is_unasked = is_resting
             ticket.enter(Phase.RESOLVED)
-            return _Outcome.SETTLED
+            return _Attempt.DECIDED
         return self._begin(ticket, match, keys, ahead)
 
     def _may_have_room(self, ticket: Ticket, ahead: Ahead) -> bool:
@@ -188,7 +188,7 @@ class Starter:
         ticket.awaits, ticket.awaited = restore, on_device + shared
         return True
 
-    def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Outcome:
+    def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Attempt:
         """Restore ``keys`` behind ``match`` for a ticket, if that pays now."""
         count = CHUNK_TOKENS * len(keys)
         # Without room for it in the pool now, the restores that run may be over when there is.
@@ -199,19 +199,19 @@ class Starter:
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, backlog_s)
             ticket.give_up()
-            return _Outcome.SETTLED
+            return _Attempt.DECIDED
         if verdict.idle_s > self._most_idle_s:
-            return _Outcome.TOO_EARLY
+            return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
         if slots is None:
             ticket.refuse(count)
-            return _Outcome.NO_ROOM
+            return _Attempt.NO_ROOM
         try:
             restore = self._maker.prepare(ticket, match, keys, slots, verdict.decision, backlog_s)
         except (TierMissError, StoreError):
             self._tree.free(slots)
             self._tree.unlock(match.node)
-            return _Outcome.SETTLED  # gone since the look-up: decided anew at the next round
+            return _Attempt.DECIDED  # gone since the look-up: it is looked up anew in the next round
         ticket.restore = restore
         self._running.add(restore)
         ticket.attempts += 1
@@ -219,4 +219,4 @@ class Starter:
         ticket.note("restore of %d tokens behind %d starts: %s", count, len(match), decision)
         ticket.enter(Phase.RUNNING)
         self._engine.submit(restore.job)
-        return _Outcome.SETTLED
+        return _Attempt.DECIDED

@@ -56,7 +56,7 @@ class Restore:
     is_in_tree: bool = False
     """Whether its slots are the tree's already, though the device may still write to them."""
     slowest_s: float = 0.0
-    """What the slowest rank took, once that is known (:meth:`RestoreMaker.settle`)."""
+    """What the slowest rank took, once that is known (:meth:`Outcomes.over`)."""
 
     @property
     def start(self) -> int:

@@ -26,6 +26,7 @@ from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch, Prompt, QueuedRequest
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 from sglang_hcache.sglang_plugin.serving import line, restores, starting, tickets, waiting
+from sglang_hcache.sglang_plugin.serving.outcomes import Outcomes
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
@@ -229,6 +230,7 @@ class World:
             config,
             self.counters,
             self.maker,
+            Outcomes(device, layout, self.counters, gate),
             engine=self.engine,  # type: ignore[arg-type]
             running=Running(device.ranks),
         )

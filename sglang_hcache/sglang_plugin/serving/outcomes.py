@@ -1,0 +1,102 @@
+"""What became of restores: counted, reported, and compared with what was predicted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from sglang_hcache.core.layout import CHUNK_TOKENS, StateLayout
+from sglang_hcache.core.observer import Observer
+from sglang_hcache.restore.gate import RestoreGate
+from sglang_hcache.sglang_plugin.seam.protocols import Device
+from sglang_hcache.sglang_plugin.serving.tickets import Restore
+from sglang_hcache.tier.tiered import DISK
+
+
+class Outcomes:
+    """Used on the scheduler's thread.
+
+    Args:
+        gate: learns from them; None: nobody predicts anything.
+    """
+
+    def __init__(
+        self, device: Device, layout: StateLayout, observer: Observer, gate: RestoreGate | None
+    ) -> None:
+        self._ranks = device.ranks
+        self._layout = layout
+        self._observer = observer
+        self._gate = gate
+        self._pace = None if device.beside is None else device.beside.stage.pace
+
+    def certain(self, restore: Restore) -> None:
+        """The device is asked for all of it: from here on the pace changes nothing."""
+        if self._had_its_pace(restore):
+            restore.turns = None
+
+    def over(self, restore: Restore) -> bool:
+        """It is over: agree with the other ranks on how long it took, report it, and learn from it.
+
+        Returns:
+            Whether it was too late on some rank, and a disk is to blame. Memory is not sick, only busy.
+        """
+        is_slow = restore.is_late and self._had_its_pace(restore) and DISK in restore.job.sources
+        all_quick, slowest_s = self._ranks.minimum(not is_slow, -restore.seconds)
+        restore.slowest_s = -slowest_s
+        self._observer.count(f"restore.{restore.outcome}")
+        if restore.is_complete:
+            self._report(restore)
+        if restore.decision is not None:
+            self._report_gain(restore, restore.decision.recompute_s)
+        self._learn(restore)
+        return not all_quick
+
+    def _had_its_pace(self, restore: Restore) -> bool:
+        """False if it took longer, or less, for a reason that is known: its share of the device changed."""
+        return self._pace is None or restore.turns in (None, self._pace.turns)
+
+    def _learn(self, restore: Restore) -> None:
+        """Compare what it took with what was predicted."""
+        if self._gate is None or restore.decision is None:
+            return
+        # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
+        if (restore.is_complete or restore.is_late) and self._had_its_pace(restore):
+            recomputation = restore.recomputation
+            is_timed = recomputation is not None and recomputation.is_complete
+            recomputing_s = recomputation.seconds if recomputation and is_timed else None
+            self._gate.restored(restore.decision, restore.seconds, recomputing_s)
+
+    def _report_gain(self, restore: Restore, recompute_s: float) -> None:
+        """What it saved the request that waited for it, or cost it, against recomputing at once."""
+        taken_s = restore.job.taken_s(min(time.monotonic(), restore.ended))
+        is_of_use = restore.is_complete and restore.ticket is not None
+        if is_of_use and taken_s <= recompute_s:
+            self._observer.observe("restore.saved_seconds", recompute_s - taken_s)
+        elif is_of_use:
+            self._observer.observe("restore.lost_seconds_slower", taken_s - recompute_s)
+        else:
+            reason = "cancelled" if restore.is_complete else restore.outcome
+            self._observer.observe(f"restore.lost_seconds_{reason}", taken_s)
+
+    def _report(self, restore: Restore) -> None:
+        """One that ended well."""
+        job, observer = restore.job, self._observer
+        chunk_bytes = sum(self._layout.chunk_layer_bytes[layer] for layer in job.layers)
+        observer.count("restore.tokens", job.num_tokens)
+        chunks_by_tier = Counter(job.sources)
+        source = next(iter(chunks_by_tier)) if len(chunks_by_tier) == 1 else "mixed"
+        for tier, chunks in chunks_by_tier.items():
+            observer.count(f"restore.tokens_{tier}", chunks * CHUNK_TOKENS)
+            observer.count(f"restore.bytes_{tier}", chunks * chunk_bytes)
+        observer.observe(f"restore.seconds_{source}", restore.seconds)
+        observer.observe("restore.queue_seconds", job.queued_s)
+        observer.observe("restore.read_seconds", job.waited_s)
+        observer.observe("restore.project_seconds", job.written_s)
+        if job.seconds > 0:
+            gb_per_s = len(job.sources) * chunk_bytes / job.seconds / 1e9
+            observer.observe(f"restore.gb_per_s_{source}", gb_per_s)
+        if restore.recomputation is not None:
+            observer.observe("restore.recompute_seconds", restore.recomputation.seconds)
+        if restore.decision is not None:
+            ratio = restore.seconds / restore.decision.job_s
+            observer.observe(f"restore.prediction_ratio_{source}", ratio)
