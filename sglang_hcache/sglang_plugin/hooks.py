@@ -192,7 +192,8 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
         return original(runner, forward_batch, *args, **kwargs)
     rids = [request.rid for request in requests]
     rows = slice(0, sum(request.count for request in requests))
-    if not bridge.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
+    bridge.kv_arrives()  # whoever's pass it is: its KV may stay on the device
+    if not bridge.saving.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
         return original(runner, forward_batch, *args, **kwargs)
     try:
         output = original(runner, forward_batch, *args, **kwargs)

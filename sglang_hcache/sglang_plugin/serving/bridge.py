@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from sglang_hcache import __version__
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import ChunkKey, Namespace, chunk_keys
@@ -134,12 +132,6 @@ class Bridge:
         if self._beside is not None:
             self._beside.stage.begin_pass()
 
-    def begin_pass(self, rids: Sequence[str], tokens: torch.Tensor, slots: torch.Tensor) -> bool:
-        """As :meth:`Saving.begin_pass`, whose other methods follow."""
-        if self._captures:
-            self.kv_arrives()  # whoever's pass it is: its KV may stay on the device
-        return self.saving.begin_pass(rids, tokens, slots)
-
     # -- the device tree -------------------------------------------------------------------------
 
     @property
@@ -156,7 +148,8 @@ class Bridge:
 
     def kv_arrives(self) -> None:
         """The device gets KV of the weights in use: of a pass, or restored."""
-        self.weights.on_device = self._weights_in_use()
+        if self._captures:  # else nobody asks of which weights it is
+            self.weights.on_device = self._weights_in_use()
 
     def device_reset(self) -> None:
         """The device dropped everything."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from sglang_hcache.capture.events import RequestRows
-from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.device.streams import device_name
@@ -22,9 +21,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
 from sglang_hcache.sglang_plugin.launch.support import determinism_problems, device_problems
 from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
-from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 from sglang_hcache.sglang_plugin.serving.saving import Saving
-from sglang_hcache.sglang_plugin.serving.weights_in_use import WeightsInUse
 from tests.unit.restore.delayed_streams import FORKED, DelayedStreams
 
 
@@ -285,13 +282,10 @@ def saving_of(passes: object, times: object) -> Saving:
 
 def test_passes_of_requests_that_nobody_announced_are_left_alone() -> None:
     passes, timed = _Passes(), list[object]()
-    bridge = object.__new__(Bridge)
-    bridge._captures = True
-    bridge.weights = WeightsInUse(None, None, Namespace(bytes(32), "weights that did not change"))  # type: ignore[arg-type]
-    bridge.saving = saving_of(passes, SimpleNamespace(begin=timed.append))
-    assert bridge.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
-    assert bridge.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
-    assert not bridge.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
+    saving = saving_of(passes, SimpleNamespace(begin=timed.append))
+    assert saving.begin_pass(["a"], torch.zeros(1), torch.zeros(1))
+    assert saving.begin_pass(["a", "b"], torch.zeros(70), torch.zeros(70))
+    assert not saving.begin_pass(["b"], torch.zeros(9), torch.zeros(9))
     assert passes.begun == [1, 70]
     assert timed == [1, 70]
 

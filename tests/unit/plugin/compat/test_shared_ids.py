@@ -59,7 +59,7 @@ class Serving(Served):
     def compute(self, tokens: array[int], first: int) -> None:
         """A pass over ``tokens``, from position ``first`` on."""
         ids = torch.tensor(tokens)
-        if self.bridge.begin_pass(["again"], ids, ids):
+        if self.bridge.saving.begin_pass(["again"], ids, ids):
             for layer in range(LAYOUT.num_layers):
                 self.bridge.saving._passes.on_layer(layer, torch.zeros(len(tokens), 1))
             self.bridge.saving.end_pass(

@@ -236,14 +236,14 @@ def test_layers_that_are_recomputed_come_behind_what_the_device_still_writes() -
 def test_each_forward_pass_comes_behind_it(rows: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     bridge = SimpleNamespace(
-        saving=SimpleNamespace(saves_decoded_later=False),
+        saving=SimpleNamespace(saves_decoded_later=False, begin_pass=lambda *_: False),
         pass_comes=lambda: calls.append("behind"),
-        begin_pass=lambda *_: False,
+        kv_arrives=lambda: calls.append("its KV is of the weights in use"),
     )
     monkeypatch.setattr(hooks.batches, "rows_of", lambda _batch: rows)
     batch = SimpleNamespace(input_ids=torch.zeros(1), out_cache_loc=torch.zeros(1))
     hooks._forward(lambda *_: calls.append("the pass"), SimpleNamespace(hcache_bridge=bridge), batch)
-    assert calls == ["behind", "the pass"]
+    assert calls == ["behind", *(["its KV is of the weights in use"] if rows else []), "the pass"]
 
 
 def test_all_ranks_must_have_asked() -> None:

@@ -51,7 +51,7 @@ def test_a_pass_that_cannot_be_saved_goes_on(
 
 def run_pass(bridge: Any, rid: str) -> None:
     """One over a whole chunk."""
-    assert bridge.begin_pass([rid], TOKENS, TOKENS)
+    assert bridge.saving.begin_pass([rid], TOKENS, TOKENS)
     hook: Callable[[int, torch.Tensor], None] = bridge.saving._on_layer
     for layer in range(LAYOUT.num_layers):
         hook(layer, torch.zeros(len(TOKENS), 1))
@@ -63,7 +63,7 @@ def test_a_pass_that_fails_by_itself_leaves_nothing(monkeypatch: pytest.MonkeyPa
     bridge.begin_capture("r", None, array("q"))
     with monkeypatch.context() as broken:
         broken.setattr(bridge.saving._passes, "begin", fail)
-        assert bridge.begin_pass(["r"], TOKENS, TOKENS)
+        assert bridge.saving.begin_pass(["r"], TOKENS, TOKENS)
     bridge.saving.abandon_pass()
     run_pass(bridge, "r")
     bridge.saving.end("r")

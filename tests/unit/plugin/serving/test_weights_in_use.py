@@ -13,7 +13,7 @@ import torch
 
 from sglang_hcache.core.config import HCacheConfig, WritePolicy
 from sglang_hcache.core.keys import Namespace
-from sglang_hcache.core.layout import Method, StateLayout
+from sglang_hcache.core.layout import Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
 from sglang_hcache.restore.methods import LayerRestorer
@@ -83,7 +83,7 @@ class Served:
         self.weights = weights
 
     def serve(self) -> None:
-        self.bridge.begin_pass(["not saved"], torch.zeros(1), torch.zeros(1))
+        self.bridge.kv_arrives()
 
     def saves_behind_the_device(self) -> bool:
         self.bridge.begin_capture("r", None, PREFIX)
@@ -123,12 +123,11 @@ def test_an_empty_device_is_of_any_weights(served: Served) -> None:
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("arrives", [Served.serve, lambda served: served.bridge.kv_arrives()])
-def test_behind_kv_of_earlier_weights_nothing_is_saved(served: Served, flushed: bool, arrives: Any) -> None:
+def test_behind_kv_of_earlier_weights_nothing_is_saved(served: Served, flushed: bool) -> None:
     if flushed:
         served.serve()
         served.bridge.device_reset()
-    arrives(served)
+    served.serve()
     served.update("b")
     assert not served.saves_behind_the_device()
     served.serve()  # now there is KV of both
@@ -156,6 +155,15 @@ def test_weights_that_nobody_used_leave_nothing(served: Served) -> None:
     served.update("c")
     served.serve()
     assert served.saves_behind_the_device()
+
+
+@pytest.mark.parametrize("method", [PlanKind.KV, PlanKind.RECOMPUTE])
+def test_weights_are_read_only_where_something_is_stored(method: PlanKind) -> None:
+    served = Served(config=HCacheConfig(method=method))
+    served.update("b")
+    served.serve()
+    assert (served.bridge.weights.namespace is None) == (method is PlanKind.RECOMPUTE)
+    served.bridge.close()
 
 
 def test_what_is_restored_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
