@@ -1,6 +1,6 @@
 """Copies of rows that lie apart, as CUDA's runtime makes them: many in one call, or one by one.
 
-By addresses: views of torch take several times as long to make as such a copy takes the bus.
+They take addresses: to make a view in torch takes several times as long as the bus takes for such a copy.
 """
 
 from __future__ import annotations

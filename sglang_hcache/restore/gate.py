@@ -26,14 +26,16 @@ _WEIGHT = 0.2
 """Weight of the latest observation in a running estimate: drift is followed, one outlier is not."""
 
 _SHORT_S = 0.004
-"""A restore predicted to take so long says as much of how fast tier and device are as of what each restore takes
-besides; a shorter one, more of the latter. By a few milliseconds of waiting long restores must not be judged."""
+"""What a restore took says something of how fast tier and device are, and something of the delay that every restore
+has. A restore whose work is predicted to take this long says as much of the one as of the other, a shorter one more of
+the delay: a few milliseconds of waiting must not make tier or device look slow."""
 
 _MOST_SURPRISE = 2.0
-"""An observation counts as at most so many times, or one so-many-th, of what was predicted."""
+"""An observation counts as at most this many times what was predicted, and as at least the inverse of it."""
 
 _FORGET = 0.99
-"""Each restore that is not started brings the estimates closer to the profile again: else they never would."""
+"""With each restore that is not started, the estimates' distance from the profile shrinks by this factor. Else
+estimates that are too high would stay: while no restore is started, nothing corrects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Load:
     """Factors by which computations slow down under load."""
 
     computing: float
-    """All but projections; of these what does not grow with the tokens, which beside a device is the CPU's work."""
+    """For everything but projections, and for their fixed part: beside a device that part is the CPU's work."""
     projecting: float
 
 
@@ -50,12 +52,12 @@ LOADED = Load(2.0, 2.0)
 """While requests run: the device does both in turns."""
 
 _RECOMPUTING_GAINS = 1.1
-"""Layers are recomputed only for more than that: other requests wait for the device meanwhile, predictions are off by
-as much, and on a CPU the projections of the other layers get the less of the cores."""
+"""Layers are recomputed only if that makes the restore more than this many times as fast: other requests wait for the
+device meanwhile, predictions are off by as much, and on a CPU the other layers' projections get less of the cores."""
 
 _PATIENCE = 1.5
-"""A restore is abandoned when it took so many times what recomputing was predicted to take: just after that time most
-restores are nearly done, and the work would be lost."""
+"""A restore is abandoned after this many times the time that recomputing was predicted to take. Not right after that
+time: most restores are nearly done then, and their work would be lost."""
 _LEAST_PATIENCE_S = 0.25
 """Pauses of a busy machine must not end restores of a few milliseconds."""
 
@@ -73,8 +75,8 @@ class Decision:
     delay_s: float
     """What restores took besides of late."""
     recompute_s: float
-    """What computing the tokens takes: passes that they fill, and what the others add to the one that the request needs
-    anyway."""
+    """What computing the tokens takes: the whole of each pass that they fill, and for the rest of them what they add to
+    the pass that the request needs anyway."""
     recomputing_s: float
     """Part of the restore: a pass through its first layers."""
     io_s: float
@@ -197,9 +199,10 @@ class RestoreGate:
         )
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
-        """What computing ``num_tokens`` tokens from position ``start`` on adds to a pass, which may have others'.
+        """What it takes to compute ``num_tokens`` tokens from position ``start`` on.
 
-        Whole passes that they fill cost what a pass costs.
+        Each pass that they fill costs what a pass costs. The rest of them costs only what it adds to a pass that runs
+        anyway.
         """
         passes = num_tokens // self._pass_tokens
         return self._pass_s(num_tokens, start) + (passes - 1) * len(self._stored) * self._fixed_s
@@ -221,8 +224,8 @@ class RestoreGate:
         """Whether to start.
 
         Args:
-            behind_s: seconds of other restores that come first, less those of other prefills before which it would
-                not be recomputed. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
+            behind_s: seconds of other restores that come first, less seconds of other prefills that would come before
+                its recomputation. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
         """
         pays = max(0.0, behind_s) + decision.restore_s < decision.recompute_s
         logger.debug(
@@ -285,8 +288,11 @@ class RestoreGate:
         self._unknown.add(tier)
 
     def _learn(self, name: str, seen: float, weight: float = _WEIGHT) -> None:
-        """A drift of ``seen`` would have predicted an observation. It counts as one, however many were predicted with
-        the drift that this one was."""
+        """Move the drift towards ``seen``, the value that would have predicted this observation exactly.
+
+        Restores that were predicted with the same drift all lead towards it: they do not multiply each other's
+        corrections.
+        """
         self._drift[name] = self._drift[name] ** (1 - weight) * seen**weight
 
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:

@@ -10,17 +10,17 @@ from sglang_hcache.device.streams import Stamp
 from sglang_hcache.restore.rows import slices
 
 YIELDING_SHARE = 0.2
-"""Share of the device's time for projections while requests run. What a restore computes, their passes lose, because
-the device does both in turns: so the time between tokens grows by a quarter. To project a layer takes a sixth of a pass
-through it or less, so a restore is still the faster way."""
+"""Share of the device's time for projections while requests run. The device does both in turns, so their passes lose
+this share: the time between tokens grows by a quarter. Projecting a layer takes at most a sixth of a pass through it,
+so a restore is still the faster way."""
 
 _LOOK_S = 0.0005
 """Poll interval while the cost of a row is unknown."""
 _SLEEP_S = 0.005
-"""At a time: whether somebody waits for the restore to stop, or a row turns out to take less time."""
+"""Longest single sleep. After each one a restore that is to stop can stop, and a row may turn out to take less time."""
 _ROWS_BETWEEN = 1024
-"""Rows of one projection while requests run. A device starts nobody's kernel before one that fills it has an end,
-whatever their priorities: half a millisecond for 3,276 rows of 5,120 values on an H200."""
+"""Rows of one projection while requests run. While a kernel fills the device, no other one starts there, whatever its
+priority: half a millisecond for 3,276 rows of 5,120 values on an H200."""
 
 
 class Pace:

@@ -21,8 +21,8 @@ NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
 _WORTH_BYTES = 32 * 2**20
-"""Bytes of rows that are copied together: to ask for that takes the interpreter a quarter of a millisecond, and so does
-the bus, from which nobody else gets anything meanwhile."""
+"""Bytes of rows that are copied together. Asking for the copy takes the interpreter a quarter of a millisecond, and the
+copy takes the bus as long; nobody else gets anything from the bus meanwhile."""
 _FEWEST_ROWS, _MOST_ROWS = 2048, 8192
 
 Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
@@ -78,7 +78,7 @@ class DeviceStage:
         self.rows_at_once = rows_at_once
         self.pace = Pace(streams.stamp, rows_at_once)
         self._written: Mark | None = None
-        """What passes come behind; None: nothing."""
+        """What forward passes have to wait for; None: nothing."""
         self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
@@ -121,14 +121,14 @@ class DeviceStage:
         return self._streams.computed()
 
     def passes_after(self, written: Mark) -> None:
-        """Let forward passes compute behind ``written`` only. Called on their thread, as :meth:`begin_pass`."""
+        """Let forward passes compute only after ``written``. Called on their thread, as :meth:`begin_pass`."""
         self._written = written  # of one that is not over: those before it are
 
     def begin_pass(self) -> None:
-        """A forward pass is asked for next, on the calling thread.
+        """The calling thread asks for a forward pass next: let the device wait as :meth:`passes_after` says.
 
-        Not when the restore becomes certain: what prepares a pass copies numbers out of pageable memory, for which
-        CUDA may hold up the thread until all is done that was queued before.
+        Not earlier, when the restore becomes certain: preparing a pass copies numbers out of pageable memory, and for
+        such a copy CUDA may block the thread until everything that was queued before is done.
         """
         if self._written is None:
             return

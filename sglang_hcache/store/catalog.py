@@ -81,7 +81,7 @@ class Catalog:
     def pin(self, keys: Sequence[bytes]) -> list[RunSlice]:
         """Find ``keys`` and pin their segments, once a slice.
 
-        No use: :meth:`touch` says what of a whole prefix goes first, and who reads it pins its head first.
+        This counts as no use: :meth:`touch` does, and knows the order of a whole prefix. A reader pins its head first.
 
         Raises:
             TierMissError: a key is missing, or the runs differ in the bytes of their layers. Pins nothing.

@@ -41,10 +41,11 @@ class Eviction:
         self._may_warn = Throttle(_FLOOR_WARNING_S)
 
     def next_members(self) -> tuple[int, ...]:
-        """Directories for the next segment: those with room, after evicting the coldest where none has any.
+        """Directories for the next segment: those that have room. If none has, the coldest segments are evicted first.
 
-        Not those where room could be made as well: else all would hold no more than the one with the least room.
-        Those that take no writes only if no other could: they may again when they have room.
+        While some have room, nothing is evicted for a place in the others: else all would hold only as much as the
+        one with the least room. Directories that take no writes count only if no other one could get room: they may
+        take writes again when they have some.
         """
         while True:
             usable = self._free_space.usable(self._config.file_bytes)
@@ -134,7 +135,7 @@ class Eviction:
     def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
         """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough.
 
-        No more than one look found missing: some file systems show what was deleted seconds later.
+        Never more than a single look found missing: some file systems show only seconds later that files are gone.
         """
         while shortages := self._free_space.shortages(need, members):
             made_up = [self._evict_to_free(item) for item in shortages if item.missing > 0]

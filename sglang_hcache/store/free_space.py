@@ -23,11 +23,11 @@ _TAKEN_SHARE = 0.1
 
 
 class _Awaited:
-    """What one file system has been freed of and does not show as free yet.
+    """Bytes that were deleted on one file system, and that it does not show as free yet.
 
-    That cannot be told from what others take in the moment in which files are deleted, so each deletion is waited for
-    by itself: else the next ones would prolong the wait for what never comes, and a neighbour who writes without end
-    would push the store below the floor.
+    They look the same as bytes that others took while the files were deleted, and those never show up. So each deletion
+    has a deadline of its own. With a common one, later deletions would prolong the wait for earlier ones, and a
+    neighbour who writes without end would push the store below the floor.
     """
 
     def __init__(self) -> None:

@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 _FAILURES_ALLOWED = 2
 """Chunks are quarantined at this many errors: else one bad sector would delay every restore of them."""
 _HANGS_ALLOWED = 3
-"""And at this many if the last one is a hang. It is mostly the device's, but a drive may try a bad sector for longer
-than anybody waits, each time, and its whole directory would be out each time."""
+"""And at this many if the last one is a hang. Mostly the whole device hangs. But a drive may try a bad sector for
+longer than anybody waits, and each time its whole directory would be out."""
 
 _FORGOTTEN_S = 3600.0
 """An error this long ago does not count: a bad sector fails again, a controller that was reset hits any run."""
 
 _OF_NO_RUN = OWN_ERRNOS | (GONE_ERRNOS - {errno.ETIMEDOUT}) | {errno.ENOENT, errno.ECANCELED}
-"""What says nothing of a run's bytes. Of the rest a bad sector may be any: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
+"""Errors that say nothing of a run's bytes. A bad sector may show as any other: EIO, ENODATA, EILSEQ, EUCLEAN, ..."""
 
 
 def _is_of_run(failure: SliceFailure) -> bool:
-    """Whether the run's own bytes may be why. Who waits to open a file may wait behind another one that hangs."""
+    """Whether the run's own bytes may be why. Not if opening its file took too long: it may wait for another call."""
     number = failure.error_number
     is_behind = failure.opening and number == errno.ETIMEDOUT
     return number is not None and number not in _OF_NO_RUN and not is_behind

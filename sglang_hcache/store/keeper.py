@@ -82,13 +82,13 @@ class Keeper:
         self._try(partial(self._relieved, self._write_down))
 
     def _relieved(self, step: Callable[[], None]) -> None:
-        """Where ``step`` finds that a disk takes no more of the index, a segment there goes."""
+        """Do ``step``; if it finds a disk too full for the index, evict a segment there."""
         full = self._full()
         try:
             step()
         except StoreError as error:
             cause = error.__cause__
-            # Else it was a write that found the disk full meanwhile, for which a segment goes as well.
+            # Otherwise it was a run's write that found the disk full meanwhile: that evicts a segment by itself.
             if isinstance(cause, OSError) and cause.errno in FULL_ERRNOS:
                 self._space.relieve(self._full() - full)
             raise

@@ -30,8 +30,8 @@ _FAILURES_ALLOWED = 3
 class Ledger:
     """Writes the index under its directory's deadline, until it is given up: from then on nothing is written down.
 
-    It is given up where it is damaged, or its directory gone or out for long. Before that nothing more is stored, and
-    behind it no start reads it: the next one finds all runs by their headers.
+    It is given up if it is damaged, or if its directory is gone or takes no writes for long. Until then nothing more is
+    stored. Afterwards no start reads it: the next one finds all runs by their headers.
 
     Safe from several threads. ``identity``, ``outdate`` and ``outgrow`` do no I/O; the other methods may, and raise
     ``StoreError``.

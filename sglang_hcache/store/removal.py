@@ -62,7 +62,7 @@ class Remover:
         return sum(segment.accounted_bytes for segment in self.leftovers)
 
     def stopped(self) -> int:
-        """Directories, as bits, in which nothing is evicted now: of the last files there none could be deleted."""
+        """Directories, as bits, in which nothing is evicted now: the last few files there could not be deleted."""
         now = time.monotonic()
         return mask_of(
             stripe
@@ -136,7 +136,10 @@ class Remover:
                 return
 
     def finish_one(self, within: int) -> bool:
-        """Before more is evicted ``within`` directories: delete what is retired and was not tried; False if all was."""
+        """Delete the files of a retired segment ``within`` directories that was not tried yet; False if there is none.
+
+        To be called before more is evicted there.
+        """
         for segment in self._deletable(within):
             if segment not in self._undeletable:
                 self._unlink(segment)

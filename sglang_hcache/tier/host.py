@@ -45,8 +45,8 @@ _SHARE_EVICTED_AT_ONCE = 1 / 64
 """Share of all slots that is evicted at once, at most. Without groups: slots of a prefix's tail are taken in order
 only if they are free together."""
 _OLD = 1 / 4
-"""Share of the uses since a chunk's last one: a neighbour used later than that stays. What branches off a prefix lies
-beside its tail, is used once, and must not take the tail along."""
+"""A chunk's neighbours are evicted with it unless they were used much later: by more than this share of all uses since
+its own. What branches off a prefix lies beside the prefix's tail and is used once: it must not take the tail along."""
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ class HostTier(SlotMemory):
         """A request begins with the chunks ``keys``: those that are here are used again.
 
         Args:
-            is_over: it has ended, which is no further use: only their tail goes before their head.
+            is_over: the request has ended. That is no further use, but lets their tail go before their head.
         """
         with self._lock:
             for key in reversed(keys):
@@ -229,7 +229,7 @@ class HostTier(SlotMemory):
     def pin(self, key: ChunkKey) -> int | None:
         """Slot of a chunk, kept in place until :meth:`unpin`; None if it is not here.
 
-        No use: who reads a prefix pins its head first, and its head would be evicted first.
+        This counts as no use: a reader pins a prefix from its head on, so the head would be evicted first.
         """
         with self._lock:
             entry = self._entries.get(key)

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 _ATTENTION = "RadixAttention"
 """SGLang's class that takes Q, K and V of a layer, writes K and V into the pool and attends."""
 _LOOSE = "attention_instances"
-"""Where a model of SGLang's Transformers backend has them: layer -> attention, in no module's tree."""
+"""Attribute of a model of SGLang's Transformers backend: layer -> attention. They are in no module's tree."""
 _BASE = "base_layer"
-"""Where a module that LoRA adapters may change has the one that it is without them."""
+"""Attribute of a module that LoRA adapters may change: the module without them."""
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
 

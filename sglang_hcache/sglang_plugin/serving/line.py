@@ -34,7 +34,7 @@ class Ahead:
         self.tokens = 0
         """Slots."""
         self.seconds = 0.0
-        """Time to compute what does not come back, but for those whose restore has not started."""
+        """Time to compute what is not restored, without those whose restore has not started."""
         self._prefill_s = prefill_s
         self._keys: set[ChunkKey] = set()
 
@@ -48,7 +48,7 @@ class Ahead:
             allocated = max(CHUNK_TOKENS * shared, ticket.restored)
             covered = max(allocated, ticket.on_device)
         self.tokens += request.num_tokens - allocated + request.new_tokens
-        # For one whose restore has not started, who is recomputed does not wait.
+        # Who is recomputed does not wait for one whose restore has not started.
         is_pending = ticket is not None and ticket.phase is Phase.PENDING
         if covered < request.num_tokens and not is_pending:
             self.seconds += self._prefill_s(request.num_tokens - covered, covered)
@@ -89,8 +89,8 @@ class Overtaking:
     """Who must not be admitted before an earlier request, whose restore runs.
 
     SGLang computes a long prompt in passes, one after the other, with no other prefill beside them: who is restored
-    meanwhile would wait for all of them. A request is held back for so long at most as one that is first in the queue
-    waits for room, all such times together.
+    meanwhile would wait for all of them. All in all, a request is held back for at most as long as the first one in the
+    queue waits for room.
 
     Args:
         may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.

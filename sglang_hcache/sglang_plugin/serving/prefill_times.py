@@ -1,4 +1,4 @@
-"""How long prefills take: of the device, beside the CPU, a pass is only asked for."""
+"""How long prefills take. A device beside the CPU is only asked for a pass, and is done with it later."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PrefillTimes:
         self._began = self._stamp() if num_tokens >= CHUNK_TOKENS else None
 
     def end(self, requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool) -> None:
-        """It is asked for. One tells of prefills if it was of a single prompt.
+        """It was asked for. Its time counts if it was of a single prompt.
 
         Args:
-            is_replayed: by a CUDA graph, which launches no kernels one by one: its time would be taken for that of all
-                passes. As it is where one runs the largest pass, of which computing a long prompt consists.
+            is_replayed: by a CUDA graph. Other passes take longer, for their kernels are launched one by one: so its
+                time counts only if the graph runs the largest pass, of which long prompts consist.
             is_prefill: that graph is one of those for prefill.
         """
         began, self._began = self._began, None

@@ -104,15 +104,16 @@ class RestoreMaker:
         return Verdict(decision, self._gate.pays(decision, behind_s), idle_s)
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
-        """Whether ``num_tokens`` from position ``start`` on are there sooner by a restore of somebody else, which takes
-        ``left_s`` more, than by computing them. Where nobody can tell, they are.
+        """Whether another request's restore, which takes ``left_s`` more, brings ``num_tokens`` from position ``start``
+        on sooner than computing them does. True where nobody can tell.
         """
         return self._ranks.from_first(self._gate is None or left_s < self.prefill_s(num_tokens, start))
 
     def may_overtake(self, left_s: float) -> float:
         """How many tokens may be computed before a request whose restore has ``left_s`` to go.
 
-        One pass in any case. More if that takes twice as long at most: all requests together wait the least then.
+        One pass in any case, and more as long as they take at most twice ``left_s``: so all requests together wait the
+        least.
         """
         pass_tokens = self._device.largest_pass
         pass_s = self.prefill_s(pass_tokens, 0)
@@ -120,9 +121,9 @@ class RestoreMaker:
         return self._ranks.from_first(most)
 
     def keep_pace(self, waiting: Waiting) -> None:
-        """Once a scheduler round: whether restores leave most of a device beside the CPU to requests that run.
+        """Once a scheduler round: decide whether restores leave most of a device beside the CPU to requests that run.
 
-        Not where several wait for restores: the next one waits for the first one's as well.
+        They do not if several requests wait for restores: a slow one would hold up those behind it.
         """
         if self._pace is not None:
             self._pace.turn(self._device.scheduler.is_running() and waiting.num_restoring <= 1)

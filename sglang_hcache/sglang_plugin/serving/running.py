@@ -15,7 +15,7 @@ from sglang_hcache.sglang_plugin.serving.tickets import Restore
 _WAIT_S = 0.005
 _LONGEST_REST_S = 30.0
 _REST_FACTOR = 10.0
-"""A rest takes so many times what was lost."""
+"""A rest takes this many times as long as the time that was lost."""
 
 
 class Running:
@@ -95,7 +95,7 @@ class Running:
         """Those that somebody wants, and that are certain to come to their end on all ranks: their slots are the tree's
         now. Each stays until it is over.
         """
-        # Those of which all ranks ask: how far jobs are is not the same everywhere.
+        # All ranks have to ask about the same restores, so how far a job is here must not decide which.
         restores = [restore for restore in self._restores if restore.ticket and not restore.is_in_tree]
         agreed = self._ranks.minimum(*(restore.is_complete for restore in restores)) if restores else ()
         certain = [restore for restore, is_certain in zip(restores, agreed, strict=True) if is_certain]
@@ -105,7 +105,7 @@ class Running:
         return certain
 
     def take_ended(self) -> list[Restore]:
-        """Those to whose slots nothing writes any more, on any rank. They are nobody's then but the caller's."""
+        """Take out those to whose slots nothing writes any more, on any rank; the caller alone has them then."""
         restores = list(self._restores)
         for restore in filter(_has_failed, restores):
             restore.abandon()
@@ -128,7 +128,7 @@ class Running:
             del self._restores[restore]
             if not restore.is_in_tree:
                 self._forget_slots(restore)
-            # What rounding left over is none's.
+            # If there are none, the sum is 0, and the rest is from rounding.
             self._predicted_s = self._predicted_s - _predicted_s(restore) if self._restores else 0.0
         return ended
 
@@ -165,9 +165,9 @@ def _predicted_s(restore: Restore) -> float:
 
 
 class DiskRest:
-    """After a restore from the disk that was late none from there starts for a while, in which it may recover.
+    """After a late restore from the disk, no other one from there starts for a while, in which the disk may recover.
 
-    Else everyone would wait for the deadline of one after the other.
+    Else everyone would wait while one restore after the other runs into its deadline.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -86,9 +86,9 @@ class Starter:
         return self._overtaking.is_to_wait(ticket) or self._would_take_room(ticket)
 
     def _would_take_room(self, ticket: Ticket) -> bool:
-        """Whether the room that an earlier one waits for would never grow if this one took it, as SGLang does.
+        """Whether this one would take room that an earlier one waits for, as SGLang lets it: so that would never grow.
 
-        Not while restores or pins are in the way, which go by themselves.
+        Not while restores or pins hold room: they give it back by themselves.
         """
         return self._line.is_behind(ticket) and self._scheduler.is_running() and not self._room.held_tokens
 
@@ -110,7 +110,7 @@ class Starter:
     def start_pending(self) -> None:
         """Once a round: start restores until one finds no room, or would come too early.
 
-        Those behind it must not take what it waits for, nor any of them what the requests before it need.
+        The ones behind it must not take the room that it waits for. None may take what requests before it need.
         """
         now = self._now()
         if now < self._holding_until or now < self._next_look:
@@ -164,9 +164,9 @@ class Starter:
         return self._begin(ticket, match, keys, ahead)
 
     def _may_have_room(self, ticket: Ticket, ahead: Ahead) -> bool:
-        """Whether to look what it needs: not if that was more than there is a moment ago, and is still.
+        """Whether it is worth a look what it needs: not if that was too much a moment ago, and there is still no room.
 
-        Where our share is full, and not the pool, recomputing may be sooner: that is decided, now and then.
+        If only our share is full, and not the pool, it is looked at now and then: recomputing may be faster.
         """
         needed = ticket.lately_refused
         if needed is not None:
@@ -176,7 +176,7 @@ class Starter:
     def _awaits_another(
         self, ticket: Ticket, on_device: int, missing: Sequence[ChunkKey], ahead: Ahead
     ) -> bool:
-        """Whether to look again when a restore is over that brings the first of ``missing``."""
+        """Whether another restore, which brings the first of ``missing``, is worth waiting for."""
         ticket.awaits, ticket.awaited = None, 0
         shared = CHUNK_TOKENS * self._running.leading(missing)
         if not shared:
@@ -191,7 +191,7 @@ class Starter:
     def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Attempt:
         """Restore ``keys`` behind ``match`` for a ticket, if that pays now."""
         count = CHUNK_TOKENS * len(keys)
-        # Without room for it in the pool now, the restores that run may be over when there is.
+        # If there is no room for it in the pool now, the restores that run may be over by the time there is.
         backlog_s = self._running.backlog_s if self._room.is_left(count + ahead.tokens) else 0.0
         verdict = self._maker.decide(keys, len(match), backlog_s - ahead.seconds)
         if not verdict.pays:

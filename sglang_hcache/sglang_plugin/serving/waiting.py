@@ -19,7 +19,7 @@ class Patience:
     """The clock by which requests wait. It stands still while the scheduler does not turn: paused, or in one long pass.
 
     Args:
-        clock: of which a jump is such a time.
+        clock: if it jumps, that was such a time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -35,7 +35,7 @@ def probe_file(folder: Path, direct: bool) -> Iterator[OpenFile]:
 
 
 def takes_direct_writes(folder: Path) -> bool:
-    """Whether a block that is written durably and read back may be so with O_DIRECT; with the page cache it may.
+    """Whether a block can be written durably and read back with O_DIRECT; if not, it can through the page cache.
 
     Raises:
         OSError: neither works.
@@ -52,7 +52,7 @@ def takes_direct_writes(folder: Path) -> bool:
 
 
 def gives_direct_reads(path: Path) -> bool:
-    """Whether a block of a file may be read with O_DIRECT; with the page cache it may.
+    """Whether a block of a file can be read with O_DIRECT; if not, it can through the page cache.
 
     Raises:
         OSError: neither works.

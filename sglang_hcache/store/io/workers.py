@@ -114,7 +114,7 @@ class DeadlineCaller:
         self._lock = threading.Lock()
         self._running_since: float | None = None
         self._running_limit_s = 0.0
-        """Limit of the running call: a call that waits behind it with less patience does not give it up before."""
+        """Limit of the running call. A call that waits behind it with less patience does not give it up earlier."""
         self._stuck = False
         """A call that overran its deadline still runs."""
 

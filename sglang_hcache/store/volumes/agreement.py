@@ -88,7 +88,8 @@ def _miscounted(named: int, num_stripes: int, places: dict[int, Path]) -> str:
 
 
 def check_shared(path: Path) -> None:
-    """Whether ``path``, if it is a rank's, has nothing beside it that would count for no cap.
+    """Refuse a rank's directory ``path`` beside which servers with another number of ranks have stored something: no
+    cap would count that.
 
     Raises:
         StoreFormatError: a store of servers with another number of ranks.
