@@ -133,7 +133,7 @@ class Rig:
         model = served_model(runner, runner.kv_cache_dtype)
         view, pool = PoolView(runner), DevicePool(runner.token_to_kv_pool)
         forward = ForwardOf(runner, view)  # type: ignore[arg-type]
-        beside = device_buffers(runner, PlanKind.AUTO)
+        gpu = device_buffers(runner, PlanKind.AUTO)
         device = Device(
             tree=view,  # type: ignore[arg-type]
             pool=pool,
@@ -142,7 +142,7 @@ class Rig:
             largest_pass=piece,
             cuts_prompts=True,
             staged_passes=2,
-            beside=beside,
+            gpu=gpu,
         )
         _, projector = next(model.projectors())
         restorer = restorer_of(model, device).with_projector(projector)

@@ -38,7 +38,7 @@ class PassCapture:
     Args:
         methods: what each layer stores.
         gather: reads K and V that the pass has written.
-        device: brings rows from a device beside the CPU into the ring; None: they are in this memory.
+        device: brings rows from a GPU into the ring; None: they are in this memory.
         replayed: where recorded passes leave hidden states; None: no pass is replayed, or none are stored.
     """
 

@@ -1,4 +1,4 @@
-"""What is asked of a device that works beside the CPU: a queue of copies and a queue of computations.
+"""What is asked of a GPU: a queue of copies and a queue of computations.
 
 Each queue does its work in order, and nothing orders one with the other, or with what else the device does, but marks.
 """

@@ -6,7 +6,7 @@
        |                                     +--> FAILED            an error, or its deadline passed
        '-------------------------------------+--> CANCELLED         nobody wants it any more
 
-ASKED: every layer was verified, and a device beside the CPU has been asked to write all that is left. Nothing can fail
+ASKED: every layer was verified, and a GPU has been asked to write all that is left. Nothing can fail
 any more, short of an error of CUDA's, and what the device does behind :attr:`RestoreJob.written` finds K and V. On a
 CPU it is left out.
 

@@ -31,7 +31,7 @@ class LayerRestorer:
         rows: finishes rows and writes them to the pool quickly. What it does not take, and all where it is None,
             torch's operations do.
         lanes: who does it on a CPU; None: who asks for it.
-        stage: how rows come to a device that works beside the CPU; then no lanes.
+        stage: how rows come to a GPU; then no lanes.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LayerRestorer:
         return None if self.stage is None else self.stage.fence()
 
     def written(self) -> Mark | None:
-        """When a device beside the CPU has written all that it was asked for so far; None: the CPU writes."""
+        """When a GPU has written all that it was asked for so far; None: the CPU writes."""
         return None if self.stage is None else self.stage.written()
 
     def after(self, mark: Mark | None) -> None:

@@ -1,4 +1,4 @@
-"""How fast a restore computes on a device beside the CPU while requests run."""
+"""How fast a restore computes on a GPU while requests run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ first one late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _MOST_ASKED = 4
-"""The same of a device beside the CPU, and what it copies from where it is. The last ones are done while the scheduler
+"""The same of a GPU, and what it copies from where it is. The last ones are done while the scheduler
 prepares the pass behind them. More would delay the end of a restore that is stopped."""
 _FEWEST_STEPS = 6
 """About, of a block: reading goes on under restoring. Whole layers, rounded up, may make one or two fewer."""

@@ -11,7 +11,7 @@ import torch
 
 from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.device.projector import KVPool
-from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.gpu import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
 
 Node = NewType("Node", object)
@@ -147,8 +147,8 @@ class Device:
     forward: ForwardModel
     largest_pass: int
     """Most tokens of one prefill pass; where SGLang cuts no prompts, of one with several of them."""
-    beside: DeviceBuffers | None
-    """Memory of a device beside the CPU; None on a CPU."""
+    gpu: DeviceBuffers | None
+    """Memory of a GPU; None on a CPU."""
     cuts_prompts: bool
     """Whether SGLang prefills a long prompt in several passes."""
     staged_passes: int
@@ -160,9 +160,9 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         """Whether the model computes on a CPU."""
-        return self.beside is None
+        return self.gpu is None
 
     @property
     def host_memory(self) -> HostMemory:
         """Makes the host buffers that rows are copied from and to."""
-        return host_buffer if self.beside is None else self.beside.host_memory
+        return host_buffer if self.gpu is None else self.gpu.host_memory

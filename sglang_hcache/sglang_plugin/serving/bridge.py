@@ -64,7 +64,7 @@ class Bridge:
         self.counters = counters
         self.tiers = tiers
         self.adapters = device.adapters
-        self._beside = device.beside
+        self._gpu = device.gpu
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owners = Owners(tiers, model.shape.name)
@@ -129,8 +129,8 @@ class Bridge:
 
     def pass_comes(self) -> None:
         """A forward pass is asked for next, of whatever kind."""
-        if self._beside is not None:
-            self._beside.stage.begin_pass()
+        if self._gpu is not None:
+            self._gpu.stage.begin_pass()
 
     # -- the device tree -------------------------------------------------------------------------
 
@@ -166,9 +166,9 @@ class Bridge:
         it is told not to). It is not where the same ones are back, as after an update that failed.
         """
         self.restores.invalidate()
-        if self._beside is not None:
+        if self._gpu is not None:
             # What is captured of a pass that the device still computes is taken for what the old weights make of it.
-            self._beside.stage.fence().wait()
+            self._gpu.stage.fence().wait()
         self.saving.end_all()
         self.weights.will_change()  # read anew at the next use: some trainers send weights in many pieces
 

@@ -27,7 +27,7 @@ class Outcomes:
         self._layout = layout
         self._observer = observer
         self._gate = gate
-        self._pace = None if device.beside is None else device.beside.stage.pace
+        self._pace = None if device.gpu is None else device.gpu.stage.pace
 
     def certain(self, restore: Restore) -> None:
         """The device is asked for all of it: from here on the pace changes nothing."""

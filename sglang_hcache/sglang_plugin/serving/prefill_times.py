@@ -1,4 +1,4 @@
-"""How long prefills take. A device beside the CPU is only asked for a pass, and is done with it later."""
+"""How long prefills take. A GPU is only asked for a pass, and is done with it later."""
 
 from __future__ import annotations
 

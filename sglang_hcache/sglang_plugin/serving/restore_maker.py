@@ -64,7 +64,7 @@ class RestoreMaker:
         self._block_chunks = block_chunks
         self._gate = gate
         self._restores_all = config.restore is RestoreWhen.ALWAYS
-        self._pace = None if device.beside is None else device.beside.stage.pace
+        self._pace = None if device.gpu is None else device.gpu.stage.pace
         self._may_trace = Throttle()
 
     def find(self, prompts: Sequence[Sequence[ChunkKey]], *, in_memory: bool) -> list[int]:
@@ -121,7 +121,7 @@ class RestoreMaker:
         return self._ranks.from_first(most)
 
     def keep_pace(self, waiting: Waiting) -> None:
-        """Once a scheduler round: decide whether restores leave most of a device beside the CPU to requests that run.
+        """Once a scheduler round: decide whether restores leave most of a GPU to requests that run.
 
         They do not if several requests wait for restores: a slow one would hold up those behind it.
         """
@@ -161,8 +161,8 @@ class RestoreMaker:
             return
         try:
             restore.job.check()
-            if self._device.beside is not None:
-                self._device.beside.stage.begin_pass()
+            if self._device.gpu is not None:
+                self._device.gpu.stage.begin_pass()
             restore.recomputation.advance(self._device.largest_pass)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)
@@ -201,8 +201,8 @@ class RestoreMaker:
             layers = decision.layers
             if not self._restores_all:
                 deadline_s = decision.deadline_s(backlog_s)
-        beside = self._device.beside
-        fence = None if beside is None else beside.stage.fence()
+        gpu = self._device.gpu
+        fence = None if gpu is None else gpu.stage.fence()
         is_whole = len(layers) == self._tiers.layout.num_layers
         leases = self._lease(keys, promote=is_whole)
         job = RestoreJob(leases, len(match), slots, deadline_s, layers, fence)

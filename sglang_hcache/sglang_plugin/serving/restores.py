@@ -20,7 +20,7 @@ for good.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
-* PINNED: restored and inserted; locked until the request is admitted. If no request runs on a device beside the CPU, a
+* PINNED: restored and inserted; locked until the request is admitted. If no request runs on a GPU, a
   job is inserted as soon as the device has been asked for all of it, and passes wait there for what is left. So the
   scheduler prepares and launches the request's pass meanwhile. While requests run, it is inserted when it is over, for
   their passes would wait too.
@@ -78,7 +78,7 @@ class RestoreCoordinator:
         running: Running,
     ) -> None:
         self._tree = device.tree
-        self._beside = device.beside
+        self._gpu = device.gpu
         self._ranks = device.ranks
         self._maker = maker
         self._outcomes = outcomes
@@ -225,11 +225,11 @@ class RestoreCoordinator:
 
     def reap(self) -> None:
         """Settle the jobs that are over, or certain: into the tree, or back to the free slots."""
-        if self._beside is not None and not self.scheduler.is_running():
+        if self._gpu is not None and not self.scheduler.is_running():
             for restore in self.running.take_certain():
                 assert restore.ticket is not None
                 if restore.job.written is not None and not restore.job.is_over:
-                    self._beside.stage.passes_after(restore.job.written)
+                    self._gpu.stage.passes_after(restore.job.written)
                 self._outcomes.certain(restore)
                 self._insert(restore.ticket, restore)
         for restore in self.running.take_ended():

@@ -60,7 +60,7 @@ class Saving:
         *,
         captures: bool,
     ) -> None:
-        methods, beside = tiers.layout.methods, device.beside
+        methods, gpu = tiers.layout.methods, device.gpu
         self._tiers = tiers
         self._observer = observer
         self._may_trace = Throttle()
@@ -75,12 +75,12 @@ class Saving:
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)
-        on_device = (None, None) if beside is None else (beside.ring, beside.replayed)
+        on_device = (None, None) if gpu is None else (gpu.ring, gpu.replayed)
         gather = load_gather(device.pool, tiers.layout.num_layers, is_cpu=device.is_cpu)
         self._passes = PassCapture(ring, self._assembler.publish, observer, methods, gather, *on_device)
         self._has_failed = False
         """Of the present pass nothing can be saved."""
-        stamp = ClockStamp if beside is None else beside.stage.stamp
+        stamp = ClockStamp if gpu is None else gpu.stage.stamp
         self._prefill_times = None if gate is None else PrefillTimes(gate, stamp, device.largest_pass)
         if captures:
             # On a device, K and V of earlier layers are on their way beside later ones.

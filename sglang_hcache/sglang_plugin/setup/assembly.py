@@ -17,8 +17,8 @@ from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.sglang_plugin.seam.beside import may_store_hidden
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget, longest_run
+from sglang_hcache.sglang_plugin.seam.gpu import may_store_hidden
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
@@ -185,7 +185,7 @@ class _Assembly:
 def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
     rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
-    stage = None if device.beside is None else device.beside.stage
+    stage = None if device.gpu is None else device.gpu.stage
     return LayerRestorer(model.row_dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
 
 

@@ -93,12 +93,12 @@ class Bench:
 
     @property
     def _prefill_lengths(self) -> list[int]:
-        """Tokens of forward passes. A device beside the CPU takes as long for a short one as launching its kernels,
+        """Tokens of forward passes. A GPU takes as long for a short one as launching its kernels,
         which says nothing of what a token costs."""
-        return self._lengths[-_FEWEST_LENGTHS:] if self._is_beside else self._lengths
+        return self._lengths[-_FEWEST_LENGTHS:] if self._is_gpu else self._lengths
 
     @property
-    def _is_beside(self) -> bool:
+    def _is_gpu(self) -> bool:
         return self.restorer.stage is not None
 
     @property
@@ -108,7 +108,7 @@ class Bench:
 
     @property
     def _timing(self) -> Timing:
-        return Timing(self.budget_s, loads_kernels=self._is_beside)
+        return Timing(self.budget_s, loads_kernels=self._is_gpu)
 
     @property
     def _lengths(self) -> list[int]:
@@ -142,7 +142,7 @@ class Bench:
             versions=installed_versions(),
             token_range=range_of(passes),
         )
-        if self._is_beside:
+        if self._is_gpu:
             torch.accelerator.empty_cache()  # SGLang's passes, on another stream, could not use it
         logger.info("hcache: measured this machine in %.1f s", time.monotonic() - began)
         return profile
@@ -157,7 +157,7 @@ class Bench:
         """
         known: dict[Piece, float] = {}
         lengths: Sequence[int] = self._prefill_lengths
-        if not self._is_beside:
+        if not self._is_gpu:
             lengths = self._short_lengths(known, restore_s) or self._quick_lengths(known)
         pieces = [(length, 0) for length in lengths]
         behind = (max(CHUNK_TOKENS, int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
@@ -251,7 +251,7 @@ class Bench:
         return found
 
     def _host_curves(self, holds: ExitStack) -> TierCurves:
-        """Costs of host memory: a device beside the CPU copies most prefixes from where they lie."""
+        """Costs of host memory: a GPU copies most prefixes from where they lie."""
         if self.restorer.stage is not None:
             return self._tier_curves(partial(self._bus_curve, self.restorer.stage))
         reads = self._scratch_in(None, holds)
@@ -274,7 +274,7 @@ class Bench:
         return self._fit(lengths, reads.time)
 
     def _with_bus(self, method: Method, read: CostCurve) -> CostCurve:
-        """Reading one layer while the one before is copied to a device beside the CPU: the slower of both."""
+        """Reading one layer while the one before is copied to a GPU: the slower of both."""
         stage = self.restorer.stage
         return read if stage is None else _at_least(read, self._bus_curve(stage, method))
 

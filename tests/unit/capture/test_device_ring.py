@@ -1,4 +1,4 @@
-"""Saving from a device beside the CPU: rows are those of the moment, though they are copied much later.
+"""Saving from a GPU: rows are those of the moment, though they are copied much later.
 
 The device is simulated (``tests/unit/restore/delayed_streams.py``). All layers of all passes have their rows in one
 piece of memory, which the next layer overwrites.

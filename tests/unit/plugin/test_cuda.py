@@ -19,7 +19,7 @@ from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17 import runner
 from sglang_hcache.sglang_plugin.launch.support import determinism_problems, device_problems
-from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.gpu import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.serving.saving import Saving
 from tests.unit.restore.delayed_streams import FORKED, DelayedStreams

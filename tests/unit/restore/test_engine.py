@@ -1,4 +1,4 @@
-"""The engine's jobs, with lanes, without them, and on a device that works beside the CPU."""
+"""The engine's jobs, with lanes, without them, and on a GPU."""
 
 from __future__ import annotations
 

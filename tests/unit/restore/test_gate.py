@@ -256,7 +256,7 @@ def test_what_prefills_take_is_learnt() -> None:
 
 
 def test_nothing_is_learnt_from_prefills_shorter_than_what_was_measured() -> None:
-    """On a device beside the CPU they take as long as launching their kernels."""
+    """On a GPU they take as long as launching their kernels."""
     unmoved = gate()
     before = decide(unmoved, 1024, 0).recompute_s
     unmoved.profile = replace(unmoved.profile, token_range=(1024, 4096))

@@ -1,4 +1,4 @@
-"""A device beside the CPU: nobody uses what is not there yet, or overwrites what is still needed.
+"""A GPU: nobody uses what is not there yet, or overwrites what is still needed.
 
 The device is simulated. It does its work at the worst moments that its queues allow, so a wait that is missing shows.
 """

@@ -123,7 +123,7 @@ class HCacheRadixCache(RadixCache):
             scheduler=scheduler,
             forward=forward_of(self._runner, self),
             largest_pass=largest_pass_of(self._server_args),
-            beside=self._runner.hcache_buffers,
+            gpu=self._runner.hcache_buffers,
             cuts_prompts=cuts_prompts(self._server_args),
             staged_passes=staged_passes_of(self._server_args),
             adapters=AdaptersOf(self._runner.lora_manager, ranks) if enable_lora else None,

@@ -23,7 +23,7 @@ from torch import distributed
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
-from sglang_hcache.sglang_plugin.seam.beside import DeviceBuffers
+from sglang_hcache.sglang_plugin.seam.gpu import DeviceBuffers
 from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits, quantization_of
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks, Together
 

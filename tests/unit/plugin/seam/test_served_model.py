@@ -16,7 +16,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from sglang_hcache.core.layout import Method, PlanKind, StateLayout
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
-from sglang_hcache.sglang_plugin.seam.beside import may_store_hidden
+from sglang_hcache.sglang_plugin.seam.gpu import may_store_hidden
 from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 

@@ -25,7 +25,7 @@ from tests.unit.plugin.serving.test_restores import (
 PROMPT = tokens(1, 4)
 
 
-def world_beside(**more: object) -> World:
+def world_on_gpu(**more: object) -> World:
     return World(pace=Pace(no_stamp, 1), **more)  # type: ignore[arg-type]
 
 
@@ -37,7 +37,7 @@ def begin(world: World, rid: str = "a") -> None:
 
 
 def test_a_request_is_admitted_when_the_device_is_asked_for_its_restore() -> None:
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     assert not world.coordinator.may_be_admitted("a")
     mark = world.engine.ask()
@@ -59,7 +59,7 @@ def test_a_request_is_admitted_when_the_device_is_asked_for_its_restore() -> Non
 
 
 def test_one_that_is_over_already_is_reported_in_the_same_round() -> None:
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.engine.end(RestoreState.DONE)
@@ -72,7 +72,7 @@ def test_one_that_is_over_already_is_reported_in_the_same_round() -> None:
 
 def test_one_that_fails_in_the_tree_ends_the_server() -> None:
     """Requests may have read what is not there."""
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.coordinator.tick()
@@ -82,7 +82,7 @@ def test_one_that_fails_in_the_tree_ends_the_server() -> None:
 
 
 def hidden_world() -> World:
-    return world_beside(gate=gate_for(1.0, may_recompute=False, project_s=1e-4))
+    return world_on_gpu(gate=gate_for(1.0, may_recompute=False, project_s=1e-4))
 
 
 def test_what_it_took_is_learnt_though_its_request_runs_by_then() -> None:
@@ -118,7 +118,7 @@ def test_launching_its_requests_pass_is_no_time_of_the_restore() -> None:
 
 def test_while_requests_run_it_is_inserted_when_it_is_over() -> None:
     """Their next pass would wait for the rest of it."""
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.scheduler.running = True
@@ -141,7 +141,7 @@ def test_on_a_cpu_there_is_nothing_to_come_behind() -> None:
 
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_an_abort_leaves_the_slots_to_the_tree(is_admitted: bool) -> None:
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.coordinator.tick()
@@ -157,7 +157,7 @@ def test_an_abort_leaves_the_slots_to_the_tree(is_admitted: bool) -> None:
 
 
 def test_one_that_nobody_wants_keeps_its_slots_until_it_is_over() -> None:
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.coordinator.drop("a")
@@ -171,7 +171,7 @@ def test_one_that_nobody_wants_keeps_its_slots_until_it_is_over() -> None:
 
 
 def test_it_is_not_stopped_for_room() -> None:
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.coordinator.tick()
@@ -181,7 +181,7 @@ def test_it_is_not_stopped_for_room() -> None:
 
 
 def test_who_waits_for_the_same_chunks_finds_them_in_the_tree() -> None:
-    world = world_beside(gate=gate_for(1.0, may_recompute=False))
+    world = world_on_gpu(gate=gate_for(1.0, may_recompute=False))
     begin(world)
     world.queue("b", PROMPT)
     world.coordinator._starter.look_again()
@@ -196,7 +196,7 @@ def test_who_waits_for_the_same_chunks_finds_them_in_the_tree() -> None:
 
 def test_before_weights_change_the_device_is_waited_for() -> None:
     """It projects with them."""
-    world = world_beside()
+    world = world_on_gpu()
     begin(world)
     world.engine.ask()
     world.coordinator.tick()
@@ -218,8 +218,8 @@ def test_before_weights_change_the_device_is_waited_for() -> None:
 
 def test_layers_that_are_recomputed_come_behind_what_the_device_still_writes() -> None:
     """They attend to the prefix, which may have been restored a moment ago."""
-    world, calls = world_beside(gate=recomputing_gate(2)), []
-    world.coordinator._beside.stage.begin_pass = lambda: calls.append("behind")  # type: ignore[union-attr, method-assign]
+    world, calls = world_on_gpu(gate=recomputing_gate(2)), []
+    world.coordinator._gpu.stage.begin_pass = lambda: calls.append("behind")  # type: ignore[union-attr, method-assign]
     extend = world.forward.extend
 
     def note(*arguments: object) -> float:
@@ -248,7 +248,7 @@ def test_each_forward_pass_comes_behind_it(rows: list[object], monkeypatch: pyte
 
 def test_all_ranks_must_have_asked() -> None:
     def run(ranks: ThreadRank) -> None:
-        world, rank = world_beside(ranks=ranks), ranks.rank
+        world, rank = world_on_gpu(ranks=ranks), ranks.rank
         begin(world)
         if rank == 0:
             world.engine.ask()

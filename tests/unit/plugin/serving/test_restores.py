@@ -204,7 +204,7 @@ class World:
         self.tree, self.scheduler, self.engine = ChunkTree(), Scheduler(), Engine()
         self.forward = Forward()
         self.held_up_by: list[object] = []
-        """What passes come behind, on a device beside the CPU."""
+        """What passes come behind, on a GPU."""
         device = Device(
             tree=self.tree,
             pool=None,  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ class World:
             largest_pass=PIECE,
             cuts_prompts=True,
             staged_passes=2,
-            beside=pace  # type: ignore[arg-type]
+            gpu=pace  # type: ignore[arg-type]
             and SimpleNamespace(
                 stage=SimpleNamespace(
                     pace=pace,

@@ -62,7 +62,7 @@ class Served:
             is_cpu=True,
             adapters=None,
             largest_pass=512,
-            beside=None,
+            gpu=None,
             host_memory=host_buffer,
             pool=SimpleNamespace(buffers=pool.__getitem__),
             tree=None,
@@ -103,7 +103,7 @@ def test_weights_wait_for_the_pass_that_a_device_still_computes(served: Served) 
     """Its rows are saved as what the old ones make of it."""
     waited: list[bool] = []
     mark = SimpleNamespace(wait=lambda: waited.append(True))
-    served.bridge._beside = SimpleNamespace(stage=SimpleNamespace(fence=lambda: mark))  # type: ignore[assignment]
+    served.bridge._gpu = SimpleNamespace(stage=SimpleNamespace(fence=lambda: mark))  # type: ignore[assignment]
     served.bridge.weights_will_change()
     assert waited
 

@@ -1,4 +1,4 @@
-"""Memory on a device beside the CPU, taken before SGLang gives what is left to its KV pool."""
+"""Memory on a GPU, taken before SGLang gives what is left to its KV pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAVED_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffers:
-    """What rows go through on their way to and from such a device."""
+    """What rows go through on their way to and from it."""
 
     stage: DeviceStage
     """What restores go through."""
