@@ -43,7 +43,7 @@ class Load:
     """Factors by which computations slow down under load."""
 
     computing: float
-    """For everything but projections, and for their fixed part: beside a device that part is the CPU's work."""
+    """For everything but projections, and for their fixed part: on a GPU that part is the CPU's work."""
     projecting: float
 
 

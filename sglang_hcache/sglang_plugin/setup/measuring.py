@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 
 import torch
 
@@ -44,7 +45,7 @@ _SHORT_LENGTHS = (16, 32, 64)
 """Tokens of passes, where it is clear that restoring is much faster."""
 _CLEAR = 10.0
 """Recomputing that takes so many times as long as restoring need not be predicted more exactly than short passes do,
-1.7 times too long: no decision depends on it, and what prompts take is learnt from them."""
+up to 1.7 times too long: no decision depends on it, and what prompts take is learnt from them."""
 _FEWEST_LENGTHS = 3
 _PIECE_SHARE = 1 / 4
 """The share of the longest pass that is measured behind a prefix."""
@@ -90,12 +91,6 @@ class Bench:
     def is_possible(self) -> bool:
         """Whether passes are long enough to measure anything."""
         return len(self._lengths) >= _FEWEST_LENGTHS
-
-    @property
-    def _prefill_lengths(self) -> list[int]:
-        """Tokens of forward passes. A GPU takes as long for a short one as launching its kernels,
-        which says nothing of what a token costs."""
-        return self._lengths[-_FEWEST_LENGTHS:] if self._is_gpu else self._lengths
 
     @property
     def _is_gpu(self) -> bool:
@@ -155,41 +150,37 @@ class Bench:
         Args:
             restore_s: what restoring so many tokens takes.
         """
-        known: dict[Piece, float] = {}
-        lengths: Sequence[int] = self._prefill_lengths
-        if not self._is_gpu:
-            lengths = self._short_lengths(known, restore_s) or self._quick_lengths(known)
+        if self._is_gpu:
+            # It takes as long for a short one as launching its kernels, which says nothing of what a token costs.
+            return self._times(self._lengths[-_FEWEST_LENGTHS:])
+        if not self.is_exact:
+            times = self._times(_SHORT_LENGTHS)
+            if self._is_clear(_pass_curve(times), restore_s):
+                return times
+        # Twice, for something else may run.
+        shortest = self._lengths[0]
+        shortest_s = min(self._recompute_one(shortest, 0) for _ in range(2))
+        most = _MOST_BUDGETS * self.budget_s / shortest_s * shortest
+        num_quick = sum(length <= most for length in self._lengths)
+        lengths = self._lengths[: max(_FEWEST_LENGTHS, num_quick)]
+        return self._times(lengths, {(shortest, 0): shortest_s})
+
+    def _is_clear(self, recompute: CostCurve, restore_s: Callable[[int], float]) -> bool:
+        """Whether restoring is much faster, of a chunk and of the longest pass."""
+        places = CHUNK_TOKENS, self._lengths[-1]
+        is_clear = all(recompute.seconds(count) > _CLEAR * restore_s(count) for count in places)
+        return self.model.ranks.from_first(is_clear)
+
+    def _times(
+        self, lengths: Sequence[int], known: Mapping[Piece, float] = MappingProxyType({})
+    ) -> Mapping[Piece, float]:
+        """Seconds of passes of ``lengths``, as far as the budget goes, and of one behind a prefix."""
         pieces = [(length, 0) for length in lengths]
         behind = (max(CHUNK_TOKENS, int(lengths[-1] * _PIECE_SHARE)), self._lengths[-1])
         if sum(behind) <= self.model.context_length:
             pieces.insert(0, behind)  # first: not what a short budget leaves out
         fewest = len(pieces) - len(lengths) + _FEWEST_LENGTHS
         return self._timing.times(pieces, self._recompute_one, fewest, self._common_clock, known)
-
-    def _short_lengths(self, known: dict[Piece, float], restore_s: Callable[[int], float]) -> Sequence[int]:
-        """Lengths that say enough where restoring is much faster; none where that is not clear."""
-        if self.is_exact:
-            return ()
-        length = _SHORT_LENGTHS[0]
-        seconds = self._shortest(length)
-        places = CHUNK_TOKENS, self._lengths[-1]
-        is_clear = all(seconds * count / length > _CLEAR * restore_s(count) for count in places)
-        if not self.model.ranks.from_first(is_clear):
-            return ()
-        known[length, 0] = seconds
-        return _SHORT_LENGTHS
-
-    def _quick_lengths(self, known: dict[Piece, float]) -> Sequence[int]:
-        """Those whose passes are worth the time, by that of the shortest."""
-        shortest = self._lengths[0]
-        known[shortest, 0] = self._shortest(shortest)
-        most = _MOST_BUDGETS * self.budget_s / known[shortest, 0] * shortest
-        num_quick = sum(length <= most for length in self._lengths)
-        return self._lengths[: max(_FEWEST_LENGTHS, num_quick)]
-
-    def _shortest(self, length: int) -> float:
-        """Seconds of the first passes that are measured: of two, for something else may run."""
-        return min(self._recompute_one(length, 0) for _ in range(2))
 
     def _recompute_one(self, length: int, start: int) -> float:
         tokens = array("q", random.Random(length).choices(range(self.model.vocabulary), k=start + length))

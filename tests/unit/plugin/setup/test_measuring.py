@@ -75,7 +75,7 @@ def bench(
     budget_s: float,
     context: int = 10_000,
     stage: object = None,
-    is_exact: bool = False,
+    is_exact: bool = True,
 ) -> Bench:
     shape = SimpleNamespace(num_layers=LAYERS)
     model = SimpleNamespace(vocabulary=100, context_length=context, shape=shape, ranks=Ranks(forward))
@@ -106,22 +106,25 @@ def test_a_piece_behind_a_prefix_is_measured_in_any_case(
 
 @pytest.mark.parametrize(
     ("restored_s", "is_exact", "longest_pass"),
-    [(0.0, False, 64), (0.0, True, 4096), (1e-9, False, 64), (5e-9, False, 4096)],
+    [(0.0, False, 64), (0.0, True, 4096), (6e-9, False, 64), (7e-9, False, 4096)],
 )
 def test_where_restoring_is_much_faster_short_passes_say_enough(
     restored_s: float, is_exact: bool, longest_pass: int, forward: Forward
 ) -> None:
-    """A pass of 16 tokens takes 16 ns for each of them."""
+    """A chunk takes 4 us, 8,192 tokens 67 ms."""
     measured = bench(forward, 8192, 0.2, context=20_000, is_exact=is_exact)
     passes = measured._pass_times(lambda count: restored_s * count)
     assert range_of(passes) == (64 if longest_pass > 64 else 16, longest_pass)
-    behind = 2048 if longest_pass > 64 else 64
-    assert {piece for piece in forward.pieces if piece[1]} == {(behind, 8192)}
+    exact = {(2048, 8192)} if longest_pass > 64 else set()
+    short = set() if is_exact else {(64, 8192)}
+    assert {piece for piece in forward.pieces if piece[1]} == exact | short
     assert measuring._pass_curve(passes).seconds(8192, 8192) > 0
 
 
 def test_a_short_restore_that_is_not_much_faster_is_not_clear(forward: Forward) -> None:
-    passes = bench(forward, 8192, 0.2, context=20_000)._pass_times(lambda count: 2e-7 + 1e-12 * count)
+    passes = bench(forward, 8192, 0.2, context=20_000, is_exact=False)._pass_times(
+        lambda count: 5e-7 + 1e-12 * count
+    )
     assert range_of(passes) == (64, 4096)
 
 
@@ -139,7 +142,7 @@ def test_however_long_the_shortest_pass_takes_a_curve_can_be_fitted(
 def test_passes_that_take_too_long_are_left_out(forward: Forward) -> None:
     """64 tokens take 4 us, 1,024 at least 16 times that."""
     bench(forward, 8192, 5e-6, context=20_000)._pass_times(never_clear)
-    assert set(forward.pieces) == {(16, 0), (64, 0), (128, 0), (256, 0), (128, 8192)}
+    assert set(forward.pieces) == {(64, 0), (128, 0), (256, 0), (128, 8192)}
 
 
 def test_pauses_during_short_passes_do_not_hide_what_a_token_costs(
