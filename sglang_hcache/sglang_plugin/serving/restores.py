@@ -20,10 +20,9 @@ for good.
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
-* PINNED: restored and inserted; locked until the request is admitted. If no request runs on a GPU, a
-  job is inserted as soon as the device has been asked for all of it, and passes wait there for what is left. So the
-  scheduler prepares and launches the request's pass meanwhile. While requests run, it is inserted when it is over, for
-  their passes would wait too.
+* PINNED: restored and inserted; locked until the request is admitted. A GPU on which no request runs
+  need only have been asked for all of it: passes wait there for what is left, so the scheduler prepares and launches
+  the request's pass meanwhile. While requests run, a job is inserted when it is over, for their passes would wait too.
 
 Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
 it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.
