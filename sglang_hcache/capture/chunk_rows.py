@@ -63,7 +63,7 @@ class ChunkRows:
     def __init__(self, host: HostTier, copiers: Copiers | None) -> None:
         self._copiers = copiers
         self._chunks = _chunk_groups(host)
-        self._row_bytes = host.layout.chunk_bytes // CHUNK_TOKENS
+        self._row_bytes = sum(host.layout.row_bytes)
 
     @property
     def shares_work(self) -> bool:
@@ -115,18 +115,17 @@ class ChunkRows:
         places: npt.NDArray[np.int64],
     ) -> None:
         first, end = int(rows[0]), int(rows[-1]) + 1
-        neighbours = slice(first, end) if end - first == len(rows) else None
+        # A slice is a view; rows that are picked one by one are copied once more.
+        picked = slice(first, end) if end - first == len(rows) else rows
         for chunks, source in zip(self._chunks, taken.groups, strict=True):
-            # A slice is a view; picked rows are copied once more.
-            picked = source[:, rows] if neighbours is None else source[:, neighbours]
-            chunks[slots, :, places] = picked.swapaxes(0, 1)
+            chunks[slots, :, places] = source[:, picked].swapaxes(0, 1)
 
     def _carry_out(self, copies: list[partial[None]]) -> None:
-        if self._copiers is None or len(copies) < 2:
-            for copy in copies:
-                copy()
-        else:
-            self._copiers.carry_out(copies)
+        if self._copiers is not None:
+            self._copiers.carry_out(copies)  # a single one by this thread
+            return
+        for copy in copies:
+            copy()
 
 
 def _chunk_groups(host: HostTier) -> list[npt.NDArray[np.uint8]]:

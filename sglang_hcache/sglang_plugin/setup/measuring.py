@@ -41,7 +41,7 @@ from sglang_hcache.tier.tiered import DISK, HOST
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SHORT_LENGTHS = (16, 32, 64)
+_SHORT_LENGTHS = (16, 32, _LENGTHS[0])
 """Tokens of passes, where it is clear that restoring is much faster."""
 _CLEAR = 10.0
 """Recomputing that takes so many times as long as restoring need not be predicted more exactly than short passes do,
@@ -153,13 +153,15 @@ class Bench:
         if self._is_gpu:
             # It takes as long for a short one as launching its kernels, which says nothing of what a token costs.
             return self._times(self._lengths[-_FEWEST_LENGTHS:])
-        if not self.is_exact:
+        shortest = self._lengths[0]
+        if self.is_exact:
+            # Twice, for something else may run.
+            shortest_s = min(self._recompute_one(shortest, 0) for _ in range(2))
+        else:
             times = self._times(_SHORT_LENGTHS)
             if self._is_clear(_pass_curve(times), restore_s):
                 return times
-        # Twice, for something else may run.
-        shortest = self._lengths[0]
-        shortest_s = min(self._recompute_one(shortest, 0) for _ in range(2))
+            shortest_s = times[shortest, 0]
         most = _MOST_BUDGETS * self.budget_s / shortest_s * shortest
         num_quick = sum(length <= most for length in self._lengths)
         lengths = self._lengths[: max(_FEWEST_LENGTHS, num_quick)]
