@@ -56,7 +56,7 @@ class WriteAllowance:
 
     @contextmanager
     def spending(self, size: int, *, now_s: float) -> Iterator[None]:
-        """``size`` bytes go to disk; nothing is counted if the block fails, for then nothing was written.
+        """Count ``size`` bytes as written, unless the block fails: it makes room for them, before they are written.
 
         All of the budget may be used: of new chunks :meth:`allows` was asked before.
 

@@ -161,6 +161,11 @@ class Catalog:
                 if number > last:
                     self._use([self._segments[number]], depth=0)
 
+    def skip_run_numbers(self, last: int) -> None:
+        """At start: the index has rows with numbers up to ``last``, of which some may be of no run."""
+        with self._lock:
+            self._next_run = max(self._next_run, last)
+
     def take_run_number(self) -> int:
         """A number for a new run, larger than any before."""
         with self._lock:
@@ -285,7 +290,6 @@ class Catalog:
     def _admit(self, run: StoredRun) -> None:
         run.segment.runs.add(run)
         self._layer_bytes = run.place.shape.chunk_layer_bytes
-        self._next_run = max(self._next_run, run.number)
         for index, key in enumerate(run.place.keys):
             other = self._chunks.get(key)
             # By segments, whose numbers grow with age: of two runs at once the first may be committed last.

@@ -61,6 +61,8 @@ class Eraser:
         if left:
             numbers = ", ".join(map(str, left))
             raise StoreIOError(f"all is erased but for files that cannot be deleted: segments {numbers}")
+        for volume in self._volumes:
+            volume.sync()
         # Also what could not be deleted, then or by an earlier start.
         self._ledger.delete_namespaces(namespace_ids)
         return Erased(before - self._catalog.counts().chunks, runs)

@@ -121,8 +121,6 @@ class Index:
             index._configure(max_bytes)
             with index._telling(go_on):
                 index._verify(store_id)
-            with contextlib.suppress(OSError):  # of a version that mapped it; nobody has it now
-                path.with_name(path.name + "-shm").unlink(missing_ok=True)
         except (*_SQLITE_ERRORS, StoreFormatError) as error:
             index.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
@@ -198,7 +196,7 @@ class Index:
         with self._transaction():
             self._connection.executemany(
                 "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?)",
-                [(run, chunk, reason) for chunk, reason in chunks.items()],
+                [(run, chunk, _as_text(reason)) for chunk, reason in chunks.items()],
             )
 
     def delete_runs(self, rows: Iterable[int]) -> None:
@@ -363,7 +361,8 @@ class Index:
                 raise StoreFullError("the index has reached its size") from error
             if code == sqlite3.SQLITE_BUSY:
                 raise StoreLockedError(f"another program has the index open: {error}") from error
-            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            # CONSTRAINT: it has a row that the store knows nothing of.
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT):
                 raise StoreFormatError(f"the index is damaged: {error}") from error
             raise StoreIOError(f"the index failed: {error}") from error
 
@@ -373,6 +372,11 @@ def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     remaining = iter(items)
     while batch := list(islice(remaining, BATCH_ROWS)):
         yield batch
+
+
+def _as_text(reason: str) -> str:
+    """A reason names a path, which may be no UTF-8."""
+    return reason.encode(errors="backslashreplace").decode()
 
 
 def _connect(path: Path) -> sqlite3.Connection:

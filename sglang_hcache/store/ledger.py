@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,9 @@ from sglang_hcache.store.volumes.volume import Volume
 logger = logging.getLogger(__name__)
 
 _FAILURES_ALLOWED = 3
-"""So many failures in a row mean the database, however well its directory is."""
+"""So many failures of a kind in a row mean the database, however well its directory is."""
+_COMMIT, _UPKEEP = "commit", "upkeep"
+"""Counted apart: an index may take deletions and no new rows."""
 
 
 class Ledger:
@@ -61,8 +64,8 @@ class Ledger:
         """No start reads the index: calls for it do nothing."""
         self._is_bad = not is_good
         """It is to be given up, however well its directory is."""
-        self._failures = 0
-        """In a row."""
+        self._failures = Counter[str]()
+        """In a row, by kind."""
         self._outdated: set[StoredRun] = set()
         """Runs of which the index does not say yet what is quarantined, or that they are gone."""
         self._away_since: float | None = None
@@ -94,7 +97,7 @@ class Ledger:
         Some of what :meth:`save_recency` would write goes along, for it costs little here.
         """
         with self._catalog.unsaved_recency(BATCH_ROWS) as recency, self._lock:
-            self._call(lambda index: index.insert({run.number: run.place}, recency))
+            self._call(lambda index: index.insert({run.number: run.place}, recency), kind=_COMMIT)
             if not self._catalog.add_run(run):  # clear() came in between
                 self.outdate(run)
 
@@ -266,13 +269,17 @@ class Ledger:
                 except OSError as error:
                     logger.warning("hcache: the index is left open: %s", error)
 
-    def _call(self, function: Callable[[Index], None], patience_s: float | None = None) -> None:
+    def _call(
+        self, function: Callable[[Index], None], patience_s: float | None = None, *, kind: str = _UPKEEP
+    ) -> None:
         with self._lock:
             if self.is_given_up:
                 return
             index, home = self._index, self._home
-            if self._is_bad or index is None:
+            if self._is_bad:
                 raise StoreIOError("the index cannot be used, and is given up in a moment")
+            if index is None:
+                raise StoreIOError("the index is not open: its directory took no writes at start")
             try:
                 home.call(lambda: function(index), "the index", writing=True, patience_s=patience_s)
             except StoreFormatError as error:
@@ -280,10 +287,10 @@ class Ledger:
                 raise StoreIOError(f"{error}; it is given up") from error
             except StoreIOError:
                 # One that takes no writes says nothing of the database.
-                self._failures += home.health.writable
-                self._is_bad |= self._failures >= _FAILURES_ALLOWED
+                self._failures[kind] += home.health.writable
+                self._is_bad |= self._failures[kind] >= _FAILURES_ALLOWED
                 raise
-            self._failures = 0
+            self._failures[kind] = 0
 
     def _publish(self, identity: StoreIdentity) -> None:
         publish(self._volumes, identity)

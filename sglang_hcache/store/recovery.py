@@ -19,7 +19,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.census import Census, Files
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME
-from sglang_hcache.store.format.rows import IndexContents, Recency, RunPlace
+from sglang_hcache.store.format.rows import MAX_COUNT, IndexContents, Recency, RunPlace
 from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.index import LOAD_S, Index, batches
 from sglang_hcache.store.index_files import remove_index
@@ -103,9 +103,9 @@ class Recovery:
         if unusable:
             logger.warning("hcache: %d stored runs lost their files and are forgotten", len(unusable))
             self._observer.count("store.runs_lost", len(unusable))
-        # What is said of no run would be said of the next one with its number.
         orphans = contents.quarantined.keys() - contents.runs.keys()
         _try_delete(ledger.delete_runs, [*unusable, *orphans])
+        self._catalog.skip_run_numbers(_last_number(contents))
         if index is not None:
             # Of an eviction that was killed, or overtaken by what saves recency: nobody else would ever delete it.
             _try_delete(ledger.delete_recency, sorted(contents.recency.keys() - census.segments.keys()))
@@ -240,6 +240,12 @@ class Recovery:
             logger.warning("hcache: not all stored runs fit the index: %s", error)
         put(index.mark_complete)
         return kept
+
+
+def _last_number(contents: IndexContents) -> int:
+    """The largest in use. Rows that could not be deleted would clash with new runs, or speak of them."""
+    numbers = [*contents.runs, *contents.bad_rows, *contents.quarantined]
+    return max((number for number in numbers if number < MAX_COUNT), default=0)
 
 
 def _has_index(home: Volume) -> bool:

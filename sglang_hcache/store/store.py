@@ -304,15 +304,16 @@ class DiskStore:
         drained = self._operations.drain(timeout_s)
         if not (self._keeper.close(timeout_s) and drained):
             return False
-        self._space.close()
         try:
+            self._space.close()
             self._write_down(anew=True)
         except StoreError as error:
             logger.warning("hcache: what was used last is not saved: %s", error)
-        self._ledger.close()
-        self._engine.close(_CLOSE_S)
-        for volume in self._volumes:
-            volume.close(_CLOSE_S)
+        finally:  # whatever went wrong: who opens it again must not find it locked
+            self._ledger.close()
+            self._engine.close(_CLOSE_S)
+            for volume in self._volumes:
+                volume.close(_CLOSE_S)
         return True
 
     def _on_health(self) -> None:

@@ -136,7 +136,7 @@ def test_other_bytes_in_the_log(
     for turn in range(flips):
         config = killed()
         path = config.dirs[0] / f"index.sqlite{suffix}"
-        if suffix == "-shm":  # what a version before left, which mapped it
+        if suffix == "-shm":  # what a SQLite shell that was killed leaves
             path.write_bytes(bytes(2**15))
         data = path.read_bytes()
         if turn % 4 == 0:
@@ -151,8 +151,7 @@ def test_other_bytes_in_the_log(
         assert found is not None, "refused"
         assert found >= ALL - {3, 4}
         if suffix == "-shm":
-            assert found == ALL, "it is of no use"
-            assert not path.exists()
+            assert found == ALL, "it is not read"
 
 
 def forgetful(store: DiskStore) -> None:

@@ -36,7 +36,7 @@ class StoreIdentity:
     """The cap it was last opened with."""
     segment_bytes: Count
     free_floor_bytes: Count
-    free_floor_percent: Annotated[float, Strict(), Field(ge=0, lt=100, allow_inf_nan=False)] = 0.0
+    free_floor_percent: Annotated[float, Strict(), Field(ge=0, lt=100, allow_inf_nan=False)]
 
     @property
     def num_stripes(self) -> int:
@@ -75,7 +75,7 @@ class Superblock:
         if not isinstance(fields, dict) or not _is_count(fields.get("format_version")):
             raise ValueError("no format version")
         if fields["format_version"] != FORMAT_VERSION:
-            return cls(StoreIdentity("", 0, 0, 0, (), 0, 0, 0), 0, fields["format_version"])
+            return cls(StoreIdentity("", 0, 0, 0, (), 0, 0, 0, 0.0), 0, fields["format_version"])
         try:
             identity = _LOADER.validate_python(fields)
         except ValidationError as error:

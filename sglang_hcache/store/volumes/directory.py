@@ -32,8 +32,7 @@ from sglang_hcache.store.volumes.lock import DirectoryLock
 _SEGMENT_NAME = re.compile(r"segment-(\d{8,15})\.seg")
 _OWN_NAMES = frozenset(
     {LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME, PROBE_NAME}
-    # index.tmp: of format 2
-    | {name + suffix for name in (INDEX_NAME, "index.tmp") for suffix in INDEX_SUFFIXES}
+    | {INDEX_NAME + suffix for suffix in INDEX_SUFFIXES}
 )
 _HARMLESS_NAMES = frozenset({"lost+found"})
 
@@ -223,6 +222,11 @@ class StoreDirectory:
         """Delete a file; no matter if it is gone. Raises OSError."""
         self.segment_path(segment).unlink(missing_ok=True)
 
+    def sync(self) -> None:
+        """Files that were deleted do not come back after a power cut. Raises OSError."""
+        with self._opened() as place:
+            os.fsync(place)
+
     def keep_of_segment(self, segment: int, kept: Sequence[tuple[int, int]]) -> None:
         """Durably zero a file but for bytes [begin, end) of each of ``kept``; its time stays. Raises OSError."""
         fd = os.open(self.segment_path(segment), _flags(os.O_RDWR, False))
@@ -327,11 +331,11 @@ class StoreDirectory:
         """A descriptor of the directory itself: what is created relative to it cannot land where it was mounted.
 
         Raises:
-            FileNotFoundError: another directory is at its path, or none.
+            FileNotFoundError: another directory is at its path than the one that was locked, or none.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if self.lock.is_taken and not self.lock.is_here(fd):  # `hcache store` does some things without it
+            if not self.lock.is_here(fd):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             yield fd
         finally:

@@ -46,13 +46,7 @@ class DirectoryLock:
         self._directory = directory
         self._user_pid = user_pid
         self._fd = -1
-        # A forked child would hold the lock for as long as it lives, also when this process was killed.
-        os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether this process took it, wherever the file is now."""
-        return self._fd >= 0
+        self._releases_in_child = False
 
     def take(self) -> None:
         """Take the lock, unless it is held where the directory is now.
@@ -65,6 +59,7 @@ class DirectoryLock:
             fd = self._try_to_take()
             self.release()
             self._fd = fd
+            self._release_in_child()
 
     def release(self) -> None:
         """Give it up; further calls do nothing."""
@@ -96,6 +91,15 @@ class DirectoryLock:
         finally:
             os.close(fd)
         return None
+
+    def _release_in_child(self) -> None:
+        """A forked child would hold the lock for as long as it lives, also when this process was killed.
+
+        Not before it is taken: what is registered stays, and a server whose disk is away makes lock after lock.
+        """
+        if not self._releases_in_child:
+            os.register_at_fork(after_in_child=partial(_release, weakref.ref(self)))
+            self._releases_in_child = True
 
     def _try_to_take(self) -> int:
         for _ in range(_ATTEMPTS - 1):

@@ -26,7 +26,7 @@ _CLOSE_S = 0.5
 
 
 class SeenDirectory(StoreDirectory):
-    """A directory without its lock: segments are opened for reading, and nothing is ever created."""
+    """A directory without its lock, in which nothing can be created; segments are opened for reading."""
 
     def is_present(self) -> bool:
         return has_superblock(self.path)

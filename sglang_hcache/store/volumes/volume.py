@@ -148,6 +148,9 @@ class Volume:
         unlink = partial(self.directory.unlink_segment, segment)
         self.call(unlink, "cannot delete a segment file", writing=True, blame=False)
 
+    def sync(self) -> None:
+        self.call(self.directory.sync, "cannot make deletions last", writing=True)
+
     def keep_of_segment(self, segment: int, kept: Sequence[tuple[int, int]]) -> None:
         keep = partial(self.directory.keep_of_segment, segment, kept)
         self.call(keep, "cannot erase parts of a segment file", writing=True, patience_s=_ERASE_S)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import ExtentHeader, pack_header
+from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -26,7 +28,7 @@ from sglang_hcache.testing.stored_chunks import (
     small_config,
     write_keys,
 )
-from tests.unit.store.conftest import ask_index
+from tests.unit.store.conftest import ask_index, flip
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000, 8192)
@@ -171,6 +173,35 @@ def test_a_quarantined_chunk_is_kept_logged_once_and_written_again(
     assert damaged == {folder: 2 * (folder == path.parent) for folder in damaged}, "also after a restart"
     write_keys(store, BAD[bad : bad + 1], LAYERS)
     read_keys(store, BAD)
+
+
+def test_a_directory_whose_name_is_no_utf_8(tmp_path: Path, open_store: OpenStore) -> None:
+    """A quarantine names it; neither the index nor the end of the store minds."""
+    config = small_config(tmp_path / os.fsdecode(b"d\xff"))
+    store = open_store(config)
+    write_keys(store, BAD, LAYERS)
+    place = Inside(store).run_of(BAD[1]).place
+    (path,) = config.dirs[0].glob("*.seg")
+    flip(path, place.extent_offset(0) + BLOCK + LAYERS[0])
+    with pytest.raises(CorruptExtentError):
+        read_keys(store, BAD)
+    store.close()
+    again = open_store(config)
+    assert again.stats().quarantined == 1
+    assert match_keys(again, BAD) == 1
+
+
+def test_an_error_that_nobody_foresaw_leaves_no_lock_behind(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, BAD, LAYERS)
+    Inside(store).keeper.close(5)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unforeseen"):
+        patch.setattr(Ledger, "save_meta", Mock(side_effect=RuntimeError("unforeseen")))
+        store.close()
+    assert match_keys(open_store(config), BAD) == len(BAD)
 
 
 @pytest.mark.usefixtures("no_keeper")

@@ -95,6 +95,29 @@ def test_a_namespace_goes_and_the_others_stay(closed: StoreConfig, open_store: O
     assert (erased.chunks, erased.runs) == (0, 0)
 
 
+def test_what_was_deleted_does_not_come_back_after_a_power_cut(
+    closed: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, Path]] = []
+    unlink, sync = StoreDirectory.unlink_segment, StoreDirectory.sync
+
+    def unlink_noted(self: StoreDirectory, segment: int) -> None:
+        unlink(self, segment)
+        done.append(("unlink", self.path))
+
+    def sync_noted(self: StoreDirectory) -> None:
+        sync(self)
+        done.append(("sync", self.path))
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", unlink_noted)
+    monkeypatch.setattr(StoreDirectory, "sync", sync_noted)
+    erase(closed.dirs, {GOING})
+    for path in closed.dirs:
+        steps = [step for step, where in done if where == path]
+        assert "unlink" in steps
+        assert steps[-1] == "sync"
+
+
 DYING = """
 import os, signal, sys
 from pathlib import Path

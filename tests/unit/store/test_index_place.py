@@ -262,6 +262,50 @@ def test_an_index_that_could_only_be_read_at_start_is_written_to_later(
 
 
 @pytest.mark.usefixtures("no_keeper")
+def test_rows_that_could_not_be_deleted_at_start_clash_with_no_new_run(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """The disk was full: the index was only read, of segments that are gone."""
+    config = patient(tmp_path, 1)
+    store = open_store(config)
+    write_keys(store, OLD, LAYERS)
+    store.close()
+    for path in config.dirs[0].glob("*.seg"):
+        path.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Health, "writable", property(lambda self: False))
+        store = open_store(config)
+    inside = Inside(store)
+    inside.ledger.settle()
+    assert not inside.is_index_given_up
+    write_keys(store, NEW, LAYERS)
+    store.close()
+    again = open_store(config)
+    assert (match_keys(again, OLD), match_keys(again, NEW)) == (0, len(NEW))
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_an_index_that_takes_deletions_and_no_runs_is_given_up(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(patient(tmp_path))
+    inside = Inside(store)
+
+    def refuse(*_: object) -> None:
+        raise StoreIOError("the index failed: disk I/O error")
+
+    monkeypatch.setattr(Index, "insert", refuse)
+    for key in range(3):
+        inside.ledger.save_meta({"notes": "{}"})  # works
+        inside.ledger.settle()
+        assert not inside.is_index_given_up
+        with pytest.raises(StoreIOError, match="disk I/O error"):
+            write_keys(store, make_keys(key, 1), LAYERS)
+    inside.ledger.settle()
+    assert inside.is_index_given_up
+
+
+@pytest.mark.usefixtures("no_keeper")
 def test_nothing_is_written_that_could_not_be_committed(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(patient(tmp_path))
     inside = Inside(store)

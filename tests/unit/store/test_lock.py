@@ -34,3 +34,20 @@ def test_what_the_file_says(tmp_path: Path, written: str, expected: str) -> None
     assert f"{tmp_path} is in use by {expected}; stop it or use other directories" in str(error.value)
     lock.release()
     assert other.holder() is None
+
+
+def test_a_lock_that_was_not_taken_registers_nothing_for_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is registered stays for good, and a server whose disk is away makes lock after lock."""
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: registered.append(hooks))
+    absent = DirectoryLock(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError):
+        absent.take()
+    assert not registered
+    lock = DirectoryLock(tmp_path)
+    for _ in range(3):
+        lock.take()
+        lock.release()
+    assert len(registered) == 1

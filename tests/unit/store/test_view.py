@@ -162,9 +162,11 @@ def test_what_was_cleared_is_not_shown(closed: StoreConfig) -> None:
     """As if the clearing could not delete: segments below ``first_segment`` count as gone."""
     for stripe, path in enumerate(closed.dirs):
         directory = StoreDirectory(path)
+        directory.acquire()
         block = directory.read_superblock()
         assert block is not None
         directory.write_superblock(Superblock(block.identity.next(first_segment=2), stripe))
+        directory.lock.release()
     with StoreView.open(closed.dirs) as view:
         from_index = {run.place.segment for run in view.runs()}
     (closed.dirs[0] / "index.sqlite").unlink()
