@@ -76,7 +76,7 @@ def test_its_flags_are_the_servers(sample: str) -> None:
     assert config.host_size == 64 * 10**9
 
 
-@pytest.mark.parametrize("sample", ["kubernetes", "systemd"])
+@pytest.mark.parametrize("sample", ["kubernetes", "systemd", "docker"])
 def test_what_an_orchestrator_starts_survives_a_broken_disk(sample: str) -> None:
     config = tier_settings(sample)
     assert config.disk_at_start == "optional"
