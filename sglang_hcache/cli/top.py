@@ -61,7 +61,7 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("damaged extents", "store.corrupt_extents", "bad"),
     ("writes refused: no room, or the budget", "store.writes_refused", "bad"),
     ("deletions of files that failed", "store.unlink_failures", "bad"),
-    ("errors that nobody foresaw", ERRORS, "bad"),
+    ("unexpected errors", ERRORS, "bad"),
 )
 """What it is, the counters or measures that add up to it, and how it is shown."""
 

@@ -32,4 +32,4 @@ def other_problems(state: Mapping[str, Any]) -> Iterator[str]:
     errors = {event.split(".")[0]: state["counters"].get(event, 0) for event in ERRORS}
     told = ", ".join(f"{count:,} in {where}" for where, count in errors.items() if count)
     if told:
-        yield f"errors that nobody foresaw since the start: {told}; the log has them, please report"
+        yield f"unexpected errors since the start: {told}; the log has them, please report"

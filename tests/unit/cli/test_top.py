@@ -158,7 +158,7 @@ def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
         "/b: out: EIO",
         "nothing is saved: KV of earlier weights is on the device (POST /flush_cache)",
         "what was cleared would be back after a restart: no directory took the note",
-        "errors that nobody foresaw since the start: 2 in capture, 1 in store; the log has them, please report",
+        "unexpected errors since the start: 2 in capture, 1 in store; the log has them, please report",
     ]
     assert json.loads(checked(monkeypatch, "--json").stdout) == {"problems": ["/b: out: EIO"]}
     told["disk"]["directories"] = [{"path": "/a", "condition": "healthy", "reason": "nothing new is stored"}]
