@@ -1,13 +1,13 @@
 """What each part of the method is worth: partition by layers, saving in two stages, schedules.
 
 \b
-partition   restores that share out layers between hidden states and K and V, against restores that share out tokens
+partition   restores that divide layers between hidden states and K and V, compared with restores that divide tokens
             [HCache §4.1.2, Figure 13]
-saving      rows that are snapshotted and written in the background, against rows that are written while the model
-            computes, and against saving nothing [HCache §4.2.2, Figure 14]
-schedules   which layer comes back how, and what a token takes in storage [HCache Table 3], and the same here
+saving      rows that are snapshotted and written in the background, compared with rows that are written while the
+            model computes, and with saving nothing [HCache §4.2.2, Figure 14]
+schedules   each layer's method and the storage per token, from the paper [HCache Table 3] and for this machine
 
-Variants take turns in every round; ratios are of the same round. Run it while nothing else uses the machine.
+Variants take turns in every round; ratios are within the same round. Run it on an otherwise idle machine.
 
 \b
     python benchmarks/ablations.py --quick
@@ -48,12 +48,12 @@ def main(
         int | None, typer.Option(min=2, help="Layers of the random model. Default: 24, quick 6.")
     ] = None,
     hidden: Annotated[int, typer.Option(min=32, help="Its hidden size.")] = 512,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads; all of them have K and V.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads; each has its own K and V.")] = 8,
     dtype: Dtype = "bfloat16",
     tiers: Annotated[
         str | None,
         typer.Option(
-            help="partition: host, disk, or a disk that is read no faster, such as disk:500MB. Default: "
+            help="partition: host, disk, or a disk with a limit per second, such as disk:500MB. Default: "
             f"{','.join(FULL.tiers)}; quick {','.join(QUICK.tiers)}."
         ),
     ] = None,
@@ -63,16 +63,17 @@ def main(
     ] = None,
     kv_layers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="partition: layers that come back as K and V. Default: as many as are fastest."
-        ),
+        typer.Option(min=1, help="partition: layers restored from K and V. Default: the fastest number."),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help="saving: requests that decode together. Default: 1,4,16; quick 1,4.")
+        str | None,
+        typer.Option(help="saving: numbers of requests that decode together. Default: 1,4,16; quick 1,4."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="saving: tokens that each decodes in a round. Default: 128; quick 32."),
+        typer.Option(
+            min=1, help="saving: tokens that each request decodes per round. Default: 128; quick 32."
+        ),
     ] = None,
     prefill: Annotated[
         int | None,
@@ -80,10 +81,10 @@ def main(
     ] = None,
     ways: Annotated[
         list[Way] | None,
-        typer.Option("--way", help="saving: one way to save; may be given again. Default: all of them."),
+        typer.Option("--way", help="saving: one way to save; may be repeated. Default: all."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 3.")
+        int | None, typer.Option(min=1, help="Measurements of each variant. Default: 7; quick 3.")
     ] = None,
     folder: Folder = None,
     out: Out = None,

@@ -1,8 +1,8 @@
-"""Histories that all return at the same moment, as after a restart of clients: TTFT of each method, burst by burst.
+"""Histories that all return at the same moment, as after clients restart: TTFT of each method, burst by burst.
 
-A history is saved once, and leaves the KV pool. Then all are sent at once, each with a few new tokens behind it, which
-no two rounds have in common. Methods take turns in each round, one server at a time, and all must answer alike. With
-fewer `--device-contexts` than prompts the others wait for room in the KV pool.
+Each history is saved once and evicted from the KV pool. Then all are sent at the same time, each followed by a few new
+tokens that differ in every round. Methods take turns in each round, one server at a time, and all must give the same
+answers. With fewer `--device-contexts` than prompts, the others wait for room in the KV pool.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ app = new_app()
 @errors_told("burst")
 def main(
     prompts: Annotated[
-        str | None, typer.Option(help="How many are sent at once. Default: 20,80, quick 12.")
+        str | None, typer.Option(help="Prompts sent at the same time. Default: 20,80, quick 12.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
@@ -224,7 +224,7 @@ def main(
     history: Annotated[
         int | None, typer.Option(help="Tokens of each history. Default: 512, quick 256.", min=64)
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="New tokens behind a history.", min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="New tokens after a history.", min=1)] = 32,
     answer_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer. Default: 8, quick 2.", min=1)
     ] = None,
@@ -234,17 +234,17 @@ def main(
     device_contexts: Annotated[
         float | None,
         typer.Option(
-            help="Prompts with their answers that the KV pool holds. Default: as many as are sent at once."
+            help="Prompts with their answers that the KV pool holds. Default: as many as are sent together."
         ),
     ] = None,
     host_size: Annotated[
         str | None,
         typer.Option(
-            help=f"Chunks in host memory. {CAPACITY_HELP} Default: 1.25 times what is sent at once."
+            help=f"Chunks in host memory. {CAPACITY_HELP} Default: 1.25 times what is sent together."
         ),
     ] = None,
     disk_size: Annotated[
-        str | None, typer.Option(help="Disk tier, in the same way. Default: twice what is sent at once.")
+        str | None, typer.Option(help="Disk tier, in the same units. Default: twice what is sent together.")
     ] = None,
     folder: Folder = None,
     logs: Logs = None,

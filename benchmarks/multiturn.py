@@ -1,9 +1,9 @@
-"""Conversations that return: TTFT and time between tokens over the request rate, each method on a server of its own.
+"""Conversations that return: TTFT and time between tokens over the request rate, each method on its own server.
 
-The HCache paper's Figures 4, 9 and 10. Conversations arrive as a Poisson process whatever the server does; the next
-message follows an answer after some time to think, and its prompt is all that was said before. Methods take turns at
-each rate, with everything emptied in between, and all must answer alike. All of them get the same history: what the
-first one answered.
+The HCache paper's Figures 4, 9 and 10. Conversations arrive as a Poisson process whatever the server does. The next
+message follows an answer after some think time, and its prompt is everything said before. Methods take turns at each
+rate, with everything emptied in between, and all must give the same answers. All of them get the same history: the
+first method's answers.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def main(
         ),
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Requests a second on average. Default: 0.25,1, quick 3,12.")
+        str | None, typer.Option(help="Average requests per second. Default: 0.25,1, quick 3,12.")
     ] = None,
     methods: Methods = "recompute,kv,auto",
     out: Out = None,
@@ -293,28 +293,32 @@ def main(
     conversations: Annotated[
         int | None,
         typer.Option(
-            help="Conversations, or requests of a trace. Default: 8, quick 5; of a trace 32, quick 12.", min=1
+            help="Conversations, or requests of a trace. Default: 8, quick 5; for a trace 32, quick 12.",
+            min=1,
         ),
     ] = None,
-    mean_rounds: Annotated[float, typer.Option(help="Of generated conversations. Default: 3.", min=2)] = 3.0,
+    mean_rounds: Annotated[
+        float, typer.Option(help="Mean rounds of generated conversations. Default: 3.", min=2)
+    ] = 3.0,
     think_time: Annotated[
         float | None,
         typer.Option(help="Mean seconds between an answer and the next message. Default: 5, quick 0.5."),
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="All lengths are multiplied by it, to fit small models. Default: 1, quick 0.2."),
+        typer.Option(help="Factor for all lengths, to fit small models. Default: 1, quick 0.2."),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Conversations end, and requests are left out, beyond it. Default: 4096, quick 1024.", min=64
+            help="Longer conversations end early, longer requests are left out. Default: 4096, quick 1024.",
+            min=64,
         ),
     ] = None,
     time_limit: Annotated[
         float | None,
         typer.Option(
-            help="Minutes from the start. After the first rate none is begun that would not be over by then. "
+            help="Minutes from the start. After the first rate, none begins that would not end by then. "
             "Default: none, quick 1.7."
         ),
     ] = None,

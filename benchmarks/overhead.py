@@ -1,7 +1,7 @@
-"""What the tier costs requests that it does not help, and gives those that it does: a server with it, one without.
+"""The tier's cost for requests that it does not help, and its gain for others: a server with it and one without.
 
-Both run at the same time, idle in turns. What is compared alternates, and each number is a median of its rounds:
-capture, decoding, time to the first token, start and memory.
+Both run at the same time, one idle while the other is measured. Measurements alternate, and each number is the median
+of its rounds: saving, decoding, time to first token, startup and memory.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def main(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Measure only what has this in its name, such as 'return' or 'memory'; may be given again.",
+            help="Measure only what has this in its name, such as 'return' or 'memory'; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -216,20 +216,20 @@ def main(
             help="Tokens of the history that returns while others decode. Default: 16384, quick 2048.", min=64
         ),
     ] = None,
-    batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4",
+    batches: Annotated[str, typer.Option(help="Numbers of requests that decode together.")] = "1,4",
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Times that each thing is measured. Default: 7, and 21 of what is short: prefill, decoding, hits on "
-            "the device; quick 3 and 9.",
+            help="Rounds of each measurement. Default: 7, and 21 for short ones (prefill, decoding, device hits); "
+            "quick 3 and 9.",
             min=1,
         ),
     ] = None,
-    warm_up: Annotated[int, typer.Option(help="Rounds before them that do not count.", min=0)] = 3,
+    warm_up: Annotated[int, typer.Option(help="Warm-up rounds that do not count.", min=0)] = 3,
     decoded: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of the answers whose TBT is compared; four times as many while a history returns. Default: "
+            help="Tokens of answers whose TBT is compared; four times as many while a history returns. Default: "
             "48, quick 24.",
             min=8,
         ),
@@ -237,27 +237,25 @@ def main(
     starts: Annotated[
         int | None,
         typer.Option(
-            help="Starts of each server, alone; with 0 those for all other measurements are timed, one after the "
-            "other, or on a GPU, with a --method that measures nothing at start, not at all: both start at once. "
+            help="Startups of each server alone. With 0, the startups for the other measurements are timed, one after "
+            "the other; on a GPU, with a --method that measures nothing at startup, both start together, untimed. "
             "Default: 3, quick 0.",
             min=0,
         ),
     ] = None,
     chunks: Annotated[
         int | None,
-        typer.Option(
-            help="Chunks of the disk tier that is looked into. Default: 1000000, quick 50000.", min=1
-        ),
+        typer.Option(help="Chunks in the disk tier for the lookup. Default: 1000000, quick 50000.", min=1),
     ] = None,
     host_size: Annotated[
-        str | None, typer.Option(help=f"--hcache-host-size. {SIZE_HELP} Default: 2GB, quick 256MB.")
+        str | None, typer.Option(help=f"--hcache-host-size: {SIZE_HELP}. Default: 2GB, quick 256MB.")
     ] = None,
     disk: Disk = True,
     method: Annotated[
-        str, typer.Option(help=f"--hcache-method, of {', '.join(PlanKind)}.")
+        str, typer.Option(help=f"--hcache-method, one of {', '.join(PlanKind)}.")
     ] = PlanKind.AUTO.value,
     tier_arguments: Annotated[
-        str, typer.Option(help="More arguments of the server with the tier, as a shell has them.")
+        str, typer.Option(help="More arguments for the server with the tier, quoted as in a shell.")
     ] = "",
     folder: Folder = None,
     logs: Logs = None,

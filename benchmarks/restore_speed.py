@@ -1,9 +1,9 @@
-"""How fast a history comes back: every method, over its length, the tier and the tier's bandwidth, in one run.
+"""How fast a history is restored: every method, by length, tier and the tier's bandwidth, in one run.
 
-recompute, kv, hidden, hybrid and auto take turns; medians are printed, and ratios of the same run: Figures 11 and 12 of
+recompute, kv, hidden, hybrid and auto take turns; it prints medians and ratios within the run: Figures 11 and 12 of
 HCache. The floors are what the two resources need alone: I/O (the same extents read into the same buffers) and
 computation (bare matrix products on contiguous inputs). ideal restores nothing: it is the time of the next 64 tokens
-when the history is on the device, which every other method has to add to its own.
+when the history is on the device, which comes on top of every other method's time.
 
 \b
     python benchmarks/restore_speed.py --quick
@@ -11,7 +11,7 @@ when the history is on the device, which every other method has to add to its ow
     python benchmarks/restore_speed.py --layers 16 --hidden 1024 --heads 16 --dir /mnt/nvme0 --out results-1024
     python benchmarks/restore_speed.py --tiers disk --lengths 4096 --bandwidths none
 
-Run it while nothing else uses the machine. Exit status: 0, 2 with a reason, 130 or 143.
+Run it on an otherwise idle machine. Exit status: 0, 2 with a reason, 130 or 143.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def main(
     layers: Annotated[int, typer.Option(min=2, help="Layers of the random model.")] = 24,
     hidden: Annotated[int, typer.Option(min=32, help="Its hidden size.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="KV heads; as many as heads if not given.")
-    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads. Default: as many as heads.")] = None,
     dtype: Dtype = "bfloat16",
     lengths: Annotated[
         str | None,
@@ -54,22 +52,22 @@ def main(
     tiers: Annotated[
         str,
         typer.Option(
-            help="Measured at every length: host, disk, or a disk that is read no faster than so many bytes a "
-            "second, such as disk:500MB."
+            help="Measured at every length: host, disk, or a disk with a limit of bytes per second, such as "
+            "disk:500MB."
         ),
     ] = "host,disk",
     bandwidths: Annotated[
         str | None,
         typer.Option(
-            help="Bytes a second that the disk is throttled to, at the one length of --bandwidth-length; none: "
-            "no such measurement. Default: none with --tiers or --lengths, else 250MB,500MB,1GB,2GB; quick 250MB,1GB."
+            help="Bytes per second that the disk is throttled to, at the length --bandwidth-length; none: "
+            "skip this. Default: none with --tiers or --lengths, else 250MB,500MB,1GB,2GB; quick 250MB,1GB."
         ),
     ] = None,
     bandwidth_length: Annotated[
-        int | None, typer.Option(min=CHUNK_TOKENS, help="Default: 4096; quick 2048.")
+        int | None, typer.Option(min=CHUNK_TOKENS, help="Tokens for --bandwidths. Default: 4096; quick 2048.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Times that each variant is measured. Default: 7; quick 5.")
+        int | None, typer.Option(min=1, help="Measurements of each variant. Default: 7; quick 5.")
     ] = None,
     folder: Folder = None,
     out: Out = None,

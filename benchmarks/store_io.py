@@ -1,7 +1,7 @@
-"""How much of the disk's speed arrives: fio, the I/O engines and the disk store, in one run on the same files.
+"""How much of the disk's speed is used: fio, the I/O engines and the disk store, in one run on the same files.
 
 Variants take turns, and each rate is compared with fio's in the same round, at the same block size and depth, to and
-from the same pages of memory. Floors, set before anything was measured: 90 % of fio for reads, 80 % for writes.
+from the same pages of memory. Goals, set before anything was measured: at least 90 % of fio for reads, 80 % for writes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ HELP = f"""{__doc__}
     python benchmarks/store_io.py --dir /mnt/nvme0 --size 8GB --out results
     python benchmarks/store_io.py --block 512KiB --depth 8 --rounds 15 --no-store
 
-Run it while nothing else uses the disk or the CPUs: threads of Python suffer from neighbours more than fio does.
+Run it while nothing else uses the disk or the CPUs: other load slows Python threads more than fio.
 """
 
 
@@ -99,7 +99,7 @@ def main(
             "--dir",
             exists=True,
             file_okay=False,
-            help="Where to measure: a folder on the disk in question. Left as it was.",
+            help="Where to measure: a folder on the disk to test. It is left as it was.",
         ),
     ] = Path(),
     size: Annotated[
@@ -114,16 +114,15 @@ def main(
         typer.Option(help="Block size, such as 512KiB; may be repeated. Default: 64KiB to 2MiB."),
     ] = None,
     depth: Annotated[
-        list[int] | None, typer.Option(help="Operations at once; may be repeated. Default: 1 to 32.", min=1)
+        list[int] | None,
+        typer.Option(help="Concurrent operations; may be repeated. Default: 1 to 32.", min=1),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Measurements of each; the median counts. Default: 5, quick 3.", min=1)
     ] = None,
     quiet: Annotated[
         float,
-        typer.Option(
-            help="Seconds to wait at most, all together, while other processes use the CPUs.", min=0
-        ),
+        typer.Option(help="Total seconds to wait at most while other processes use the CPUs.", min=0),
     ] = 30.0,
     store: Annotated[bool, typer.Option(help="Measure the disk store as well.")] = True,
     out: Out = None,

@@ -1,10 +1,10 @@
-"""Questions about documents that outgrow the KV pool, under Zipf skew: each method on a server of its own.
+"""Questions about documents that outgrow the KV pool, under Zipf skew: each method on its own server.
 
 The HCache paper's Figure 15. Every request goes to the servers of all methods, one after the other in turns, with
-nothing else running, and all must answer alike. A server keeps the most recently used documents in its KV pool, sized
-in contexts; what falls out comes back by its method. Before each round of a skew everything is emptied, and each
-document is asked for once (not measured), so that no method pays for the first sight of a document. Each round has an
-order and questions of its own.
+nothing else running, and all must give the same answers. A server keeps the most recently used documents in its KV
+pool, sized in contexts; evicted ones are restored by its method. Before each round of a skew everything is emptied,
+and each document is asked about once (not measured), so that no method pays for a document's first request. Each round
+has a different order and different questions.
 """
 
 from __future__ import annotations
@@ -318,29 +318,30 @@ def main(
     scale: Annotated[
         float | None,
         typer.Option(
-            help="Of generated documents: all lengths are multiplied by it, to fit small models. Default: 0.25, "
+            help="Factor for all lengths of generated documents, to fit small models. Default: 0.25, "
             "quick 0.08."
         ),
     ] = None,
     context_limit: Annotated[
         int | None,
-        typer.Option(help="Longer documents are cut to so many tokens. Default: 4096, quick 1024.", min=64),
+        typer.Option(help="Longer documents are cut to this many tokens. Default: 4096, quick 1024.", min=64),
     ] = None,
     answer_limit: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer. Default: 16, quick 4.", min=1)
+        int | None, typer.Option(help="Maximum tokens of an answer. Default: 16, quick 4.", min=1)
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Requests in each round. Default: 64, quick 16.", min=1)
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(help="Requests at a time. Over 1 the methods run one after the other.", min=1)
+        int,
+        typer.Option(help="Concurrent requests. If greater than 1, methods run one after the other.", min=1),
     ] = 1,
     rounds: Rounds = 1,
     time_limit: Annotated[
         float | None,
         typer.Option(
-            help="Minutes from the start. When they are over, no more is asked than 6 requests in each round, one at a "
-            "time. Default: none, quick 1.7."
+            help="Minutes from the start. After that, each round stops at 6 requests (with --concurrency "
+            "1). Default: none, quick 1.7."
         ),
     ] = None,
     device_contexts: DeviceContexts = 2.0,

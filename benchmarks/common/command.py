@@ -32,8 +32,8 @@ class Report(Protocol):
 
 
 ENDED_EARLY = (
-    "On Ctrl-C or SIGTERM it ends its servers, removes what it made, writes the results that are there, with "
-    '"complete": false and what is missing, and exits with status 130 or 143. A second signal ends it at once.'
+    "On Ctrl-C or SIGTERM it ends its servers, removes what it created, writes the results so far, with "
+    '"complete": false and what is missing, and exits with status 130 or 143. A second signal ends it immediately.'
 )
 """For the end of every command's help."""
 MOST_NAMES = 12
@@ -47,7 +47,7 @@ def new_app() -> typer.Typer:
 
 @contextmanager
 def errors_told(name: str) -> Iterator[None]:
-    """What a user can mend is one line on standard error, and exit status 2. Also a decorator.
+    """What a user can fix is one line on standard error, and exit status 2. Also a decorator.
 
     Ctrl-C before :func:`carry_out` is one line as well, and status 130.
     """

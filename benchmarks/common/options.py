@@ -12,21 +12,21 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.units import parse_size
 
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for the results: JSON, CSV and a picture (PNG).")
+    Path | None, typer.Option("--out", help="Folder for the results: JSON, CSV and a chart (PNG).")
 ]
 Quick = Annotated[
     bool,
     typer.Option(
         "--quick",
-        help="Less of everything but what is compared: under two minutes on two cores that do nothing else.",
+        help="Smaller sizes, same comparison: under two minutes on two idle cores.",
     ),
 ]
 ModelPath = Annotated[
     Path | None,
     typer.Option(
         "--model-path",
-        help="Folder of a model; without files of weights it is served with SGLang's dummy ones, which tell of times "
-        "only. Default: a random one is written.",
+        help="Model folder; without weight files it is served with SGLang's dummy weights, which are good for "
+        "times only. Default: a random model is written.",
     ),
 ]
 Folder = Annotated[
@@ -35,7 +35,7 @@ Folder = Annotated[
         "--dir",
         exists=True,
         file_okay=False,
-        help="Where model and disk tiers are made, and removed. Default: a new folder here.",
+        help="Where the model and disk tiers are created and removed. Default: a new folder here.",
     ),
 ]
 Logs = Annotated[
@@ -44,15 +44,17 @@ Logs = Annotated[
         "--logs",
         exists=True,
         file_okay=False,
-        help="Folder for the servers' logs, which are kept then. Default: they are removed with the rest.",
+        help="Folder in which to keep the servers' logs. Default: they are removed with the rest.",
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="Of the random model: bfloat16 or float32. Some processors multiply bfloat16 slowly."),
+    typer.Option(
+        help="The random model's type: bfloat16 or float32. Some processors multiply bfloat16 slowly."
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal requests.", min=0)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, no table.")]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same requests.", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def parse_numbers(flag: str, text: str, *, low: float, high: float) -> tuple[float, ...]:

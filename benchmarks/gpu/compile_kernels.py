@@ -1,4 +1,4 @@
-"""Compile the kernels of SGLang that servers of ``run.py`` use, for an H100 or H200, where there is nvcc and no GPU.
+"""Compile the SGLang kernels that the servers of ``run.py`` use, for an H100 or H200, on a machine with nvcc.
 
 python benchmarks/gpu/compile_kernels.py --out DIR
 """
@@ -114,16 +114,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all were compiled, 1 some were not, 2 there is no nvcc."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"Takes some minutes. Copy DIR/{_CACHE} into the home folder on the GPU's machine, and what is in "
-        f"DIR/{_FLASHINFER} into data/aot of the folder of its package flashinfer.",
+        epilog=f"Takes a few minutes and needs no GPU. Copy DIR/{_CACHE} into the home folder on the GPU machine, and "
+        f"the contents of DIR/{_FLASHINFER} into data/aot of its flashinfer package.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="what is there already stays")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time. Default: %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the kernels; existing files are kept",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent compilers. Default: %(default)s")
     options = parser.parse_args(arguments)
     if shutil.which("nvcc") is None:
         print(
-            "nvcc is not on the PATH: install CUDA's compiler of the version that torch has", file=sys.stderr
+            "nvcc is not on the PATH: install the CUDA compiler of the version that torch uses",
+            file=sys.stderr,
         )
         return 2
     wanted = kernels()
@@ -134,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 error = future.result()
             except BrokenProcessPool:
-                error = "its process was ended, perhaps for want of memory: try --jobs 1"
+                error = "its process was ended, perhaps because memory ran out: try --jobs 1"
             if error is not None:
                 failed += 1
                 print(f"{pending[future]}: {error}", file=sys.stderr)

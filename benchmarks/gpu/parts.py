@@ -23,7 +23,7 @@ from gpu.shapes import SHAPES, shape_named
 NOT_SHOWN = {
     "attention by fa3": "all servers that are compared use Triton's",
     "LMCache": "no part starts it",
-    "how fast a disk is, GPUDirect Storage": "of a disk the part `disk` shows that what it holds is right",
+    "how fast a disk is, GPUDirect Storage": "the part `disk` only shows that data read from a disk is right",
 }
 """What a GPU should show, and no part does -> why."""
 
@@ -51,23 +51,23 @@ PARTS = (
     Part(
         "kernel",
         20,
-        "the Triton kernel: every shape, mutants, odd numbers of tokens, a pool of 2**31 values; its speed",
+        "the Triton kernel: every shape, mutants, odd token counts, a pool of 2**31 values; its speed",
     ),
     Part("restores", 55, "engine, streams and pinned memory on random layers of every shape; efficiency"),
     Part(
         "saving",
         15,
-        "rows of prefills and of CUDA graphs that are replayed, as they were; what that adds to a pass",
+        "saved rows of prefills and replayed CUDA graphs, compared with the originals; time added to a pass",
     ),
     Part(
         "server",
         105,
-        "a server, CUDA graphs on: equality, decoded tokens, 200 requests at once under eviction, strict memory checks",
+        "a server, CUDA graphs on: equality, decoded tokens, 200 concurrent requests, eviction, strict memory checks",
     ),
     Part(
         "defaults",
         75,
-        "Llama-2-7B with the tier's defaults: what is predicted, what is restored, also behind prefills",
+        "Llama-2-7B with the tier's defaults: predictions and restores, also behind prefills",
         is_extra=True,
     ),
     Part("flashinfer", 105, "the same server, with FlashInfer's attention", is_extra=True),
@@ -80,7 +80,7 @@ PARTS = (
     Part(
         "overhead",
         120,
-        "Llama-2-13B with the tier beside one without: prefill, time between tokens, also beside restores, TTFT",
+        "Llama-2-13B with the tier and without: prefill, time between tokens, also during restores, TTFT",
     ),
     Part("zipf", 150, "questions about documents under Zipf skew 0, 1 and 2: recompute, kv, hidden, HiCache"),
     *(

@@ -1,4 +1,4 @@
-"""One command for what only a GPU can show, in under nine minutes. ``docs/gpu.md`` says what came of it.
+"""One command for what only a GPU can show, in under nine minutes. Results so far are in ``docs/gpu.md``.
 
 python benchmarks/gpu/run.py --out DIR
 """
@@ -215,27 +215,27 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("gpu-results"), help=f"folder for gpu.json, gpu.png and {LOGS}"
     )
     parser.add_argument(
-        "--only", action="append", choices=names, help="this part; may be given several times, in any order"
+        "--only", action="append", choices=names, help="run only this part; may be repeated, in any order"
     )
     parser.add_argument(
         "--resume",
         type=_results,
         default={},
         metavar="FILE",
-        help="gpu.json of an earlier run: what passed there is not run again, and its results are kept",
+        help="gpu.json of an earlier run: parts that passed there are not run again, and their results are kept",
     )
     parser.add_argument(
-        "--all", action="store_true", help="also the parts that nine minutes have no room for"
+        "--all", action="store_true", help="also run the parts that do not fit into nine minutes"
     )
     parser.add_argument(
         "--time-factor",
         type=_factor,
         default=1.0,
         metavar="X",
-        help="give each part, so the whole run, X times as long: on a slow machine, or where SGLang has not compiled "
-        "its kernels yet",
+        help="multiply the time limits of all parts by X, on a slow machine or if SGLang has not compiled its "
+        "kernels yet",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be run")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--logs", type=Path, default=Path("logs"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

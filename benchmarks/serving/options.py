@@ -15,7 +15,7 @@ from sglang_hcache.core.units import SIZE_HELP, format_bytes, parse_size
 
 CAPACITY_HELP = "A number of contexts (counted as K and V), such as 4, or a size, such as 2GB."
 
-Methods = Annotated[str, typer.Option("--methods", help=f"Of {', '.join(METHODS)}.")]
+Methods = Annotated[str, typer.Option("--methods", help=f"Any of {', '.join(METHODS)}.")]
 DeviceContexts = Annotated[
     float, typer.Option("--device-contexts", help="Contexts of mean length that the KV pool holds.")
 ]
@@ -23,19 +23,19 @@ HostSize = Annotated[
     str,
     typer.Option(
         "--host-size",
-        help=f"Chunks in host memory. {CAPACITY_HELP} At least 2,176 tokens are made room for.",
+        help=f"Chunks in host memory. {CAPACITY_HELP} There is room for at least 2,176 tokens.",
     ),
 ]
 DiskSize = Annotated[
     str | None, typer.Option("--disk-size", help=f"Disk tier. {CAPACITY_HELP} Default: twice all contexts.")
 ]
-Disk = Annotated[bool, typer.Option(help="Whether the tier has a disk below its host memory.")]
+Disk = Annotated[bool, typer.Option(help="Use a disk tier below host memory.")]
 
 Rounds = Annotated[
     int,
     typer.Option(
         "--rounds",
-        help="Times that each load is measured, everything emptied before. Take 5 or more for ratios to rely on.",
+        help="Measurements of each load, with everything emptied before each. Use 5 or more for reliable ratios.",
         min=1,
     ),
 ]
