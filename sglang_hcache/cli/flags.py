@@ -65,7 +65,7 @@ def _default_of(name: str) -> str:
 
 
 def flags(as_json: AsJson = False) -> None:
-    """List the tier's flags, and the settings that only the file of `--hcache-config` can hold."""
+    """List the tier's flags, and the settings that only the `--hcache-config` file can hold."""
     if as_json:
         print(json.dumps([asdict(setting) for setting in describe()], indent=2))
         return

@@ -23,10 +23,10 @@ from sglang_hcache.core.errors import HCacheError
 
 app = typer.Typer(
     name="hcache",
-    help="""A tier below SGLang's radix prefix cache: what is evicted there is kept in host memory and on disk.
+    help="""A tier below SGLang's radix prefix cache: keeps evicted prefixes in host memory and on disk.
 
-`hcache serve --model-path MODEL --hcache-dirs DIR` starts a server, `hcache top` watches it, and `hcache demo`
-shows what the tier does without a model or a GPU at hand.
+`hcache serve --model-path MODEL --hcache-dirs DIR` starts a server, `hcache top` monitors it, and `hcache demo`
+shows what the tier does without a model download or a GPU.
 """,
     no_args_is_help=True,
     add_completion=False,

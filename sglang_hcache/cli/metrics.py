@@ -18,7 +18,7 @@ _COLUMNS = ("metric", "kind", "unit", "label and its values", "meaning", "in `/s
 def metrics(as_json: AsJson = False) -> None:
     """List the metrics that a server with the tier and `--enable-metrics` adds to SGLang's `/metrics`.
 
-    All have the labels of SGLang's own metrics (`model_name`, `tp_rank` ...) as well.
+    All of them also carry the labels of SGLang's own metrics (`model_name`, `tp_rank` ...).
     """
     found = list(describe())
     if as_json:

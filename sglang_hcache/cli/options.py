@@ -26,14 +26,14 @@ def _address(given: str) -> str:
     return address
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ServerUrl = Annotated[str, typer.Option(help="The SGLang server.", callback=_address)]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar=API_KEY_VARIABLE,
         metavar="KEY",
-        help="What the server was given as --api-key. Other users can see command-line arguments; prefer the "
+        help="The server's --api-key. Other users can see command-line arguments; prefer the "
         f"{API_KEY_VARIABLE} environment variable.",
         show_default=False,
     ),

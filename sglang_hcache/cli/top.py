@@ -78,31 +78,31 @@ class Sample:
 def top(
     url: ServerUrl = "http://127.0.0.1:30000",
     api_key: ApiKey = None,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=_LONGEST_S)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between samples.", min=0.1, max=_LONGEST_S)] = 2.0,
     once: Annotated[
         bool,
         typer.Option(
-            "--once", help="Print once and end. Looks twice, `--interval` apart; with `--json` once."
+            "--once", help="Print once and exit. Takes two samples, `--interval` apart; with `--json` one."
         ),
     ] = False,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Print what is wrong, one problem a line, and end with exit status 1 if there is any.",
+            help="Print problems, one per line, and exit with status 1 if there are any.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the tier of a running server: sizes, hits, restores, health. Ctrl-C ends it.
+    """Watch the tier of a running server: sizes, hits, restores, health. Press Ctrl-C to quit.
 
-    It asks `/server_info`, which every server has; `--enable-metrics` is not needed. Where the window is low,
-    what went wrong comes first. Times of restores are those since the last look; where none ended, since the start.
-    With `--json` each look is the whole state on one line.
+    Reads `/server_info`, so `--enable-metrics` is not needed. In a short window, problems come first. Restore times
+    are averages since the last sample, or since startup if no restore has ended since. With `--json` each sample is
+    the whole state on one line.
 
-    `--check` is for probes: a directory that is not healthy or has no room for anything new, nothing that is
-    computed is saved though the method saves, a clearing that a restart would undo, errors that nobody foresaw
-    since the start. Exit status 2: no server answers, or it has no tier.
+    `--check` is for monitoring. It reports a directory that is unhealthy or has no room, saving that has stopped
+    (unless the method stores nothing), a clear that a restart would undo, and unexpected errors since startup. Exit
+    status 2: no server answers, or it has no tier.
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")

@@ -41,12 +41,12 @@ TIER_MODES = ("off", "hcache")
 CONFIG_FLAG = "--hcache-config"
 CPU_FIXES_FLAG = "--hcache-cpu-fixes"
 COMMAND_LINE_FLAGS = {
-    TIER_FLAG: "hcache turns the tier on. With off the server runs without it; flags of the tier are ignored, with "
-    "a warning.",
-    CONFIG_FLAG: "YAML file of settings; flags win over it. In the file a setting is the flag's name without "
+    TIER_FLAG: "hcache turns the tier on. With off, the server runs without the tier and ignores the tier's "
+    "flags, with a warning.",
+    CONFIG_FLAG: "YAML file of settings; flags override it. In the file, a setting is named like its flag, without "
     "--hcache- and with underscores, such as disk_size.",
-    CPU_FIXES_FLAG: "Takes no value. With the tier off and on a CPU: fixes SGLang's attention, page allocation and "
-    "start of several ranks as the tier does there, so that a comparison of both servers shows the tier alone.",
+    CPU_FIXES_FLAG: "Takes no value. On a CPU with the tier off: applies the same fixes to SGLang's attention, page "
+    "allocation and multi-rank startup as the tier does, so that comparing both servers shows the tier alone.",
 }
 """What only the command line has -> its meaning."""
 
@@ -99,76 +99,78 @@ class HCacheConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     dirs: tuple[Path, ...] = ()
-    """Directories of the disk tier, one per device, at most 16, separated by commas. Without it there is a host tier
-    only, and nothing is written to disk."""
+    """Directories of the disk tier, one per device, at most 16, separated by commas. Without this flag there is only
+    the host tier, and nothing is written to disk."""
     disk_size: Size = 64 * 10**9
-    """Hard cap on the disk tier's physical bytes, all directories and all ranks together, index included."""
+    """Hard cap on the physical bytes of the disk tier: all directories and all ranks together, index included."""
     disk_free_floor: SizeOrPercent = 8 * 10**9
-    """Free space to leave on each file system, or a share of its size, such as 10%. If other data fills the disk, the
-    tier deletes its own chunks to keep this much free."""
+    """Free space to leave on each file system, in bytes or as a share of its size, such as 10%. If other data fills
+    the disk, the tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
-    """What happens if the disk tier cannot be opened, because a directory is in use, belongs to another user or has
-    another format, or because disks are out, read-only or hang (all disks of a store, or one of a new store). required:
-    the server does not start. optional: a warning says why, and the server runs with its host tier alone, and tries
-    again, once a minute at most, until the disk tier is open. Use optional if an orchestrator restarts the server."""
+    """What to do if the disk tier cannot be opened at startup: a directory is in use, belongs to another user or has
+    another format, or disks are out of service, read-only or hanging (all disks of an existing store, or any disk of a new
+    one). required: the server does not start. optional: the server logs a warning, runs with the host tier only, and
+    retries at growing intervals, from 2 s to one minute, until the disk tier opens. Use optional if an orchestrator
+    restarts the server."""
     host_size: Size = 4 * 2**30
-    """Host memory for chunks, staging and restore buffers together, of all ranks. On a CPU it is committed as it fills,
-    on a GPU pinned whole at start. None of it is taken where ``method`` is recompute."""
+    """Host memory for chunks, staging and restore buffers together, for all ranks. On a CPU it is committed as it
+    fills; on a GPU all of it is pinned at startup. With ``method`` recompute none is allocated."""
     write_policy: WritePolicy = WritePolicy.WRITE_BACK
-    """When a chunk goes to disk: when its tokens leave the device or host memory gets short (write_back), or as soon
-    as it is complete (write_through)."""
+    """When a chunk is written to disk: when its tokens leave the device or host memory runs low (write_back), or as
+    soon as it is complete (write_through)."""
     method: PlanKind = PlanKind.AUTO
-    """How layers come back. hidden: from hidden states, projected to K and V. kv: from K and V themselves. hybrid: from
-    K and V, the first layers recomputed where that is faster. recompute: all from tokens, nothing is stored (for
-    comparisons). auto: the mix of all three that is fastest on this machine."""
+    """How layers are restored. hidden: from hidden states, projected to K and V. kv: from stored K and V. hybrid: from
+    stored K and V, with the first layers recomputed where that is faster. recompute: everything from tokens, nothing
+    is stored (for comparisons). auto: the mix of all three that is fastest on this machine."""
     restore: RestoreWhen = RestoreWhen.FASTER
-    """Which stored prefixes are restored. faster: those that are predicted to come back sooner than recomputing them
-    would take. always: all (for comparisons, and where predictions are wrong); kv and hidden then measure nothing at
-    start."""
+    """Which stored prefixes to restore. faster: those predicted to be restored faster than they can be recomputed.
+    always: all (for comparisons, and where predictions are wrong); kv and hidden then measure nothing at startup."""
     profile: Path | None = None
-    """Costs of this model on this machine, from ``hcache profile``; predictions come from them. Default: one that was
-    saved for this model and machine, or what a few seconds of measuring at start give."""
+    """Costs of this model on this machine, from ``hcache profile``, used for predictions. Default: one saved for this
+    model and machine; otherwise a few seconds of measurements at startup."""
     io_engine: IOEngineName = IOEngineName.AUTO
-    """What reads and writes the disk tier: NIXL with io_uring, threads with preadv and pwritev, or the faster of the
-    two by a short probe at start (auto)."""
+    """How the disk tier is read and written: nixl (NIXL with io_uring, needs the extra ``nixl``), posix (threads with
+    preadv and pwritev), or whichever a short probe at startup finds faster (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
-    """Most bytes of chunks that the disk tier writes in any 24 hours, to spare the drives; its index, the log and what
-    tries the disk come on top. Near the end of it chunks that were never used again are not written. Give the capacity
-    of the drives times their rating in drive writes a day."""
+    """Maximum bytes of chunks that the disk tier writes in any 24 hours, to limit wear on the drives. Its index, the
+    log and probes of the disk are not counted. When the budget is nearly used up, chunks that were never reused are
+    not written. Use the capacity of the drives times their rated drive writes per day."""
     disk_max_age: Duration | None = None
-    """Maximum age of a chunk on disk since it was written there, such as 12h or 30d, whether used or not; deletion may
-    come up to an eighth earlier. If the server was stopped, the next start deletes overdue chunks. Host memory has no
-    age limit, so this alone does not bound how long prompts are kept."""
+    """Maximum age of a chunk on disk, such as 12h or 30d, counted from when it was written and regardless of use.
+    Deletion may come up to an eighth earlier. If the server was stopped, the next startup deletes overdue chunks. Host
+    memory has no age limit, so this alone does not bound how long prompts are kept."""
 
     # In the file of --hcache-config only: rarely changed.
     staging_size: Size | None = Field(default=None, gt=0)
-    """Part of ``host_size`` that receives rows during forward passes, at most half of it. Rows that find no room are
-    not saved; the log warns at start if that can happen. Default: two of the model's largest prefill passes, three on a
-    GPU with overlap scheduling, where a pass begins before the last one has ended; at most a quarter of
+    """Part of ``host_size`` that buffers rows during forward passes, at most half of it. Rows that do not fit are not
+    saved; the log warns at startup if that can happen. Default: two of the model's largest prefill passes, or three on
+    a GPU with overlap scheduling, where a pass begins before the previous one has ended; at most a quarter of
     ``host_size``."""
     segment_size: Size | None = Field(default=None, ge=2**20)
-    """One segment, all directories together, at most a quarter of ``disk_size``: what disk eviction frees at a time.
-    Default: an eighth of ``disk_size``, at most 256 MiB; with over 256 GiB a 1,024th, at most 32 GiB."""
+    """Size of one segment across all directories, at most a quarter of ``disk_size``. Disk eviction frees one segment
+    at a time. Default: 1/8 of ``disk_size``, at most 256 MiB; for a ``disk_size`` above 256 GiB, 1/1,024 of it, at
+    most 32 GiB."""
     io_timeout_s: Number = Field(default=5.0, gt=0, le=3600)
-    """Seconds after which a read or write is given up, a write one more for each 20 MB, and its directory left out
-    until it answers again; at most 3600."""
+    """Seconds after which a read or write is abandoned (a write gets one more second for each 20 MB) and its directory
+    is not used until it responds again; at most 3600."""
     measure_s: Number = Field(default=0.2, gt=0, le=60)
-    """Seconds for each thing that is measured at start where no profile says what it takes, at most 60."""
+    """Seconds spent on each measurement at startup when no profile provides it, at most 60."""
     save_profile: Path | None = None
-    """File that receives what was measured at start: how ``hcache profile`` works. Measures even if there is one."""
+    """File that receives what was measured at startup; ``hcache profile`` uses this. Measures even if a profile
+    exists."""
     max_inflight_fraction: Number = Field(default=0.5, gt=0, le=0.9)
-    """Share of the KV pool that running and not yet admitted restores may hold, at most 0.9. One restore alone may
-    exceed it."""
+    """Share of the KV pool that restores may hold while they run or wait for admission, at most 0.9. A single restore
+    may exceed it."""
     restore_deadline_s: Number = Field(default=10.0, gt=0, le=3600)
-    """Seconds after which a restore is given up and its request recomputed, with ``restore`` always and where there are
-    no costs to predict with; waiting for earlier restores counts. At most 3600. Elsewhere what recomputing is predicted
-    to take decides."""
+    """Seconds, including the wait for earlier restores, after which a restore is abandoned and its request recomputed;
+    at most 3600. Applies with ``restore`` always and where no costs are known to predict with. Otherwise the deadline
+    follows from the predicted recompute time."""
     slow_request_s: Number = Field(default=10.0, gt=0, le=3600)
-    """Seconds after which the log says what a request waited for in the tier, at most 3600; one request a minute. With
-    ``--log-level debug`` it says so of each request."""
+    """If a request waits longer than this many seconds for its restore, the log says what it waited for, at most once
+    a minute; at most 3600. With ``--log-level debug`` every request of more than 64 tokens is logged."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
-    """Most seconds that a graceful stop spends on saving what was computed last and writing host memory to disk, at
-    most 12: SGLang kills its processes 15 s after it asked them to stop."""
+    """Maximum seconds that a graceful stop spends on saving the latest rows and writing host memory to disk, at most
+    12: SGLang kills its processes 15 s after asking them to stop."""
 
     @field_validator("dirs", mode="before")
     @classmethod

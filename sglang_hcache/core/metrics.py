@@ -79,23 +79,22 @@ class GaugeMetric:
 COUNTERS = (
     CounterMetric(
         "lookups",
-        "Requests with whole chunks beyond what the device has of them, by whether a tier has the next one.",
+        "Requests with whole chunks beyond their device prefix, by whether a tier has the next chunk.",
         "requests",
         "result", {"lookup.hits": "hit", "lookup.misses": "miss"},
     ),
     CounterMetric(
         "misses",
-        "Requests of which a chunk is in no tier, by what is known of the first such chunk. evicted: it was there, and "
-        "went for want of room; new: it was not there, as far as the last half million evictions say, or has expired "
-        "or was cleared. The end of a prompt that goes on is always new.",
+        "Requests with a chunk that is in no tier, by what is known about the first such chunk. evicted: it was stored "
+        "and evicted for lack of room; new: it is not among the last half million evictions, or it expired or was "
+        "cleared. The new end of a growing prompt always counts as new.",
         "requests", "reason", {"lookup.missed_evicted": "evicted", "lookup.missed_new": "new"},
     ),
     CounterMetric(
         "restores",
-        "Restores by how they ended. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
+        "Restores by outcome. predicted_slower and no_slots were not started. predicted_slower: recomputing was "
         "predicted to be faster. no_slots: the KV pool had no room for 30 s at the head of the queue, or for 120 s in "
-        "all. late: past their deadline. "
-        "failed_on_another_rank: failed or late there; this rank's part is not used.",
+        "total. late: past the deadline. failed_on_another_rank: failed or late there; this rank's part is not used.",
         "restores", "result",
         {
             "restore.done": "done", "restore.failed": "failed", "restore.late": "late",
@@ -106,23 +105,22 @@ COUNTERS = (
     ),
     CounterMetric(
         "restores_yielded",
-        "Restores that gave up room of the KV pool. pin: one that was over, whose request still waited; running: one "
-        "that was stopped, for a running request needed its slots. They may come back once more.",
+        "Restores that gave up their room in the KV pool. pin: the restore had ended and its request still waited; "
+        "running: the restore was stopped because a running request needed its slots. They may be restored once more.",
         "restores", "what", {"restore.pins_given_back": "pin", "restore.stopped_for_room": "running"},
     ),
     CounterMetric(
         "saved_seconds",
-        "What restores saved the requests that waited for them: predicted seconds of recomputing, less those from the "
-        "decision to the end (on a GPU without the passes that it was at then). Of those that ended well and took no "
-        "longer than that. Without predictions (--hcache-restore always with kv or hidden) nothing is counted here, "
-        "nor as lost_seconds.",
+        "Seconds that successful restores saved waiting requests: predicted recompute time minus time from decision to "
+        "completion (on a GPU, excluding passes already running). Slower ones count in lost_seconds. Without "
+        "predictions (--hcache-restore always with kv or hidden) neither is counted.",
         "seconds", "", {"restore.saved_seconds": ""},
     ),
     CounterMetric(
         "lost_seconds",
-        "What restores cost the requests that waited for them. slower: it ended well, but so many seconds later than "
-        "recomputing was predicted to. Else all of its time, from the decision to the end. aborted: nobody waited any "
-        "more, or a running request needed the room. saved_seconds less lost_seconds is what the tier gains.",
+        "Seconds that restores cost waiting requests. slower: a successful restore took this much longer than the "
+        "predicted recompute time. All other reasons: its whole time, from decision to end. aborted: no request waited "
+        "any more, or a running request needed the room. saved_seconds minus lost_seconds is the net gain.",
         "seconds", "reason",
         {
             "restore.lost_seconds_slower": "slower", "restore.lost_seconds_late": "late",
@@ -132,17 +130,17 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "restored_tokens", "Tokens whose K and V came back from a tier.", "tokens",
+        "restored_tokens", "Tokens whose K and V were restored from a tier.", "tokens",
         "tier", {"restore.tokens_host": "host", "restore.tokens_disk": "disk"},
     ),
     CounterMetric(
-        "restored_bytes", "Bytes read from a tier by restores that ended well.", "bytes",
+        "restored_bytes", "Bytes read from a tier by successful restores.", "bytes",
         "tier", {"restore.bytes_host": "host", "restore.bytes_disk": "disk"},
     ),
     CounterMetric(
         "chunks",
-        "Chunks of 64 tokens, by what happened to them. outdated: in host memory only when other weights came, so not "
-        "written to disk any more.",
+        "Chunks of 64 tokens, by what happened to them. outdated: only in host memory when the weights changed, so no "
+        "longer written to disk.",
         "chunks", "event",
         {
             "host.chunks_sealed": "sealed", "host.duplicate_chunks": "duplicate",
@@ -153,7 +151,7 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "chunks_dropped", "Chunks that are not kept, and why.", "chunks", "reason",
+        "chunks_dropped", "Chunks that were not kept, and why.", "chunks", "reason",
         {
             "capture.chunks_dropped_staging_full": "staging_full",
             "capture.chunks_dropped_incomplete": "incomplete_pass",
@@ -165,7 +163,7 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "rows", "Rows (a token in one pass): captured, or not saved and why.", "rows", "result",
+        "rows", "Rows (one token in one pass): captured, or not saved and why.", "rows", "result",
         {
             "capture.rows": "captured",
             "capture.rows_dropped_staging_full": "staging_full",
@@ -173,13 +171,13 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "disk_bytes", "Bytes of chunks that were read from disk (every read is verified) or written to it.", "bytes",
+        "disk_bytes", "Bytes of chunks read from disk (every read is verified) or written to it.", "bytes",
         "direction", {"store.bytes_read": "read", "store.bytes_written": "written"},
     ),
     CounterMetric(
         "disk_events",
-        "What the disk tier had to cope with. rest: after a restore from it was too slow, nothing is restored from "
-        "there for up to 30 s. demotion_late, demotion_failed: chunks were not written in time, and will be later.",
+        "Faults and maintenance of the disk tier. rest: after a restore from disk was too slow, nothing is restored from "
+        "disk for up to 30 s. demotion_late, demotion_failed: chunks were not written in time; they are written later.",
         "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
@@ -194,7 +192,7 @@ COUNTERS = (
     ),
     CounterMetric(
         "errors",
-        "Errors that nobody foresaw; the log has them. Any is a bug. io: of the threads that read and write.",
+        "Unexpected errors, which are in the log. Each one is a bug. io: in the threads that read and write.",
         "errors", "where",
         {
             "capture.errors": "capture", "restore.errors": "restore", "demote.errors": "demote",
@@ -206,30 +204,30 @@ COUNTERS = (
 HISTOGRAMS = (
     HistogramMetric(
         "restore_seconds",
-        "Time of a restore that ended well, from its first read to its last layer, by where its chunks were.",
+        "Duration of a successful restore, from its first read to its last layer, by where its chunks were.",
         "seconds", "source", {f"restore.seconds_{source}": source for source in SOURCES}, _SECONDS,
     ),
     HistogramMetric(
         "wait_seconds",
-        "How long requests wait for a restore, each time they do. pending: until it starts, for room in the KV pool, "
-        "for another request's restore of the same chunks, or because it would be over long before SGLang can admit "
-        "the request; running; pinned: from its end until SGLang admits the request.",
+        "How long requests wait for a restore, each time they do. pending: until it starts: for room in the KV pool, for "
+        "another request's restore of the same chunks, or because it would end long before SGLang can admit the "
+        "request; running: until it ends; pinned: from then until SGLang admits the request.",
         "seconds", "phase", {f"wait.{phase}_seconds": phase for phase in WAITING if phase != "resolved"}, _SECONDS,
     ),
     HistogramMetric(
         "restore_phase_seconds",
-        "Parts of the time of a restore that ended well. queue: behind earlier restores; read: waiting for reads; "
+        "Time that a successful restore spent in each phase. queue: behind earlier restores; read: waiting for reads; "
         "project: writing K and V, from hidden states or as stored; recompute: layers run by the model.",
         "seconds", "phase",
         {f"restore.{phase}_seconds": phase for phase in RESTORE_PHASES},
         _SECONDS,
     ),
     HistogramMetric(
-        "restore_bandwidth", "Bytes read over the time of a restore that ended well.", "GB/s",
+        "restore_bandwidth", "Bytes read by a successful restore, divided by its duration.", "GB/s",
         "source", {f"restore.gb_per_s_{source}": source for source in SOURCES}, _GB_PER_S,
     ),
     HistogramMetric(
-        "prediction_ratio", "Time that a restore took over the time that was predicted.", "ratio",
+        "prediction_ratio", "Actual divided by predicted duration of a restore.", "ratio",
         "source", {f"restore.prediction_ratio_{source}": source for source in SOURCES}, _RATIOS,
     ),
 )  # fmt: skip
@@ -237,49 +235,49 @@ HISTOGRAMS = (
 GAUGES = (
     GaugeMetric(
         "tier_bytes",
-        "Bytes that a tier takes: on disk what its files count against the capacity, room for the next chunks, the "
-        "index and 16 KiB a file for what file systems add included.",
+        "Bytes that a tier takes. For disk: what its files count against the capacity, including room for the next "
+        "chunks, the index, and 16 KiB per file for file system overhead.",
         "bytes", ("tier",), ("host", "disk"),
     ),
     GaugeMetric(
-        "tier_capacity_bytes", "Most bytes that a tier may take.", "bytes", ("tier",), ("host", "disk"),
+        "tier_capacity_bytes", "Maximum bytes that a tier may take.", "bytes", ("tier",), ("host", "disk"),
     ),
     GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", ("tier",), ("host", "disk")),
     GaugeMetric(
         "unwritten_chunks",
-        "Chunks in host memory that are still to be written to disk: what a crash loses. Without a disk tier 0.",
+        "Chunks in host memory that are not yet on disk: what a crash would lose. 0 without a disk tier.",
         "chunks",
     ),
     GaugeMetric(
         "disk_written_24h_bytes",
-        "Bytes of chunks written to disk in the last 24 hours, which the write budget bounds.",
+        "Bytes of chunks written to disk in the last 24 hours, which the write budget limits.",
         "bytes",
     ),
     GaugeMetric(
         "directory_healthy",
-        "1 while a directory of the disk tier is read and written; 0 if it is full, read-only or out.",
+        "1 while a directory of the disk tier can be read and written; 0 if it is full, read-only or out of service.",
         "bool", ("directory",),
     ),
     GaugeMetric(
         "clearing_pending",
-        "1 while what a clear call removed from disk would be back after a restart: no directory has taken the note "
-        "of it yet, or the disk tier is not open.",
+        "1 while a restart would bring back what a clear call removed from disk: no directory has recorded the clear "
+        "yet, or the disk tier is not open.",
         "bool",
     ),
     GaugeMetric(
         "waiting_requests",
-        "Requests in SGLang's queue by what their restore is at. pending: it waits to start; running; pinned: over, "
-        "and kept until the request is admitted; resolved: there is none.",
+        "Requests in SGLang's queue by the state of their restore. pending: waits to start; running; pinned: ended, and "
+        "its slots are held until the request is admitted; resolved: no restore.",
         "requests", ("phase",), WAITING,
     ),
     GaugeMetric(
         "nothing_saved",
-        "1 while nothing that is computed is saved. old_weights: after an update that flushed nothing, until "
-        "/flush_cache; method: recompute was asked for; switched_off: by DELETE on /hicache/storage-backend, and "
-        "nothing is restored either.",
+        "1 while newly computed tokens are not saved. old_weights: after a weight update without a flush, until "
+        "/flush_cache; method: the method is recompute; switched_off: by DELETE on /hicache/storage-backend; nothing "
+        "is restored either.",
         "bool", ("reason",), NOTHING_SAVED,
     ),
-    GaugeMetric("info", "Always 1: what runs, and what layers store.", "info", ("version", "method")),
+    GaugeMetric("info", "Always 1. The labels are the version and the method.", "info", ("version", "method")),
 )  # fmt: skip
 
 

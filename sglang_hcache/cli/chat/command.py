@@ -23,13 +23,13 @@ _HOST_NAME = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-fA-F:.]+\]", re.ASCII
 
 PagePort = Annotated[
     int,
-    typer.Option(help="Port of the page; 0 takes a free one.", min=0, max=65535, rich_help_panel=_PANEL),
+    typer.Option(help="Port of the page; 0 picks a free one.", min=0, max=65535, rich_help_panel=_PANEL),
 ]
 PageHost = Annotated[
     str,
     typer.Option(
-        help="Address that the page listens on. There is no login: with another one than this machine's own, "
-        "whoever reaches it can use it.",
+        help="Address that the page listens on. There is no login: on any address other than this machine's own, "
+        "anyone who can reach the page can use it.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -38,9 +38,9 @@ AllowedHosts = Annotated[
     typer.Option(
         "--allow-host",
         metavar="NAME",
-        help="Name under which browsers may ask for the page, besides this machine's own, behind a reverse proxy say; "
-        "can be given again, and `*.NAME` is any name below one. Where --host is not this machine's own and none is "
-        "given, any name will do.",
+        help="Host name that browsers may use for the page in addition to this machine's own, such as that of a reverse "
+        "proxy. Can be repeated; `*.NAME` allows any subdomain. If --host is not this machine's own address and no name "
+        "is given, any name is allowed.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),
@@ -58,23 +58,23 @@ def chat(
     port: PagePort = PAGE_PORT,
     allowed: AllowedHosts = None,
     opens_browser: OpensBrowser = False,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.", min=1)] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.", min=1)] = 1024,
     temperature: Annotated[
-        float | None, typer.Option(help="0: always the likeliest token. Default: the model's own.", min=0.0)
+        float | None, typer.Option(help="0: always the most likely token. Default: the model's own.", min=0.0)
     ] = None,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="Sent before every conversation.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="System prompt for every conversation.")] = "",
 ) -> None:
     """Chat with a running server in the browser, and see what the tier does.
 
-    Holds several conversations at once. Each answer shows its time to the first token (TTFT), its speed, and where its
-    prompt's tokens came from: the GPU's KV cache, host memory, disk, or computed again. A panel shows the tier.
+    Holds several conversations at the same time. Each answer shows its time to first token (TTFT), its speed, and
+    where its prompt's tokens came from: the GPU's KV cache, host memory, disk, or recomputation. A panel shows the tier.
 
     To see a restore: send a long message, press *Clear the GPU cache*, then send another one.
 
-    The server needs nothing but to run; start it with `hcache serve`. Without a server at hand: `hcache demo --chat`.
+    The server needs no special settings; start it with `hcache serve`. Without a server, use `hcache demo --chat`.
 
-    Conversations live in this process: they outlast a reload of the page, not this command. Nothing is written to disk.
-    Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Ctrl-C ends it.
+    Conversations are kept in this process: they survive a reload of the page, but not this command. Nothing is written
+    to disk. Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Press Ctrl-C to quit.
     """
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
     serve_page(

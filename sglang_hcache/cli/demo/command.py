@@ -19,12 +19,12 @@ _WITHOUT_PAGE_ONLY = ("conversations", "turns", "as_json")
 
 def demo(
     context: typer.Context,
-    conversations: Annotated[int, typer.Option(help="Conversations, held in turn; at least 3.")] = 4,
-    turns: Annotated[int, typer.Option(help="Turns of each conversation; at least 2.")] = 4,
+    conversations: Annotated[int, typer.Option(help="Number of conversations, held in turn; at least 3.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns per conversation; at least 2.")] = 4,
     dirs: Annotated[
         str,
         typer.Option(
-            metavar="DIR,...", help="Directories of the disk tier, kept. Default: beside the model."
+            metavar="DIR,...", help="Directories of the disk tier, which are kept. Default: next to the model."
         ),
     ] = "",
     keep: Annotated[
@@ -32,7 +32,7 @@ def demo(
         typer.Option(
             metavar="DIR",
             parser=named_path,
-            help="Keep model, disk tier and logs here; a second run finds them again.",
+            help="Keep model, disk tier and logs here; a second run uses them again.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -40,8 +40,8 @@ def demo(
         bool,
         typer.Option(
             "--chat",
-            help="Instead: one server with the tier, and the page of `hcache chat` to talk to it. The model's weights "
-            "are random: it answers with words without meaning.",
+            help="Instead, start one server with the tier and the page of `hcache chat` to talk to it. The model's weights "
+            "are random, so its answers are meaningless.",
         ),
     ] = False,
     host: PageHost = "127.0.0.1",
@@ -49,11 +49,11 @@ def demo(
     allowed: AllowedHosts = None,
     opens_browser: OpensBrowser = False,
 ) -> None:
-    """Hold conversations that outgrow the KV pool, with the tier and without it; compare times and answers.
+    """Run conversations that outgrow the KV pool, with and without the tier; compare times and answers.
 
-    Builds a small random model, so it needs no download. For machines without a GPU; with `--chat` for all.
-    Exit status 1 if an answer differs from the recomputed one or no turn was restored. With `--chat` it is you
-    who talks, until Ctrl-C.
+    Builds a small random model, so it needs no download. Without `--chat` it is for machines without a GPU. Exit status
+    1 if an answer differs from the recomputed one or no turn was restored. With `--chat` you hold the conversations
+    yourself, until Ctrl-C.
     """
     from sglang_hcache.cli.demo.run import DemoSettings, run_demo
     from sglang_hcache.cli.demo.view import choose_view

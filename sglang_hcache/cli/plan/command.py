@@ -38,14 +38,14 @@ IoRate = Annotated[
     float | None,
     typer.Option(
         metavar="GB/S",
-        help="What reading from the tier reaches, all drives together, in 10^9 bytes a second.",
+        help="Read throughput of the tier, all drives together, in 10^9 bytes per second.",
     ),
 ]
 ComputeRate = Annotated[
     float | None,
     typer.Option(
         metavar="TFLOP/S",
-        help="What large matrix products in the model's dtype reach: measured, not the data sheet's peak.",
+        help="Throughput of large matrix products in the model's dtype: measured, not the data sheet's peak.",
     ),
 ]
 ProfileFile = Annotated[
@@ -53,54 +53,54 @@ ProfileFile = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Measured costs, from `hcache profile`, in place of MODEL, --io-gbps and --tflops.",
+        help="Measured costs, from `hcache profile`, instead of MODEL, --io-gbps and --tflops.",
     ),
 ]
 TierName = Annotated[
-    str, typer.Option(help="Which tier of the profile is read. Default: its only one, or disk.")
+    str, typer.Option(help="Tier of the profile to restore from. Default: its only one, or disk.")
 ]
-Tokens = Annotated[int, typer.Option(help="Tokens of the history that comes back.")]
+Tokens = Annotated[int, typer.Option(help="Length of the restored history, in tokens.")]
 MethodName = Annotated[
     str,
     typer.Option(
-        help="Whose plan to show in full: auto, hidden, kv, hybrid or recompute. auto may mix them all."
+        help="Method whose plan is shown in full: auto, hidden, kv, hybrid or recompute. auto may mix them all."
     ),
 ]
 DtypeName = Annotated[
     str,
     typer.Option(
-        help="float32, float16 or bfloat16. Default: as SGLang, what MODEL names, but 16 bits where that is float32."
+        help="float32, float16 or bfloat16. Default, as in SGLang: the dtype that MODEL names, or 16 bits if that is float32."
     ),
 ]
 KVCacheDtypeName = Annotated[
     str,
-    typer.Option(help="As SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
+    typer.Option(help="As for SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
 ]
 PassTokens = Annotated[
     int,
     typer.Option(
-        help="Tokens of the largest prefill pass: SGLang's --chunked-prefill-size. Sizes host memory."
+        help="Tokens of the largest prefill pass: SGLang's --chunked-prefill-size. Used to size host memory."
     ),
 ]
 TokensPerS = Annotated[
     float | None,
     typer.Option(
         metavar="NUMBER",
-        help="New tokens a second that the server computes, prompts and answers together, without what comes from a "
-        "cache. Prints sizes and wear of the disk tier.",
+        help="New tokens per second that the server computes, prompts and answers together, excluding what comes from a "
+        "cache. Also prints the size and wear of the disk tier.",
     ),
 ]
 Keep = Annotated[
     str,
     typer.Option(
-        metavar="TIME", help="With --tokens-per-s: how long these are kept, the longest pause of your users."
+        metavar="TIME", help="With --tokens-per-s: how long to keep them: your users' longest pause."
     ),
 ]
 DriveSize = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="With --tokens-per-s: capacity of all drives together. Also prints drive writes a day.",
+        help="With --tokens-per-s: capacity of all drives together. Also prints drive writes per day.",
     ),
 ]
 Picture = Annotated[
@@ -108,7 +108,7 @@ Picture = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Also draw the plan's two timelines as a picture (needs matplotlib).",
+        help="Also draw the plan's two timelines (needs matplotlib).",
     ),
 ]
 
@@ -130,25 +130,25 @@ def plan(
     as_json: AsJson = False,
     png: Picture = None,
 ) -> None:
-    """Predict how fast a history comes back, by which method for each layer, and whether it pays.
+    """Predict how fast a history is restored, by which method for each layer, and whether restoring pays off.
 
-    A layer comes back in one of three ways. Its *hidden states* are read and projected to K and V. Or its *K and V*
-    are read as they are: more bytes (less with grouped-query attention), nothing to compute. Or it is *recomputed*
-    from the tokens: nothing to read, the most to compute. Reading one layer and computing another go on at the same
-    time, so the best mix keeps both busy until the end.
+    A layer is restored in one of three ways. Its *hidden states* are read and projected to K and V. Or its *K and V*
+    are read as they are: more bytes (fewer with grouped-query attention), nothing to compute. Or it is *recomputed*
+    from the tokens: nothing to read, the most to compute. One layer is read while another is computed, so the best mix
+    keeps both the disk and the processor busy until the end.
 
-    `hcache plan llama2-7b --io-gbps 26 --tflops 197` counts the costs from the model's sizes and two rates of the
-    machine. `hcache profile --model-path MODEL` measures them on this machine; `--profile FILE` takes what it saved.
+    `hcache plan llama2-7b --io-gbps 26 --tflops 197` calculates the costs from the model's sizes and two rates of the
+    machine. `hcache profile --model-path MODEL` measures them on this machine; `--profile FILE` uses what it saved.
 
-    This predicts and changes nothing. The last lines say what a server with `--hcache-method auto` does with these
-    costs: it stores the mix of hidden states and K and V that is best for 4,096 tokens, and at each restore
-    recomputes as many first layers as is fastest then.
+    This command only predicts. The last lines say what a server with `--hcache-method auto` does with these costs: it
+    stores the mix of hidden states and K and V that is best for 4,096 tokens, and for each restore it chooses how many
+    of the first layers to recompute.
 
-    `--tokens-per-s 2000 --keep 10m --drive-size 4TB` adds how large the disk tier has to be, and how fast it wears its
+    `--tokens-per-s 2000 --keep 10m --drive-size 4TB` adds the size that the disk tier needs and how fast it wears its
     drives. Host memory is sized for the passes of a GPU with overlap scheduling, SGLang's default.
 
-    With quantised weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`) a server
-    stores K and V alone, and so do the plans.
+    With quantized weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`), a server
+    stores only K and V, and plans assume the same.
     """
     from sglang_hcache.cli.plan.report import make_report
     from sglang_hcache.cli.report import Report

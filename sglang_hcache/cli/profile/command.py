@@ -32,7 +32,7 @@ ModelPath = Annotated[
         "--model-path",
         "--model",
         metavar="MODEL",
-        help="The model, as for the server: a folder, or a name that SGLang finds.",
+        help="The model, as for the server: a folder, or a name that SGLang can load.",
         show_default=False,
     ),
 ]
@@ -41,7 +41,7 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         parser=named_path,
-        help="Where to save the profile; give it to servers with --hcache-profile FILE. Default: where servers look "
+        help="Where to save the profile; pass it to servers with --hcache-profile FILE. Default: where servers look "
         "by themselves, ~/.cache/sglang-hcache/profiles.",
         show_default=False,
     ),
@@ -50,15 +50,16 @@ Seconds = Annotated[
     float,
     typer.Option(
         metavar="N",
-        help="Longest time for each thing that is measured: three computations, two reads of each tier, and reading "
-        "the disk while restoring. Up to 60.",
+        help="Maximum time for each measurement: three computations, two reads of each tier, and reading the disk while "
+        "restoring. Up to 60.",
     ),
 ]
 Passed = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="ARGUMENTS",
-        help="Others of SGLang and of the tier (--hcache-*), as for `hcache serve`. --hcache-dirs names the disks.",
+        help="Other arguments of SGLang and of the tier (--hcache-*), as for `hcache serve`. --hcache-dirs names the "
+        "disks.",
         show_default=False,
     ),
 ]
@@ -74,25 +75,25 @@ def profile(
     seconds: Seconds = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what restoring and recomputing cost with a model on this machine, and save it.
+    """Measure the cost of restoring and recomputing for a model on this machine, and save it.
 
-    A server predicts for each prefix whether restoring it is faster than recomputing it, and with
-    `--hcache-method auto` which layers come back from hidden states, from K and V, or recomputed. Without a profile it
-    measures for a few seconds at each start. This command measures longer, so that servers start sooner and predict
-    better. Run it while nothing else uses the machine.
+    A server predicts for each prefix whether restoring it is faster than recomputing it and, with
+    `--hcache-method auto`, which layers to restore from hidden states, from K and V, or by recomputing. Without a
+    profile it measures for a few seconds at each startup. This command measures longer, so that servers start sooner
+    and predict better. Run it while nothing else uses the machine.
 
-    It starts the real server, lets it time forward passes, projections, writes of K and V and reads of each tier at
+    It starts the real server, has it time forward passes, projections, writes of K and V and reads of each tier at
     several lengths, stops it and prints the fitted costs. `hcache plan --profile FILE` shows what a server does with
-    them. Give the arguments that you will serve with, of SGLang and of `hcache serve`:
+    them. Pass the arguments that you will serve with, for SGLang and for `hcache serve`:
 
     `hcache profile --model-path MODEL --hcache-dirs /mnt/nvme0/hcache`
 
-    Whatever `--hcache-method` says, all methods are measured, as for `auto`.
+    All methods are measured, whatever `--hcache-method` says.
 
-    Servers use what is saved if model sizes, machine, versions and directories are the same; measured again, it is
-    replaced. Without `--hcache-dirs` only host memory is measured. No server may use the directories meanwhile. What
-    is written there for the measurement, up to 128 MiB, is deleted at the end. A disk tier that is there already keeps
-    its sizes unless you give others.
+    Servers use the saved profile if model sizes, machine, versions and directories are the same; a new measurement
+    replaces it. Without `--hcache-dirs` only host memory is measured. No server may use the directories during the
+    measurement. It writes up to 128 MiB there and deletes them at the end. An existing disk tier keeps its sizes unless
+    you give others.
     """
     from sglang_hcache.cli.profile.report import ProfileReport
     from sglang_hcache.cli.profile.run import measure

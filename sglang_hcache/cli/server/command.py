@@ -17,11 +17,11 @@ def _print_help(wanted: bool) -> None:
     if not wanted:
         return
     console = Console()
-    console.print("Usage: hcache serve --model-path MODEL [SGLang arguments...]\n", markup=False)
+    console.print("Usage: hcache serve --model-path MODEL [SGLANG_ARGUMENTS]...\n", markup=False)
     console.print(
-        "Takes the arguments of python -m sglang.launch_server and becomes that server, with the tier "
+        "Takes the arguments of python -m sglang.launch_server and replaces itself with that server, with the tier "
         "switched on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
-        "--disable-overlap-schedule and what else SGLang needs there.\n",
+        "--disable-overlap-schedule and whatever else SGLang needs there.\n",
         markup=False,
     )
     console.print(settings_table(setting for setting in describe() if setting.flag is not None))
@@ -36,13 +36,14 @@ def _names_model_or_help(flag: str) -> bool:
 
 
 def serve(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[SGLang arguments...]")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="SGLANG_ARGUMENTS")] = None,
     show_help: Annotated[bool, typer.Option("--help", callback=_print_help, is_eager=True)] = False,
 ) -> None:
     """Start SGLang's server with the tier.
 
-    Takes the arguments of `python -m sglang.launch_server` and becomes that server. It adds `--hierarchical-cache
-    hcache` and, on a machine without a GPU, what SGLang needs there. `hcache flags` lists the tier's flags.
+    Takes the arguments of `python -m sglang.launch_server` and replaces itself with that server. It adds
+    `--hierarchical-cache hcache` and, on a machine without a GPU, the flags that SGLang needs there. `hcache flags`
+    lists the tier's flags.
 
     `hcache serve --model-path MODEL --hcache-dirs /mnt/nvme0/hcache --hcache-disk-size 500GB`
     """

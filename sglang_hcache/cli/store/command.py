@@ -18,27 +18,27 @@ from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
 from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
 
 app = typer.Typer(
-    help="""Look after the disk tier's directories.
+    help="""Inspect and maintain the disk tier's directories.
 
 Name all directories of the store, in any order, or the server's YAML file with --config. For example
 `hcache store stat /mnt/nvme0/hcache /mnt/nvme1/hcache`.
 
-The ranks of a server with --tp-size have a store each, in `rank-0-of-2` and so on below these directories. Named like
-this, each rank gets the command in turn, and the answer of --json is `{"ranks": [...]}`: for each its number as `rank`
-with what a single store answers, and `error` where it failed. One rank alone: name its own directories.
+With --tp-size each rank has its own store, in `rank-0-of-2` and so on below these directories. If you name the parent
+directories, the command runs for each rank in turn, and --json prints `{"ranks": [...]}`: for each rank its number as
+`rank`, the fields of a single store, and `error` if it failed. For a single rank, name that rank's directories.
 
-stat, ls, verify and fsck (without --rebuild) only read and may run beside a server. gc, clear and fsck
---rebuild change the store: they refuse while a server uses it, and say which process that is.
+stat, ls, verify and fsck (without --rebuild) only read and can run while a server uses the store. gc, clear and fsck
+--rebuild change the store: they refuse to run while a server uses it, and say which process that is.
 
-Exit status: 0 all is well, 1 something is damaged, 2 the command was not carried out, 130 Ctrl-C, SIGTERM or SIGHUP
-ended it; of several ranks the worst.
+Exit status: 0 no problems; 1 something is damaged; 2 the command did not run; 130 stopped by Ctrl-C, SIGTERM or SIGHUP.
+With several ranks it is the worst of them.
 """,
     no_args_is_help=True,
 )
 
 Named = Annotated[
     list[str] | None,
-    typer.Argument(metavar="DIR", help="All directories of the store, in any order; commas may join them."),
+    typer.Argument(metavar="DIR", help="All directories of the store, in any order, separated by spaces or commas."),
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -46,7 +46,7 @@ ConfigFile = Annotated[
         "--config",
         metavar="FILE",
         parser=named_path,
-        help="The file of --hcache-config: its `dirs`, in place of DIR",
+        help="The --hcache-config file, whose `dirs` are used instead of DIR.",
     ),
 ]
 
@@ -59,12 +59,11 @@ def _store(context: typer.Context) -> None:
 
 @app.command("stat")
 def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
-    """Sizes, counts and the health of each directory.
+    """Show sizes, counts and the health of each directory.
 
-    Counts add up since the store was created. Beside a running server they are a moment old, and the health
-    is what the server says, unless it has given its index up. Exit status 1 if a directory is out or the index is
-    damaged, missing or given up (`healthy` of --json); chunks in quarantine, which are served no more, are
-    counted only.
+    Counts start when the store was created. While a server runs they lag slightly, and the health shown is what the
+    server reports, unless it has abandoned its index. Exit status 1 if a directory is out or the index is damaged,
+    missing or abandoned (`healthy` in --json). Quarantined chunks, which are no longer served, are only counted.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView
@@ -83,18 +82,18 @@ def _ls(
     dirs: Named = None,
     config: ConfigFile = None,
     namespaces: Annotated[
-        bool, typer.Option("--namespaces", help="List namespaces in place of runs, the largest first.")
+        bool, typer.Option("--namespaces", help="List namespaces instead of runs, the largest first.")
     ] = False,
     quarantined: Annotated[
-        bool, typer.Option("--quarantined", help="List damaged chunks that are not served any more.")
+        bool, typer.Option("--quarantined", help="List damaged chunks, which are no longer served.")
     ] = False,
-    limit: Annotated[int, typer.Option(help="Most rows to list; 0: all.", min=0)] = 20,
+    limit: Annotated[int, typer.Option(help="Maximum number of rows; 0: all.", min=0)] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """What is in the store: the newest runs, the largest namespaces or the quarantined chunks.
+    """List the newest runs, the largest namespaces or the quarantined chunks.
 
-    A run is up to 16 chunks of 64 tokens that were written together. A namespace is one model with its weights
-    and settings, and one tenant; `/server_info` of a server names its namespace.
+    A run is up to 16 chunks of 64 tokens that were written together. A namespace stands for one model with its weights
+    and settings, and one tenant; a server's `/server_info` shows its namespace.
     """
     from sglang_hcache.cli.store import lists
     from sglang_hcache.store.inspect.view import StoreView
@@ -117,17 +116,17 @@ def _verify(
     config: ConfigFile = None,
     quarantined: Annotated[
         bool,
-        typer.Option("--quarantined", help="Chunks in quarantine count as damage for the exit status, too."),
+        typer.Option("--quarantined", help="Quarantined chunks count as damage for the exit status, too."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte and check it against the digest it was written with.
 
-    Exit status 1 if something is damaged or a directory is out. Chunks that are in quarantine are not served
-    any more: they are counted, but are no failure without --quarantined.
+    Exit status 1 if something is damaged or a directory is out. Quarantined chunks are no longer served: they are
+    counted, but are not a failure without --quarantined.
 
-    It reads as fast as it can, which slows a running server's restores down. What the server evicts meanwhile
-    is no damage.
+    It reads as fast as it can, which slows down the restores of a running server. Chunks that the server evicts during
+    the check do not count as damage.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.cli.store.verify import run_verification
@@ -152,24 +151,24 @@ def _gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB: "
-            "those of all ranks together.",
+            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB, for all ranks "
+            "together.",
         ),
     ] = None,
     older_than: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Also delete the chunks that were written longer ago, such as 12h or 30d, "
-            "and some up to an eighth younger.",
+            help="Also delete chunks that were written longer ago than this, such as 12h or 30d, and some that are up to "
+            "an eighth younger.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Free what nobody needs: torn writes, files of no run, temporary files, rows without files.
+    """Delete leftovers: torn writes, files that belong to no run, temporary files, index rows without files.
 
-    A server does this by itself when it starts. --to makes the store smaller once; how large a server lets it
-    grow is set by its --hcache-disk-size, and how old by its --hcache-disk-max-age.
+    A server does this by itself at startup. --to shrinks the store once; the server's --hcache-disk-size limits how
+    large it grows, and --hcache-disk-max-age how old chunks get.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import collect
@@ -196,34 +195,33 @@ def _clear(
         typer.Option(
             "--namespace",
             metavar="ID",
-            help="Remove only what is of this namespace, as `hcache store ls --namespaces` names it: "
-            "32 digits. May be given several times.",
+            help="Remove only this namespace: the 32 digits that `hcache store ls --namespaces` lists. Can be repeated.",
         ),
     ] = None,
     any_format: Annotated[
         bool,
         typer.Option(
             "--any-format",
-            help="Delete the store itself, whatever version made it and however damaged it is: all files of it in "
+            help="Delete the store itself, whatever version created it and however damaged it is: all of its files in "
             "these directories, and no others.",
         ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove all chunks, or those of a namespace. The directories stay a store, with its counts.
+    """Remove all chunks, or those of one namespace. The directories remain a store and keep its counts.
 
-    It asks first. Exit status 2 if the answer is not yes.
+    Asks for confirmation first. Exit status 2 if the answer is not yes.
 
-    Directories that are missing or sick lose what they hold when a server has them again. Until then nothing of it is
-    served, except by a server that starts without all the others.
+    Directories that are missing or unhealthy are purged when a server can use them again. Until then none of their
+    chunks are served, except by a server that starts without all the other directories.
 
-    A running server does the same when it is asked with POST /hicache/storage-backend/clear.
+    A running server does the same on POST /hicache/storage-backend/clear.
 
-    --namespace needs all directories. What shares a file with others becomes a hole in it, or zeros where the file
-    system makes no holes. If it is killed or fails, give the same command again.
+    --namespace needs all directories. Chunks that share a file with other namespaces are replaced by a hole in it, or
+    by zeros if the file system does not support holes. If the command is killed or fails, run it again.
 
-    --any-format leaves directories in which a server begins a new store.
+    --any-format leaves directories in which a server can create a new store.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.maintenance import clear, erase, refuse_if_locked
@@ -272,18 +270,18 @@ def _fsck(
         bool,
         typer.Option(
             "--rebuild",
-            help="Write missing superblocks, take replaced disks in, make the index anew; then check.",
+            help="Write missing superblocks, add replaced disks, rebuild the index; then check.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, index and files, and say how to mend what is wrong.
+    """Check superblocks, index and files, and say how to repair what is wrong.
 
-    Does not read the chunks: that is `hcache store verify`. Exit status 1 if something is wrong.
+    Does not read the chunks; `hcache store verify` does. Exit status 1 if something is wrong.
 
-    --rebuild believes the headers in the segment files and nothing else. A directory without a superblock is
-    taken in if it is empty (a new disk) or if its segments are of this store. Runs with a part that is gone
-    are forgotten. Counts begin again, and chunks in quarantine are tried again.
+    --rebuild trusts only the headers in the segment files. A directory without a superblock is added if it is empty (a
+    new disk) or if its segments belong to this store. Runs with missing parts are dropped. Counts start again at zero,
+    and quarantined chunks are tried again.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.check import check

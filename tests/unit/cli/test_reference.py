@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -21,10 +22,20 @@ MARKED = re.compile(r"(?<=<!-- from the code: begin -->\n\n).*(?=\n\n<!-- end --
 
 
 def commands() -> str:
-    """The page of all commands, as typer writes it."""
+    """The page of all commands, as typer writes it: with whole sentences in lists, without ``--help`` everywhere."""
     command = typer.main.get_command(app)
+    give_whole_short_help(command)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="hcache")
+    text = re.sub(r"^\* `--help`.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\*\*Options\*\*:\n\n+(?=\*\*|#|\Z)", "", text)
     return f"{text.strip()}\n".replace("# `hcache`\n", "# Commands\n", 1)
+
+
+def give_whole_short_help(command: Any) -> None:
+    """Instead of what fits into 45 columns."""
+    for each in getattr(command, "commands", {}).values():
+        each.short_help = " ".join((each.help or "").partition("\n\n")[0].split())
+        give_whole_short_help(each)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,7 @@ def test_flags_has_every_setting() -> None:
     assert found["hierarchical_cache"]["allowed"] == ["off", "hcache"]
     assert {name for name, item in found.items() if item["flag"] is None} == FILE_ONLY_FIELDS
     assert found["segment_size"]["default"] == (
-        "an eighth of disk_size, at most 256 MiB; with over 256 GiB a 1,024th, at most 32 GiB"
+        "1/8 of disk_size, at most 256 MiB; for a disk_size above 256 GiB, 1/1,024 of it, at most 32 GiB"
     )
     assert found["disk_write_budget"]["default"] == "none"
     assert found["method"]["allowed"] == ["auto", "hidden", "kv", "hybrid", "recompute"]
