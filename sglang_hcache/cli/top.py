@@ -274,7 +274,7 @@ def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, no
 def _counts(
     sample: Sample, before: Sample | None, rows: Sequence[tuple[str, str | tuple[str, ...], str]]
 ) -> Table:
-    table = new_table(("", "since start", "a second"), {"since start", "a second"})
+    table = new_table(("", "since start", "per second"), {"since start", "per second"})
     for what, names, kind in rows:
         total = _total(sample.state, names)
         rate = ""
