@@ -108,10 +108,10 @@ class HCacheConfig(BaseModel):
     the disk, the tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
     """What to do if the disk tier cannot be opened at startup: a directory is in use, belongs to another user or has
-    another format, or disks are out of service, read-only or hanging (all disks of an existing store, or any disk of a new
-    one). required: the server does not start. optional: the server logs a warning, runs with the host tier only, and
-    retries at growing intervals, from 2 s to one minute, until the disk tier opens. Use optional if an orchestrator
-    restarts the server."""
+    another format, or disks are out of service, read-only or hanging (all disks of an existing store, or any disk of a
+    new one). required: the server does not start. optional: the server logs a warning, runs with the host tier only,
+    and retries at growing intervals, from 2 s to one minute, until the disk tier opens. Use optional if an
+    orchestrator restarts the server."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together, for all ranks. On a CPU it is committed as it
     fills; on a GPU all of it is pinned at startup. With ``method`` recompute none is allocated."""
@@ -167,7 +167,7 @@ class HCacheConfig(BaseModel):
     follows from the predicted recompute time."""
     slow_request_s: Number = Field(default=10.0, gt=0, le=3600)
     """If a request waits longer than this many seconds for its restore, the log says what it waited for, at most once
-    a minute; at most 3600. With ``--log-level debug`` every request of more than 64 tokens is logged."""
+    a minute; at most 3600. With ``--log-level debug`` every request with a prompt of more than 64 tokens is logged."""
     shutdown_flush_s: Number = Field(default=10.0, ge=0, le=12)
     """Maximum seconds that a graceful stop spends on saving the latest rows and writing host memory to disk, at most
     12: SGLang kills its processes 15 s after asking them to stop."""

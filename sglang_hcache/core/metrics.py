@@ -176,8 +176,9 @@ COUNTERS = (
     ),
     CounterMetric(
         "disk_events",
-        "Faults and maintenance of the disk tier. rest: after a restore from disk was too slow, nothing is restored from "
-        "disk for up to 30 s. demotion_late, demotion_failed: chunks were not written in time; they are written later.",
+        "Faults and maintenance of the disk tier. rest: after a restore from disk was too slow, nothing is restored "
+        "from disk for up to 30 s. demotion_late, demotion_failed: chunks were not written in time; they are written "
+        "later.",
         "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
@@ -209,8 +210,8 @@ HISTOGRAMS = (
     ),
     HistogramMetric(
         "wait_seconds",
-        "How long requests wait for a restore, each time they do. pending: until it starts: for room in the KV pool, for "
-        "another request's restore of the same chunks, or because it would end long before SGLang can admit the "
+        "How long requests wait for a restore, each time they do. pending: until it starts: for room in the KV pool, "
+        "for another request's restore of the same chunks, or because it would end long before SGLang can admit the "
         "request; running: until it ends; pinned: from then until SGLang admits the request.",
         "seconds", "phase", {f"wait.{phase}_seconds": phase for phase in WAITING if phase != "resolved"}, _SECONDS,
     ),
@@ -266,8 +267,8 @@ GAUGES = (
     ),
     GaugeMetric(
         "waiting_requests",
-        "Requests in SGLang's queue by the state of their restore. pending: waits to start; running; pinned: ended, and "
-        "its slots are held until the request is admitted; resolved: no restore.",
+        "Requests in SGLang's queue by the state of their restore. pending: waits to start; running; pinned: ended, "
+        "and its slots are held until the request is admitted; resolved: no restore.",
         "requests", ("phase",), WAITING,
     ),
     GaugeMetric(

@@ -38,9 +38,9 @@ AllowedHosts = Annotated[
     typer.Option(
         "--allow-host",
         metavar="NAME",
-        help="Host name that browsers may use for the page in addition to this machine's own, such as that of a reverse "
-        "proxy. Can be repeated; `*.NAME` allows any subdomain. If --host is not this machine's own address and no name "
-        "is given, any name is allowed.",
+        help="Host name that browsers may use for the page in addition to this machine's own, such as that of a "
+        "reverse proxy. Can be repeated; `*.NAME` allows any subdomain. If --host is not this machine's own address "
+        "and no name is given, any name is allowed.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),
@@ -67,7 +67,8 @@ def chat(
     """Chat with a running server in the browser, and see what the tier does.
 
     Holds several conversations at the same time. Each answer shows its time to first token (TTFT), its speed, and
-    where its prompt's tokens came from: the GPU's KV cache, host memory, disk, or recomputation. A panel shows the tier.
+    where its prompt's tokens came from: the GPU's KV cache, host memory, disk, or recomputation. A panel shows the
+    tier.
 
     To see a restore: send a long message, press *Clear the GPU cache*, then send another one.
 

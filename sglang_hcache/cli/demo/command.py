@@ -19,12 +19,15 @@ _WITHOUT_PAGE_ONLY = ("conversations", "turns", "as_json")
 
 def demo(
     context: typer.Context,
-    conversations: Annotated[int, typer.Option(help="Number of conversations, held in turn; at least 3.")] = 4,
+    conversations: Annotated[
+        int, typer.Option(help="Number of conversations, held in turn; at least 3.")
+    ] = 4,
     turns: Annotated[int, typer.Option(help="Turns per conversation; at least 2.")] = 4,
     dirs: Annotated[
         str,
         typer.Option(
-            metavar="DIR,...", help="Directories of the disk tier, which are kept. Default: next to the model."
+            metavar="DIR,...",
+            help="Directories of the disk tier, which are kept. Default: next to the model.",
         ),
     ] = "",
     keep: Annotated[
@@ -40,8 +43,8 @@ def demo(
         bool,
         typer.Option(
             "--chat",
-            help="Instead, start one server with the tier and the page of `hcache chat` to talk to it. The model's weights "
-            "are random, so its answers are meaningless.",
+            help="Instead, start one server with the tier and the page of `hcache chat` to talk to it. The model's "
+            "weights are random, so its answers are meaningless.",
         ),
     ] = False,
     host: PageHost = "127.0.0.1",

@@ -69,12 +69,15 @@ MethodName = Annotated[
 DtypeName = Annotated[
     str,
     typer.Option(
-        help="float32, float16 or bfloat16. Default, as in SGLang: the dtype that MODEL names, or 16 bits if that is float32."
+        help="float32, float16 or bfloat16. Default, as in SGLang: the dtype that MODEL names, or 16 bits if that is "
+        "float32."
     ),
 ]
 KVCacheDtypeName = Annotated[
     str,
-    typer.Option(help="As for SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."),
+    typer.Option(
+        help="As for SGLang's flag: auto, fp8_e4m3 or fp8_e5m2. With FP8 no hidden states are stored."
+    ),
 ]
 PassTokens = Annotated[
     int,
@@ -86,8 +89,8 @@ TokensPerS = Annotated[
     float | None,
     typer.Option(
         metavar="NUMBER",
-        help="New tokens per second that the server computes, prompts and answers together, excluding what comes from a "
-        "cache. Also prints the size and wear of the disk tier.",
+        help="New tokens per second that the server computes, prompts and answers together, excluding what comes from "
+        "a cache. Also prints the size and wear of the disk tier.",
     ),
 ]
 Keep = Annotated[

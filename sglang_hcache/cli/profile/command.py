@@ -50,8 +50,8 @@ Seconds = Annotated[
     float,
     typer.Option(
         metavar="N",
-        help="Maximum time for each measurement: three computations, two reads of each tier, and reading the disk while "
-        "restoring. Up to 60.",
+        help="Maximum time for each measurement: three computations, two reads of each tier, and reading the disk "
+        "while restoring. Up to 60.",
     ),
 ]
 Passed = Annotated[

@@ -38,7 +38,9 @@ With several ranks it is the worst of them.
 
 Named = Annotated[
     list[str] | None,
-    typer.Argument(metavar="DIR", help="All directories of the store, in any order, separated by spaces or commas."),
+    typer.Argument(
+        metavar="DIR", help="All directories of the store, in any order, separated by spaces or commas."
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -151,16 +153,16 @@ def _gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB, for all ranks "
-            "together.",
+            help="Also evict the least valuable chunks until the store is no larger than SIZE, e.g. 20GB, for all "
+            "ranks together.",
         ),
     ] = None,
     older_than: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Also delete chunks that were written longer ago than this, such as 12h or 30d, and some that are up to "
-            "an eighth younger.",
+            help="Also delete chunks that were written longer ago than this, such as 12h or 30d, and some that are up "
+            "to an eighth younger.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -195,7 +197,8 @@ def _clear(
         typer.Option(
             "--namespace",
             metavar="ID",
-            help="Remove only this namespace: the 32 digits that `hcache store ls --namespaces` lists. Can be repeated.",
+            help="Remove only this namespace: the 32 digits that `hcache store ls --namespaces` lists. Can be "
+            "repeated.",
         ),
     ] = None,
     any_format: Annotated[

@@ -15,7 +15,9 @@ def tiny_model(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", parser=named_path, help="New or empty folder for the model.")
     ],
-    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="The same seed gives the same weights.", min=0, max=2**63 - 1)
+    ] = 0,
 ) -> None:
     """Write a small random Llama model with a tokenizer, without a download."""
     from sglang_hcache.cli.tiny_model.write import write_tiny_model  # torch and transformers take seconds
