@@ -70,6 +70,8 @@ class Decision:
 
     num_recompute: int
     """First layers that are recomputed."""
+    layers: tuple[int, ...]
+    """The others, in the order in which they are read."""
     work_s: float
     """The restore itself, from the first read to the last layer, by the costs alone."""
     delay_s: float
@@ -77,14 +79,12 @@ class Decision:
     recompute_s: float
     """What computing the tokens takes: the whole of each pass that they fill, and for the rest of them what they add to
     the pass that the request needs anyway."""
-    recomputing_s: float
+    first_layers_s: float
     """Part of the restore: a pass through its first layers."""
     io_s: float
     """Part of the restore: reading alone."""
     bottleneck: str
     """The tier whose reads, or the work whose time, decides."""
-    layers: tuple[int, ...]
-    """The others, in the order in which they are read."""
     drift: Mapping[str, float]
     """By which the costs were multiplied."""
 
@@ -189,7 +189,7 @@ class RestoreGate:
             work_s=times.total_s,
             delay_s=self._delay_s,
             recompute_s=self.prefill_s(count, start),
-            recomputing_s=work_s[_PREFILL],
+            first_layers_s=work_s[_PREFILL],
             io_s=times.io_s,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
@@ -241,20 +241,20 @@ class RestoreGate:
         for name, drift in self._drift.items():
             self._drift[name] = 1 + (drift - 1) * _FORGET
 
-    def restored(self, decision: Decision, seconds: float, recomputing_s: float | None = None) -> None:
+    def restored(self, decision: Decision, seconds: float, first_layers_s: float | None = None) -> None:
         """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
-            recomputing_s: what recomputing its first layers took; None: there were none, or it was stopped before.
+            first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
         """
-        if recomputing_s is not None:
-            surprise = _bounded(recomputing_s / decision.recomputing_s)
+        if first_layers_s is not None:
+            surprise = _bounded(first_layers_s / decision.first_layers_s)
             self._learn(_PREFILL, decision.drift[_PREFILL] * surprise)
         name = decision.bottleneck
         if name in self._unknown:
             self._unknown.remove(name)
             self._drift[name] *= max(1.0, seconds / decision.io_s)
-        elif name != _PREFILL or recomputing_s is None:
+        elif name != _PREFILL or first_layers_s is None:
             surprise = _bounded(seconds / decision.job_s)
             of_speed = decision.work_s / (decision.work_s + _SHORT_S)
             self._learn(name, decision.drift[name] * surprise, _WEIGHT * of_speed)

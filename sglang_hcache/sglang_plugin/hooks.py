@@ -157,6 +157,8 @@ def _batch_prepared(_result: None, batch: Any, *_args: object, **_kwargs: object
 
 def _will_decode(batch: Any, *_args: object, **_kwargs: object) -> None:
     bridge = batch.tree_cache.bridge
+    if bridge.saving.drops_thoughts:
+        batches.end_thinking(batch, bridge)
     if bridge.saving.saves_decoded_later:
         batches.save_decoded(batch, bridge)
 

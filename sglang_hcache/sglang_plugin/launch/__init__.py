@@ -1,1 +1,1 @@
-"""The server's main process, before anything is loaded: flags, refusals, and signals to stop."""
+"""Flags, refusals and signals to stop: before anything is loaded, but for what the scheduler's process asks of them."""

@@ -101,6 +101,9 @@ class SchedulerView(Protocol):
     def waiting(self) -> Iterator[QueuedRequest]:
         """The requests in the waiting queue, in order."""
 
+    def looks_at_queue(self) -> bool:
+        """Whether a waiting request may be admitted in this round: not while as many run as may."""
+
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""
 
@@ -153,6 +156,8 @@ class Device:
     """Whether SGLang prefills a long prompt in several passes."""
     staged_passes: int
     """Passes that follow each other and have rows in staging at the same time."""
+    drops_thoughts: bool = False
+    """Whether SGLang keeps only the prompt of a request that thinks (``--strip-thinking-cache``)."""
     adapters: Adapters | None = None
     """None: the server has none."""
     ranks: Ranks = field(default_factory=Alone)

@@ -63,8 +63,8 @@ class Outcomes:
         if (restore.is_complete or restore.is_late) and self._had_its_pace(restore):
             recomputation = restore.recomputation
             is_timed = recomputation is not None and recomputation.is_complete
-            recomputing_s = recomputation.seconds if recomputation and is_timed else None
-            self._gate.restored(restore.decision, restore.seconds, recomputing_s)
+            first_layers_s = recomputation.seconds if recomputation and is_timed else None
+            self._gate.restored(restore.decision, restore.seconds, first_layers_s)
 
     def _report_gain(self, restore: Restore, recompute_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""

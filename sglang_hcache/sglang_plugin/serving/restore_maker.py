@@ -40,7 +40,9 @@ class Verdict:
 
 
 class RestoreMaker:
-    """Makes restores, and computes what they do not read; knows nothing of queues and of who owns slots.
+    """Says what a restore would take and whether it pays, makes it, and computes what it does not read.
+
+    When one starts and who owns its slots is for others.
 
     Args:
         block_chunks: most chunks that a restore reads at a time.

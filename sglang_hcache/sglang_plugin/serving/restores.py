@@ -10,6 +10,7 @@ A request's ticket::
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
     RUNNING --- failed, late --------------------------> RESOLVED for good
     any, but PINNED: the tier is switched off ---------> RESOLVED for good
+    any: the model's weights change -------------------> RESOLVED for good
     PINNED ---- too old, or the queue stands still ----> RESOLVED
     RESOLVED or PINNED: admitted, and the ticket ends
 
@@ -158,7 +159,7 @@ class RestoreCoordinator:
     def invalidate(self) -> None:
         """The model's weights are about to change: end every restore, and start none for those who wait.
 
-        Returns when no job reads weights any more.
+        Returns when no job reads weights any more, or after half a minute: nothing comes of what it reads then.
         """
         for ticket in self.waiting:
             self.waiting.let_go(ticket)
@@ -183,7 +184,7 @@ class RestoreCoordinator:
         """A running request needs room: let the device evict what is pinned, else stop the newest restore.
 
         Returns:
-            False if there was nothing.
+            False if there was nothing, or if the restore does not end at once: its slots are free later.
         """
         if self.waiting.give_back_pins():
             return True
@@ -216,7 +217,9 @@ class RestoreCoordinator:
         self._relieve()
         self._starter.start_pending()
         self._maker.advance(self.running)
-        if self._ranks.size > 1:  # last: a restore that starts may evict what others have
+        # Last: a restore that starts may evict what others have. Not while nobody is admitted: evictions go on, and
+        # a request has few attempts.
+        if self._ranks.size > 1 and self.scheduler.looks_at_queue():
             is_resting = self._starter.rest.is_on
             self._starter.look_up(*self.waiting.outdated(self._tree.evictions, is_resting=is_resting))
 

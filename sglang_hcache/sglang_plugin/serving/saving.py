@@ -70,6 +70,7 @@ class Saving:
         self.saves_decoded_later = device.is_cpu and captures and {*methods} == {Method.KV}
         """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
         they would be read there before the pass that writes them is over."""
+        self.drops_thoughts = device.drops_thoughts
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
         self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.

@@ -100,7 +100,7 @@ def test_each_pass_that_a_prompt_fills_costs_what_a_pass_costs() -> None:
     ]
     from_disk = decide(short, 0, 4096)
     assert short.pays(from_disk, 0.0)
-    assert from_disk.recomputing_s == pytest.approx(from_disk.num_recompute * 8 * 6e-3)
+    assert from_disk.first_layers_s == pytest.approx(from_disk.num_recompute * 8 * 6e-3)
     assert decide(gate(run=run, disk=1e-5, may_recompute=True), 0, 4096).num_recompute == 9
     assert from_disk.num_recompute == 4, "eight passes through each of these layers"
 
@@ -232,7 +232,7 @@ def test_so_it_does_of_recomputing() -> None:
     some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(6e-6))
     decisions = [decide(some, 0, 1024) for _ in range(24)]
     for decision in decisions:
-        some.restored(decision, decision.job_s, 2 * decision.recomputing_s)
+        some.restored(decision, decision.job_s, 2 * decision.first_layers_s)
     assert decide(some, 0, 1024).recompute_s == pytest.approx(2 * decisions[0].recompute_s, rel=0.1)
 
 

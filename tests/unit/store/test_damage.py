@@ -198,9 +198,10 @@ def test_an_error_that_nobody_foresaw_leaves_no_lock_behind(
     store = open_store(config)
     write_keys(store, BAD, LAYERS)
     Inside(store).keeper.close(5)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unforeseen"):
+    with monkeypatch.context() as patch:
         patch.setattr(Ledger, "save_meta", Mock(side_effect=RuntimeError("unforeseen")))
-        store.close()
+        with pytest.raises(RuntimeError, match="unforeseen"):
+            store.close()
     assert match_keys(open_store(config), BAD) == len(BAD)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,7 @@ from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang.srt.lora.lora import LoRAAdapter
-    from sglang.srt.lora.lora_drainer import LoRADrainer
     from sglang.srt.lora.lora_manager import LoRAManager
-    from sglang.srt.managers.schedule_batch import Req
 
 _ID_LETTERS = 32
 """Letters of a ``lora_id``: a UUID in hexadecimal."""
@@ -55,25 +53,6 @@ class AdaptersOf:
         of_all = self._ranks.all_of(adapter_fingerprint(_tensors(adapter)))
         fingerprint = self._fingerprints[lora_id] = parts_fingerprint(of_all)
         return fingerprint
-
-
-class AdaptersInBatch:
-    """Those of the next batch, as SGLang fills it: with who runs, then with one after the other in the queue."""
-
-    def __init__(self, manager: LoRAManager, drainer: LoRADrainer | None, running: Iterable[Req]) -> None:
-        self._manager = manager
-        self._drainer = drainer
-        self._ids = {req.lora_id for req in running if not req.finished()}
-
-    def takes(self, req: Req) -> bool:
-        """Whether there is a place for that of ``req``, which is taken then. SGLang passes it over otherwise."""
-        if self._drainer is not None and not self._drainer.can_schedule(req):
-            return False  # its adapter makes room for another one
-        ids = self._ids | {req.lora_id}
-        fits = ids == self._ids or self._manager.validate_lora_batch(ids)
-        if fits:
-            self._ids = ids
-        return fits
 
 
 def _tensors(adapter: LoRAAdapter) -> Iterator[tuple[str, torch.Tensor]]:

@@ -65,6 +65,13 @@ def begin_captures(batch: ScheduleBatch, bridge: Bridge) -> None:
             bridge.begin_capture(req.rid, req.extra_key, prefix)
 
 
+def end_thinking(batch: ScheduleBatch, bridge: Bridge) -> None:
+    """Save no more of requests that think: SGLang will keep their prompts only."""
+    for req in batch.reqs:
+        if req.reasoning_tokens:
+            bridge.saving.end(req.rid)
+
+
 def save_decoded(batch: ScheduleBatch, bridge: Bridge) -> None:
     """Save the chunks of decoding requests that are whole now; called before each pass, so that most have none."""
     for req in batch.reqs:

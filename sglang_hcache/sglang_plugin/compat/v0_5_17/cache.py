@@ -125,6 +125,7 @@ class HCacheRadixCache(RadixCache):
             largest_pass=largest_pass_of(self._server_args),
             gpu=self._runner.hcache_buffers,
             cuts_prompts=cuts_prompts(self._server_args),
+            drops_thoughts=self._server_args.strip_thinking_cache,
             staged_passes=staged_passes_of(self._server_args),
             adapters=AdaptersOf(self._runner.lora_manager, ranks) if enable_lora else None,
             ranks=ranks,

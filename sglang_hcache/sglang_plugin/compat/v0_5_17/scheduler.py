@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersInBatch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
 from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-
-_CLIP_NEW_TOKENS = 4096  # SGLang's own clip of max_new_tokens when it estimates (CLIP_MAX_NEW_TOKENS)
 
 
 class SchedulerOf:
@@ -39,14 +38,22 @@ class SchedulerOf:
         return {name: str(value) for name, value in collector.labels.items()}
 
     def waiting(self) -> Iterator[QueuedRequest]:
-        scheduler, adapters = self._scheduler, None
-        if scheduler.enable_lora:
-            manager = scheduler.tp_worker.model_runner.lora_manager
-            adapters = AdaptersInBatch(manager, scheduler.lora_drainer, self._running())
+        scheduler = self._scheduler
+        # Of the next batch as SGLang fills it: with who runs, then with one after the other in the queue.
+        running = self._running() if scheduler.enable_lora else ()
+        adapters = {req.lora_id for req in running if not req.finished()}
         for req in scheduler.waiting_queue:
             new_tokens = _remaining_tokens(req) + scheduler.page_size
-            is_passed_over = adapters is not None and not adapters.takes(req)
+            is_passed_over = scheduler.enable_lora and not scheduler._can_schedule_lora_req(req, adapters)
+            if not is_passed_over:
+                adapters.add(req.lora_id)
             yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens, is_passed_over)
+
+    def looks_at_queue(self) -> bool:
+        scheduler, batch = self._scheduler, self._scheduler.running_batch
+        if scheduler.chunked_req is not None or scheduler.enable_priority_preemption:
+            return True
+        return not batch.batch_is_full and scheduler.get_num_allocatable_reqs(len(batch.reqs)) > 0
 
     def look_again(self) -> None:
         # SGLang does so when a request ends: nothing else makes room there.
@@ -71,4 +78,4 @@ class SchedulerOf:
 
 
 def _remaining_tokens(req: Req) -> int:
-    return max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), _CLIP_NEW_TOKENS))
+    return max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,29 @@ def test_the_batch_is_full_until_somebody_looks_again() -> None:
     assert not scheduler.running_batch.batch_is_full
 
 
+@pytest.mark.parametrize(
+    ("state", "looks"),
+    [
+        ({}, True),
+        ({"batch_is_full": True}, False),
+        ({"most": 2}, False),
+        ({"most": 2, "chunked_req": Req(10)}, True),
+        ({"batch_is_full": True, "enable_priority_preemption": True}, True),
+    ],
+)
+def test_nobody_is_admitted_while_as_many_run_as_may(state: dict[str, Any], looks: bool) -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
+
+    running = SimpleNamespace(reqs=[Req(10), Req(10)], batch_is_full=state.get("batch_is_full", False))
+    scheduler: Any = SimpleNamespace(
+        running_batch=running,
+        chunked_req=state.get("chunked_req"),
+        enable_priority_preemption=state.get("enable_priority_preemption", False),
+        get_num_allocatable_reqs=lambda running_bs: state.get("most", 4) - running_bs,
+    )
+    assert SchedulerOf(scheduler).looks_at_queue() is looks
+
+
 def test_who_was_prefilled_last_is_not_in_the_running_batch_yet() -> None:
     assert reserved([], [Req(100)]) == 50
 
@@ -103,6 +127,8 @@ def test_who_is_passed_over_for_its_adapter(
     queue: list[str | None],
     passed_over: list[bool],
 ) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
     from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 
     def requests(lora_ids: list[str | None]) -> list[Req]:
@@ -113,6 +139,7 @@ def test_who_is_passed_over_for_its_adapter(
 
     scheduler: Any = SimpleNamespace(
         enable_lora=True,
+        enable_lora_overlap_loading=False,
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=Manager())),
         running_batch=SimpleNamespace(reqs=requests(running)),
         last_batch=SimpleNamespace(reqs=requests(last)),
@@ -121,6 +148,7 @@ def test_who_is_passed_over_for_its_adapter(
         waiting_queue=requests(queue),
         page_size=1,
     )
+    scheduler._can_schedule_lora_req = partial(Scheduler._can_schedule_lora_req, scheduler)
     assert [request.is_passed_over for request in SchedulerOf(scheduler).waiting()] == passed_over
     scheduler.lora_drainer = None
     for req in [*scheduler.running_batch.reqs, *scheduler.last_batch.reqs]:

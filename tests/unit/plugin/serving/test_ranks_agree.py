@@ -15,6 +15,7 @@ from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.tier.tiered import DISK, TieredStore
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
 from tests.unit.plugin.serving.test_restores import (
@@ -295,6 +296,27 @@ def test_who_waits_for_nothing_is_looked_up_in_one_question() -> None:
         return int(world.coordinator._ranks.num_asked - before)  # type: ignore[attr-defined]
 
     assert max(on_two(work)) == 2
+
+
+def test_while_nobody_is_admitted_evictions_use_up_no_attempt() -> None:
+    def work(world: World, _rank: int) -> int:
+        world.store(PROMPT)
+        world.scheduler.is_full = True
+        world.tree.compute(PROMPT)
+        world.queue("a", PROMPT)  # all of it is on the device
+        world.tree.evict_all()
+        for _ in range(3):
+            world.tree.evictions += 1
+            world.coordinator.tick()
+        (ticket,) = world.coordinator.waiting
+        assert ticket.phase is Phase.RESOLVED
+        world.scheduler.is_full = False
+        world.coordinator.tick()
+        assert not world.coordinator.may_be_admitted("a")
+        world.coordinator.tick()
+        return len(world.engine.jobs)
+
+    assert on_two(work) == [1, 1]
 
 
 @settings(max_examples=60, deadline=None)

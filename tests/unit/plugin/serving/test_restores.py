@@ -131,6 +131,11 @@ class Scheduler:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Tokens of a request, and those that it may generate."""
     passed_over: set[str] = field(default_factory=set)
+    is_full: bool = False
+    """As many requests run as may."""
+
+    def looks_at_queue(self) -> bool:
+        return not self.is_full
 
     def is_running(self) -> bool:
         return self.running

@@ -61,6 +61,7 @@ class Served:
         device: Any = SimpleNamespace(
             is_cpu=True,
             adapters=None,
+            drops_thoughts=False,
             largest_pass=512,
             gpu=None,
             host_memory=host_buffer,
