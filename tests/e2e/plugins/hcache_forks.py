@@ -22,6 +22,7 @@ _READ_LATER = {
     *("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"),
     *("SGLANG_INIT_NEW_TOKEN_RATIO", "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),  # set by what is imported
+    "SGLANG_CPU_OMP_THREADS_BIND",  # by the ranks
     "LD_LIBRARY_PATH",  # the same stand-in for libcuda.so.1 in another folder: it is loaded
     "PYTHONPATH",  # but for an SGLang in it
 }
