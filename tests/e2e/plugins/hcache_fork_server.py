@@ -45,6 +45,7 @@ def main() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     assert ModelRegistry.models
+    _search_sglang_only()
     setproctitle.getproctitle()  # finds the place for titles; it would not once the environment is another
     gc.freeze()  # else the first collection of each program copies all of it
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -71,6 +72,19 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _search_sglang_only():
+    """Who imported a function that is hooked: SGLang goes through all nine thousand modules, for each of them."""
+    from sglang.srt.plugins import hook_registry
+
+    def propagate(original, wrapped, source):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("sglang.") and module is not source:
+                for attribute in [key for key, value in vars(module).items() if value is original]:
+                    setattr(module, attribute, wrapped)
+
+    hook_registry._propagate_patch = propagate
 
 
 def _forked(connection):
