@@ -17,6 +17,7 @@ Variants take turns in every round; ratios are within the same round. Run it on 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,7 +73,8 @@ def main(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="saving: tokens that each request decodes per round. Default: 128; quick 32."
+            min=1,
+            help="saving: tokens that each request decodes per round, best a multiple of 64. Default: 128; quick 64.",
         ),
     ] = None,
     prefill: Annotated[
@@ -129,7 +131,7 @@ def run(
     """Measure what was asked for."""
     from ablation.run import Run  # takes seconds
 
-    found.header = header_of("ablations", model, sizes.rounds)
+    found.header = header_of("ablations", model, sizes.rounds) | {"settings": asdict(sizes)}
     Run(section, model, sizes, kv_layers, folder, found).measure()
 
 

@@ -33,6 +33,7 @@ from common.options import (
     parse_whole_numbers,
     prepare_out,
 )
+from common.statistics import median_with_interval
 from common.terminal import new_progress, while_doing
 from serving import overhead_report
 from serving.lookup import measure_lookup
@@ -44,7 +45,7 @@ from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.tiny_model.model import TinyModel
 from sglang_hcache.core.errors import ConfigError
-from sglang_hcache.core.layout import PlanKind
+from sglang_hcache.core.layout import CHUNK_TOKENS, PlanKind
 from sglang_hcache.core.units import SIZE_HELP
 
 START, MEMORY, LOOKUP = "start", "memory", "look-up"
@@ -105,7 +106,8 @@ def run(
     with new_progress() as progress:
         if settings.starts and START in wanted:
             with while_doing(progress, "starting servers, each alone"):
-                found.add(START, _starts([start_alone(pair) for _ in range(settings.starts)]))
+                start_alone(pair, 0)  # what is read is in the page cache from now on
+                found.add(START, _starts([start_alone(pair, number) for number in range(settings.starts)]))
         with running(pair, progress, together=_start_together(settings.method)) as started:
             if not settings.starts and START in wanted:
                 if started is None:
@@ -140,7 +142,9 @@ def _start_together(method: str) -> bool:
 def _starts(starts: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Seconds from launching to serving."""
     row = paired_row("start", {name: [seconds[name] for seconds in starts] for name in (OFF, TIER)})
-    return [row, {"what": "start: added", "unit": "s", OFF: 0.0, TIER: row[TIER] - row[OFF]}]
+    added, low, high = median_with_interval([seconds[TIER] - seconds[OFF] for seconds in starts])
+    more = {"what": "start: added", "unit": "s", OFF: 0.0, TIER: added, "low": low, "high": high}
+    return [row, more]
 
 
 def _lookups(settings: Settings) -> list[dict[str, Any]]:
@@ -229,17 +233,17 @@ def main(
     decoded: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of answers whose TBT is compared; four times as many while a history returns. Default: "
-            "48, quick 24.",
-            min=8,
+            help="Tokens of answers whose TBT is compared: whole chunks of 64, of which the first does not count. "
+            "Default: 192, quick 128.",
+            min=2 * CHUNK_TOKENS,
         ),
     ] = None,
     starts: Annotated[
         int | None,
         typer.Option(
-            help="Startups of each server alone. With 0, the startups for the other measurements are timed, one after "
-            "the other; on a GPU, with a --method that measures nothing at startup, both start together, untimed. "
-            "Default: 3, quick 0.",
+            help="Startups of each server alone, after one that does not count. With 0, the startups for the other "
+            "measurements are timed, one after the other; on a GPU, with a --method that measures nothing at startup, "
+            "both start together, untimed. Default: 3, quick 0.",
             min=0,
         ),
     ] = None,
@@ -265,6 +269,8 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     lengths = histories or ("1024" if quick else "1024,4096,16384")
+    if decoded is not None and decoded % CHUNK_TOKENS:
+        raise ConfigError(f"--decoded: {decoded} is not allowed; a multiple of {CHUNK_TOKENS}")
     if method not in list(PlanKind):
         raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}")
     settings = Settings(
@@ -272,7 +278,7 @@ def main(
         histories=parse_whole_numbers("--histories", lengths, low=64),
         long_history=long_history or (2048 if quick else 16384),
         batches=parse_whole_numbers("--batches", batches, low=1),
-        decoded=decoded or (24 if quick else 48),
+        decoded=decoded or (128 if quick else 192),
         rounds=rounds or (3 if quick else 7),
         short_rounds=3 * rounds if rounds else (9 if quick else 21),
         warm_up=warm_up,

@@ -16,6 +16,7 @@ Run it on an otherwise idle machine. Exit status: 0, 2 with a reason, 130 or 143
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -103,7 +104,8 @@ def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """Measure everything."""
     from restoring.speed import measure  # takes seconds
 
-    found.header = report.header_of("restore_speed", settings.model, settings.rounds)
+    header = report.header_of("restore_speed", settings.model, settings.rounds)
+    found.header = header | {"settings": asdict(settings)}
     measure(settings, folder, found)
 
 

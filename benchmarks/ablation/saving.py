@@ -34,8 +34,10 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 
 NAMES = {Way.TWO_STAGE: "two-stage", Way.CACHED: "direct, page cache", Way.DIRECT: "direct"}
 """Of the variants that save."""
-BLOCK_STEPS = 16
-"""Decode passes of one variant before the next one's turn: the speed of a machine wanders by more than saving costs."""
+BLOCK_STEPS = CHUNK_TOKENS
+"""Decode passes of one variant before the next one's turn: the speed of a machine wanders by more than saving costs. In
+each turn every request completes one chunk, in the middle of it: what is done with a chunk goes on beside later passes
+of the turn, as in a server."""
 PREFILLS = 3
 """Prompts of each variant in a round where prefill is measured."""
 
@@ -176,8 +178,8 @@ def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> list[l
     if load == "prefill":
         return [rig.tokens[:size].tolist()]
     numbers = random.Random(size)
-    # Lengths differ, so that not all requests fill their chunks in the same step.
-    lengths = [settings.prompt + index * CHUNK_TOKENS // size for index in range(size)]
+    # Lengths differ, so that not all requests fill their chunks in the same step, and none in the last one of a turn.
+    lengths = [settings.prompt + (2 * index + 1) * CHUNK_TOKENS // (2 * size) for index in range(size)]
     return [numbers.choices(range(rig.model.vocabulary), k=length) for length in lengths]
 
 

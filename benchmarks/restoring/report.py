@@ -39,6 +39,7 @@ def header_of(name: str, model: TinyModel, rounds: int) -> dict[str, Any]:
             "hidden": model.hidden,
             "heads": model.heads,
             "kv_heads": model.num_kv_heads,
+            "dtype": model.dtype,
         },
         "rounds": rounds,
     }

@@ -182,19 +182,21 @@ class Rig:
         return weight
 
     def bare_products(self, layers: Iterable[int], lengths: Sequence[int]) -> float:
-        """Seconds of the matrix products that make K and V, on contiguous inputs, and nothing else.
+        """Seconds of the matrix products that make K and V, on contiguous inputs, and nothing else: what they make goes
+        to the same memory each time, as in a restore.
 
         Args:
             lengths: rows of each layer's products.
         """
-        seconds = 0.0
+        seconds, columns = 0.0, len(self.kv_weight(0))
         with torch.inference_mode():
+            out = torch.zeros(max(lengths), columns, dtype=self.model.dtype)  # touched
             for layer in layers:
-                weight = self.kv_weight(layer)
+                weight = self.kv_weight(layer).t()
                 for length in lengths:
                     rows = self.hidden[layer][:length]
                     began = time.monotonic()
-                    torch.nn.functional.linear(rows, weight)
+                    torch.mm(rows, weight, out=out[:length])
                     seconds += time.monotonic() - began
         return seconds
 
@@ -283,6 +285,8 @@ class Variant:
         self._pipeline = LayerPipeline(self.tiers, rig.restorer, BLOCK_CHUNKS)
         self.engine = RestoreEngine(self._pipeline, Counters(), self._over.set)
         self._readers = ThreadPoolExecutor(NUM_READERS)
+        self._buffers = [host_buffer(buffer_bytes(self.layout, BLOCK_CHUNKS)) for _ in range(NUM_BUFFERS)]
+        """For :meth:`read_alone`."""
         self.maker = RestoreMaker(rig.device, self.tiers, HCacheConfig(), Counters(), BLOCK_CHUNKS, gate)
 
     def restore(self, length: int, *, check: bool = False) -> tuple[float, Decision | None]:
@@ -312,14 +316,14 @@ class Variant:
         return seconds, decision
 
     def read_alone(self, length: int) -> float:
-        """Seconds to read the same extents into buffers like the server's, and nothing else."""
+        """Seconds to read the same extents into buffers like the server's, which were used before, and nothing else."""
         keys = self.keys[: length // CHUNK_TOKENS]
         blocks = [
             self.tiers.lease(keys[first : first + BLOCK_CHUNKS])
             for first in range(0, len(keys), BLOCK_CHUNKS)
         ]
         pipeline = self._pipeline
-        buffers = [host_buffer(buffer_bytes(self.layout, BLOCK_CHUNKS)) for _ in range(NUM_BUFFERS)]
+        buffers = self._buffers
         began = time.monotonic()
         pending: list[Any] = []
         layers = range(self.layout.num_layers)

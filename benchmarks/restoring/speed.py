@@ -128,6 +128,8 @@ def _measure_length(
     computes: list[float] = []
     for variant in variants.values():
         variant.restore(length, check=True)
+        variant.read_alone(length)
+    rig.bare_products(range(1), [length])
     rig.question(length)
     for number in range(settings.rounds):
         computes.append(rig.bare_products(range(rig.num_layers), [length]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ def row_of(rounds: Sequence[Measured], reference: Sequence[Measured]) -> dict[st
         **Latency.of([gap for answer in answers for gap in answer.gaps_s]).fields("tbt"),
         "requests_per_s": len(answers) / busy_s if busy_s else None,
         "tokens_per_s": (prompt + made) / busy_s if busy_s else None,
+        "compared": 0 if rounds is reference else len(compared),
         "unequal": sum(not item.is_equal for item in compared),
         "ties": sum(item.is_tie for item in compared),
         "largest_logprob_difference": max(finite, default=None),
@@ -119,6 +120,12 @@ class Comparison:
         return f"{self.key} {value:.12g}"
 
 
+def reference_of(methods: Iterable[str]) -> str:
+    """Whose answers those of the others must equal: the baseline's, or the first one's."""
+    found = list(methods)
+    return "recompute" if "recompute" in found else found[0]
+
+
 def rows_of(
     key: Mapping[str, Any],
     methods: Sequence[str],
@@ -134,7 +141,7 @@ def rows_of(
     """
     if not measured:
         return [{**key, "method": method, "requests": 0, "note": note} for method, note in notes.items()]
-    reference = measured["recompute" if "recompute" in measured else next(iter(measured))]
+    reference = measured[reference_of(measured)]
     rows = {method: row_of(rounds, reference) for method, rounds in measured.items()}
     blank = dict.fromkeys(next(iter(rows.values())))
     for row in rows.values():

@@ -20,8 +20,12 @@ _FIELDS = (
     "ratio",
     "ratio_low",
     "ratio_high",
+    "low",
+    "high",
     "restored_tokens",
-    "device_tokens",
+    "saved_rows",
+    "device_tokens_off",
+    "device_tokens_tier",
     "not_measured",
 )
 
@@ -36,6 +40,8 @@ def show(data: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if not name else "right")
     for row in data["rows"]:
         interval = f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}" if "ratio" in row else ""
+        if "low" in row:
+            interval = f"{_text(row['low'], row['unit'])} to {_text(row['high'], row['unit'])}"
         table.add_row(
             row["what"],
             _text(row["off"], row["unit"]),

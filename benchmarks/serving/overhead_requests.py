@@ -21,10 +21,10 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 
 _COMPANY = 4
 """Requests that decode while a restore runs."""
+_COMPANY_TOKENS = 192
+"""Of their answers; the first quarter does not count, for others are prefilled meanwhile."""
 _SHORT_PROMPT = 128
 """Tokens of prompts of requests that decode together."""
-_LONGER = 4
-"""Answers beside which a history returns, over others."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
 _PIECE = 4096
@@ -44,7 +44,7 @@ class Settings:
     batches: tuple[int, ...]
     """Requests that decode together."""
     decoded: int
-    """Tokens of each answer in a batch whose TBT is compared."""
+    """Tokens of each answer in a batch whose TBT is compared, in whole chunks; the first chunk does not count."""
     rounds: int
     short_rounds: int
     """Of prefill, of decoding and of hits on the device."""
@@ -64,7 +64,7 @@ class Settings:
     @property
     def pool_tokens(self) -> int:
         """Of the KV pool: the longest prompt, all that decode at once, and as many as a few short prompts."""
-        answers = max(max(self.batches) * self.decoded, _COMPANY * _LONGER * self.decoded)
+        answers = max(max(self.batches) * self.decoded, _COMPANY * _COMPANY_TOKENS)
         asked = max(*self.batches, _COMPANY) * _SHORT_PROMPT
         return max(*self.histories, self.long_history, self.prompt) + asked + answers + 2048
 
@@ -127,31 +127,40 @@ class PairedRequests:
         return [paired_row(f"prefill of {self._settings.prompt} tokens", await self._alternate(rounds, once))]
 
     async def _decode(self, batch: int) -> list[dict[str, Any]]:
+        """Mean times between tokens, over whole chunks: what is saved of a chunk is worked on when it is complete."""
         decoded = self._settings.decoded
+        before = await self._saved_rows()
 
         async def once(client: TokenClient, _: int) -> float:
             asks = [client.ask(self._prompt(_SHORT_PROMPT), max_tokens=decoded) for _ in range(batch)]
             answers = await asyncio.gather(*asks)
-            # The last half: all requests decode then, and none is prefilled.
-            return statistics.median(gap for answer in answers for gap in answer.gaps_s[decoded // 2 :])
+            return statistics.fmean(gap for answer in answers for gap in answer.gaps_s[CHUNK_TOKENS - 1 :])
 
         times = await self._alternate(self._settings.short_rounds, once)
-        return [paired_row(f"decoding, {batch} at once: TBT", times)]
+        rounds = self._settings.short_rounds + self._settings.warm_up
+        saved = (await self._saved_rows() - before) / (rounds * batch)
+        return [paired_row(f"decoding, {batch} at once: TBT", times) | {"saved_rows": saved}]
+
+    async def _saved_rows(self) -> int:
+        """Rows that the tier has put into chunks since its start."""
+        await self.clients[TIER].settle()
+        state = await self.clients[TIER].tier_state()
+        return 0 if state is None else int(state["counters"].get("capture.rows", 0))
 
     async def _on_device(self, length: int) -> list[dict[str, Any]]:
         """What the tier does not help, for nothing was evicted. Histories end inside of a chunk, as most do."""
         history = self._prompt(length - _TAIL)
-        device = []
+        device: dict[str, list[int]] = {OFF: [], TIER: []}
 
         async def once(client: TokenClient, number: int) -> float:
             answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
             if number >= 0:
-                device.append(answer.sources.device)
+                device[TIER if client is self.clients[TIER] else OFF].append(answer.sources.device)
             return answer.ttft_s
 
         times = await self._alternate(self._settings.short_rounds, once)
         row = paired_row(f"{length} tokens on the device, 64 are new: TTFT", times)
-        return [row | {"device_tokens": statistics.median(device)}]
+        return [row | {f"device_tokens_{name}": statistics.median(found) for name, found in device.items()}]
 
     async def _returning(self, length: int) -> list[dict[str, Any]]:
         history = self._prompt(length)
@@ -172,15 +181,17 @@ class PairedRequests:
     async def _company(self) -> list[dict[str, Any]]:
         """TBT of others: alone, and while a returning request's history comes back.
 
-        What it computes afterwards holds up the others as a hit on the device does, without any tier: not counted. It
-        is one token behind whole chunks, in both cases.
+        Without the tier it is computed, and nobody decodes meanwhile (SGLang runs prefills first): one long gap. What a
+        restored one computes afterwards holds up the others as a hit on the device does, without any tier: not counted.
+        It is one token behind whole chunks, in both cases.
         """
         length = self._settings.long_history // CHUNK_TOKENS * CHUNK_TOKENS
         history = self._prompt(length + 1)
         gaps: dict[str, dict[str, list[float]]] = {name: {"alone": [], "beside": []} for name in self.clients}
         restored: list[int] = []
-        for _ in range(self._settings.rounds):
-            for name, client in self.clients.items():
+        for number in range(self._settings.rounds):
+            for name in in_turn(self.clients, number):
+                client = self.clients[name]
                 await self._have_saved(client, history)
                 hit_s = (await client.ask(history, max_tokens=1)).ttft_s
                 await client.empty(tiers=False)
@@ -201,21 +212,20 @@ class PairedRequests:
     async def _decode_beside(
         self, client: TokenClient, history: list[int], hit_s: float
     ) -> tuple[list[float], list[float], TokenAnswer]:
-        """Gaps between tokens of a few requests: alone, and those that the return of ``history`` came into; its answer.
+        """Gaps between tokens of a few requests: alone, and while ``history`` comes back; its answer.
 
         Args:
             hit_s: time to the first token of ``history`` when it is on the device.
         """
-        decoded = self._settings.decoded
 
         async def batch() -> list[TokenAnswer]:
             asks = [
-                client.ask(self._prompt(_SHORT_PROMPT), max_tokens=_LONGER * decoded) for _ in range(_COMPANY)
+                client.ask(self._prompt(_SHORT_PROMPT), max_tokens=_COMPANY_TOKENS) for _ in range(_COMPANY)
             ]
             return list(await asyncio.gather(*asks))
 
         began = time.perf_counter()
-        alone = [gap for answer in await batch() for gap in answer.gaps_s[decoded:]]
+        alone = [gap for answer in await batch() for gap in answer.gaps_s[_COMPANY_TOKENS // 4 :]]
         took = time.perf_counter() - began
         began = time.perf_counter()
         stream = asyncio.create_task(batch())
@@ -223,14 +233,27 @@ class PairedRequests:
         asked = time.perf_counter()
         answer = await client.ask(history, max_tokens=1)
         came_back = asked + answer.ttft_s - hit_s
-        beside = []
-        for other in await stream:
-            at = began + other.ttft_s
-            for gap in other.gaps_s:
-                at += gap
-                if asked < at < came_back:
-                    beside.append(gap)
+        others = await stream
+        beside = [
+            gap
+            for other in others
+            for gap in gaps_within(began + other.ttft_s, other.gaps_s, asked, came_back)
+        ]
         return alone, beside, answer
+
+
+def gaps_within(first: float, gaps: Sequence[float], begin: float, end: float) -> list[float]:
+    """The gaps that overlap [``begin``, ``end``), the last one cut there: what stands still until then is one of them.
+
+    Args:
+        first: when the first token came.
+    """
+    found, at = [], first
+    for gap in gaps:
+        if at < end and at + gap > begin:
+            found.append(min(gap, end - at))
+        at += gap
+    return found
 
 
 def company_rows(
@@ -247,17 +270,19 @@ def company_rows(
     is_whole = least >= length
     why_not = {} if is_whole else {"not_measured": f"{least:,} of {length:,} tokens were restored"}
     rows = []
-    for statistic, percent in (("p50", 50), ("p99", 99)):
+    for statistic, percent in (("p50", 50), ("p99", 99), ("longest", 100)):
         found = {
             name: {when: float(np.percentile(times, percent)) for when, times in of_server.items() if times}
             for name, of_server in gaps.items()
         }
-        ratios = {  # None: the history was back before anybody's next token
+        ratios: dict[str, float | None] = {
             name: value["beside"] / value["alone"] if "beside" in value else None
             for name, value in found.items()
         }
         if not is_whole:
             ratios[TIER] = None
+        elif ratios[TIER] is None:
+            why_not = {"not_measured": "nobody decoded meanwhile"}
         rows.append(
             {
                 "what": f"TBT {statistic} while {length} tokens return, over TBT alone",

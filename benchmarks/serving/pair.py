@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from common.model import load_arguments
 from common.terminal import while_doing
+from common.turns import in_turn
 from serving.servers import arguments_without_tier, device_arguments, restored
 from sglang_hcache.cli.server.pair import launch_together
 from sglang_hcache.cli.server.process import ServerProcess, settings_arguments
@@ -90,14 +91,18 @@ def running(pair: Pair, progress: Progress, *, together: bool) -> Iterator[dict[
             server.kill()
 
 
-def start_alone(pair: Pair) -> dict[str, float]:
+def start_alone(pair: Pair, number: int) -> dict[str, float]:
     """Seconds from launching to serving, each server with nothing else running.
+
+    Args:
+        number: of the round: says who starts first.
 
     Raises:
         ConfigError, ServerProcessError: one did not start.
     """
     seconds = {}
-    for name, server in pair.items():
+    for name in in_turn(pair, number):
+        server = pair[name]
         try:
             seconds[name] = _start(server)
         finally:

@@ -12,7 +12,7 @@ from rich.table import Table
 from common.gathered import count_unequal
 from common.precision import precision
 from common.results import write_csv, write_json
-from serving.comparison import BASELINES, SOURCES
+from serving.comparison import BASELINES, SOURCES, reference_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,9 @@ COLOURS = {
     "hidden": "#2f6fb5",
     "hybrid": "#8a5fb0",
     "auto": "#1f8a4c",
+    "hicache": "#b03a5b",
+    "hicache-file": "#7a2840",
+    "lmcache": "#3a3a3a",
 }
 _SHADES = {"device": 1.0, "host": 0.6, "disk": 0.3}
 
@@ -82,18 +85,19 @@ def print_notes(console: Console, rows: Sequence[Row]) -> None:
 
 def print_equality(console: Console, rows: Sequence[Row]) -> None:
     """In one line whether all methods gave the same answers."""
-    compared = sum(row["requests"] for row in rows)
+    methods = measured_methods(rows)
+    compared = sum(row["compared"] for row in rows if row["requests"])
     unequal = count_unequal(rows)
     if unequal:
         console.print(f"[bold red]{unequal} of {compared} answers differ from those of the reference.[/]")
         return
-    if len(measured_methods(rows)) < 2:
+    if len(methods) < 2:
         console.print("Answers were compared with nobody's: fewer than two methods were measured.")
         return
     largest = max((row.get("largest_logprob_difference") or 0.0 for row in rows), default=0.0)
     console.print(
-        f"All {compared} answers are equal between methods: same tokens, largest difference of logprobs {largest:.1e} "
-        f"(allowed {precision().logprob_tolerance:g}).",
+        f"All {compared} answers equal those of {reference_of(methods)}: same tokens, largest difference of logprobs "
+        f"{largest:.1e} (allowed {precision().logprob_tolerance:g}).",
         highlight=False,
     )
 

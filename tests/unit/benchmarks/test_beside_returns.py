@@ -45,7 +45,21 @@ def test_nothing_came_beside_a_fast_return(bench: Import) -> None:
     gaps = {"off": GAPS["off"], "tier": {"alone": [0.01], "beside": []}}
     for row in bench("serving.overhead_requests").company_rows(LENGTH, gaps, [LENGTH]):
         assert row["tier"] is None
-        assert "not_measured" not in row
+        assert row["not_measured"] == "nobody decoded meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [
+        (1.5, 3.5, [1, 1, 0.5]),  # tokens at 1, 2, 3, 4, 14 and 15
+        (4.5, 9, [5]),  # nobody decodes: all of it is one gap
+        (3.9, 14.5, [1, 10, 0.5]),
+        (20, 30, []),
+    ],
+)
+def test_what_stands_still_is_a_gap(bench: Import, begin: float, end: float, expected: list[float]) -> None:
+    gaps_within = bench("serving.overhead_requests").gaps_within
+    assert gaps_within(1, [1, 1, 1, 10, 1], begin, end) == expected
 
 
 def test_answers_that_came_all_at_once_have_no_ratio(bench: Import, tmp_path: Path) -> None:
@@ -123,7 +137,7 @@ def test_a_history_is_saved_in_pieces_that_staging_holds(bench: Import, most: in
     rows = asyncio.run(asked._company())
     for row in rows:
         assert (row["restored_tokens"] == LENGTH) is is_measured
-        assert ("not_measured" not in row) is is_measured
+        assert ("were restored" not in row["not_measured"]) is is_measured
     (row,) = asyncio.run(asked._returning(LENGTH))
     assert (row["restored_tokens"] == LENGTH) is is_measured
 

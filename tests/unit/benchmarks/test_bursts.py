@@ -81,7 +81,7 @@ def test_they_are_shown_and_written(bench: Import, tmp_path: Path) -> None:
         "3.00 (2.00 to 4.00)",
         "0 - 2",
         "lmcache: why",
-        "All 12 answers are equal",
+        "All 6 answers equal those of recompute",
     ):
         assert text in shown
     report.write(tmp_path, data)

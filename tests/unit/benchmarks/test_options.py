@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,20 @@ def test_a_quick_run_has_a_time_limit(bench: Import) -> None:
 def test_everyone_is_first_in_turn(bench: Import) -> None:
     in_turn = bench("common.turns").in_turn
     names = {"a": 1, "b": 2, "c": 3}
-    assert [in_turn(names, number) for number in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]
+    orders = [in_turn(names, number) for number in range(6)]
+    assert [order[0] for order in orders[:3]] == list("abc")
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_nobody_always_follows_the_same_one(bench: Import, count: int) -> None:
+    names = range(count)
+    orders = [bench("common.turns").in_turn(names, number) for number in range(count * (1 + count % 2))]
+    assert all(sorted(order) == [*names] for order in orders)
+    places = Counter((place, name) for order in orders for place, name in enumerate(order))
+    followers = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(set(places.values())) == 1
+    assert len(followers) == count * (count - 1)
+    assert len(set(followers.values())) <= 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "100", "64,", "0"])

@@ -64,9 +64,7 @@ def test_a_function_that_is_not_there_is_an_error(hooked: ModuleType) -> None:
         hooking.apply({f"{MODULE}.third": (around("ours"), HookType.AROUND)})
 
 
-def test_what_others_have_imported_is_hooked_too(
-    hooked: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_have_imported_is_hooked_too(hooked: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is hooked; and all are found in one search, for SGLang's takes long."""
     other = ModuleType("module_that_imports_from_it")
     other.__dict__.update(once=hooked.second, twice=hooked.first, kept=len)
