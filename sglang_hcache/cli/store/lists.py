@@ -76,12 +76,17 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
         ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest"],
         right={"chunks", "runs", "on disk"},
     )
+    table.padding = (0, 1, 0, 0)
+    for column in table.columns:  # in narrow windows texts fold; no number is split
+        column.overflow, column.no_wrap = "fold", column.justify == "right"
+    # `gc` and `clear` are given what is copied from here.
+    table.columns[0].no_wrap, table.columns[0].min_width = True, 32
     for item in shown:
         table.add_row(
-            Text(item.namespace_id.hex(), no_wrap=True),
-            item.owner.get("model", "?"),
-            item.owner.get("weights", "?"),
-            _tenant(item),
+            item.namespace_id.hex(),
+            Text(item.owner.get("model", "?")),  # a folder's name, which may hold what rich takes for markup
+            Text(item.owner.get("weights", "?")),
+            Text(_tenant(item)),
             f"{item.chunks:,}",
             f"{item.runs:,}",
             format_bytes(item.disk_bytes),

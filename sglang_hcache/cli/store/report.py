@@ -253,7 +253,7 @@ def _stat_table(view: StoreView, data: Mapping[str, Any]) -> Table:
     totals = data["totals"]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     user = "not in use" if view.lock_holder is None else f"in use by {view.lock_holder}"
-    table.add_row("store", f"{data['store_id'][:8]}, format {data['format_version']}, {user}")
+    table.add_row("store", Text(f"{data['store_id'][:8]}, format {data['format_version']}, {user}"))
     fill = data["physical_bytes"] / max(data["cap_bytes"], 1)
     table.add_row(
         "on disk",
