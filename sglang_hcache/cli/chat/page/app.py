@@ -142,7 +142,9 @@ def run_page(settings: PageSettings) -> None:
             # Cookies are shared between the ports of a host: two pages must not take each other's.
             session_middleware_kwargs={
                 "session_cookie": f"hcache-chat-{settings.port}",
-                "same_site": "strict",
+                # Not "strict": a link from elsewhere would open the page without its cookie, and the new one would take
+                # the place of the old, with all conversations.
+                "same_site": "lax",
             },
             timeout_graceful_shutdown=_CLOSING_S,
         )
