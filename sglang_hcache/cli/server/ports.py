@@ -22,7 +22,10 @@ def try_to_listen(host: str, port: int | str) -> int:
     """
     if str(port).isdecimal() and int(port) > _LAST_PORT:  # getaddrinfo would take the rest of a division
         raise OverflowError(f"port {port}")
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError:  # as of a..b
+        raise socket.gaierror(socket.EAI_NONAME, "no host has such a name") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not in TIME_WAIT
         probe.bind(address)

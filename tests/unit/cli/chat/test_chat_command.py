@@ -94,6 +94,9 @@ def test_a_host_that_is_not_here() -> None:
         command.usable_port("192.0.2.1", 0)
     with pytest.raises(ConfigError, match="--host: 'no such host'"):
         command.usable_port("no such host", 0)
+    for name in ("a..b", "a" * 70, "\udc80"):
+        with pytest.raises(ConfigError, match=r"--host: .* is not an address"):
+            command.usable_port(name, 0)
 
 
 def test_without_nicegui_the_extra_is_named() -> None:

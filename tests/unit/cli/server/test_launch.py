@@ -236,6 +236,7 @@ def test_a_port_in_use_is_told_at_once():
         ["--port"],
         ["--port", "99999"],
         ["--host", "no such host"],
+        ["--host", "a..b"],
         ["--config", "server.yaml"],
     ],
 )
