@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,10 +21,10 @@ from rich.text import Text
 
 from sglang_hcache.cli.options import ApiKey, AsJson, ServerUrl
 from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text, waiting_times
-from sglang_hcache.cli.server.client import ChatClient, ChatError
+from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, ChatClient, ChatError
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import redraws
-from sglang_hcache.cli.unwell import ERRORS, directory_problems, other_problems
+from sglang_hcache.cli.unwell import ERRORS, directory_problems, directory_text, is_well, other_problems
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.metrics import events_of
 from sglang_hcache.core.units import format_bytes
@@ -137,8 +138,18 @@ def _first_look(client: ChatClient) -> Sample:
         raise
 
 
+@contextmanager
+def _own_state() -> Iterator[None]:
+    """Around what reads a state: one of another version ends in a line that says so."""
+    try:
+        yield
+    except FOREIGN_ERRORS as error:
+        raise HCacheError(f"--url: {FOREIGN_STATE.removesuffix('.')} ({error!r})") from error
+
+
 def _check(state: Mapping[str, Any], *, as_json: bool) -> None:
-    problems = [*directory_problems(state), *other_problems(state)]
+    with _own_state():
+        problems = [*directory_problems(state), *other_problems(state)]
     for line in [json.dumps({"problems": problems})] if as_json else problems:
         print(line)
     if problems:
@@ -200,7 +211,15 @@ def render(
         before: an earlier look, for rates; None: totals only.
         window: what the picture must fit into, with what went wrong above all else; None: it is whole.
         trouble: why there is no newer look.
+
+    Raises:
+        HCacheError: the state is not that of this version.
     """
+    with _own_state():
+        return _picture(url, sample, before, window, trouble)
+
+
+def _picture(url: str, sample: Sample, before: Sample | None, window: Console | None, trouble: str) -> Group:
     title = _title(url, sample.state, None if before is None else before.state)
     if trouble:
         title = Text.assemble((trouble, "bold red"), "\n", title)
@@ -242,7 +261,7 @@ def _title(url: str, state: Mapping[str, Any], before: Mapping[str, Any] | None)
     return text
 
 
-def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Table:
+def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
     """With ``only_unwell`` no healthy directories."""
     table = new_table(("tier", "", "used", "of", "chunks", ""), {"used", "of", "chunks"})
     host = state["host"]
@@ -252,18 +271,17 @@ def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Table:
         f"{host['dirty']:,} in host memory only" if state["disk"] else "no disk tier",
     )  # fmt: skip
     disk = state["disk"]
-    if disk is not None:
-        note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])} written in 24 h"
-        _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
-        for directory in disk["directories"]:
-            well = directory["condition"] == "healthy"
-            if well and only_unwell:
-                continue
-            said = directory["condition"] + (f": {directory['reason']}" if directory["reason"] else "")
-            table.add_row(
-                "", "", "", "", "", Text(f"{directory['path']}: {said}", "" if well else "bold red")
-            )
-    return table
+    if disk is None:
+        return Group(table)
+    note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])} written in 24 h"
+    _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
+    # Below the table, as wide as the window: long paths are folded there, not cut.
+    directories = [
+        Text(f"      {directory_text(directory)}", "" if is_well(directory) else "bold red", overflow="fold")
+        for directory in disk["directories"]
+        if not (only_unwell and is_well(directory))
+    ]
+    return Group(table, *directories)
 
 
 def _add_tier(table: Table, name: str, used: int, capacity: int, chunks: int, note: str) -> None:

@@ -1,4 +1,4 @@
-"""What an operator has to do something about, by a server's state; for ``hcache top``."""
+"""What an operator has to do something about, by a server's state; for ``hcache top`` and ``hcache chat``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ _WHY_NOTHING_IS_SAVED = {
 """But for ``method``, which is what was asked for."""
 
 
+def is_well(directory: Mapping[str, Any]) -> bool:
+    """Whether one of the disk tier's directories is healthy and takes what is new."""
+    return directory["condition"] == "healthy" and not directory["reason"]
+
+
+def directory_text(directory: Mapping[str, Any]) -> str:
+    """How it is, and why."""
+    reason = f": {directory['reason']}" if directory["reason"] else ""
+    return f"{directory['path']}: {directory['condition']}{reason}"
+
+
 def directory_problems(state: Mapping[str, Any]) -> Iterator[str]:
     """One line for each directory of the disk tier that is not healthy, or stores nothing new."""
-    for directory in state["disk"]["directories"] if state["disk"] else ():
-        if directory["condition"] != "healthy" or directory["reason"]:
-            reason = f": {directory['reason']}" if directory["reason"] else ""
-            yield f"{directory['path']}: {directory['condition']}{reason}"
+    directories = state["disk"]["directories"] if state["disk"] else ()
+    yield from (directory_text(directory) for directory in directories if not is_well(directory))
 
 
 def other_problems(state: Mapping[str, Any]) -> Iterator[str]:

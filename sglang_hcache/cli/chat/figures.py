@@ -8,9 +8,10 @@ from html import escape
 from typing import Any
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
-from sglang_hcache.cli.chat.watch import FOREIGN_ERRORS, FOREIGN_STATE, Look, Reach
+from sglang_hcache.cli.chat.watch import Look, Reach
 from sglang_hcache.cli.report import METHOD_NAMES, counted, restore_times, seconds_text
-from sglang_hcache.cli.server.client import TokenSources
+from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, TokenSources
+from sglang_hcache.cli.unwell import directory_problems
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.metrics import COUNTERS
 from sglang_hcache.core.units import format_bytes
@@ -20,6 +21,7 @@ _RESULT_NAMES = {
     "done": "done",
     "failed": "failed",
     "late": "late",
+    "failed_on_another_rank": "failed on another rank",
     "aborted": "aborted",
     "predicted_slower": "not started: predicted slower",
     "no_slots": "not started: no room in the KV pool",
@@ -30,7 +32,7 @@ _PHASE_NAMES = {
     "project": "writing K and V",
     "recompute": "recomputing layers",
 }
-_LOST = ("failed", "late")
+_LOST = ("failed", "late", "failed_on_another_rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +165,7 @@ def _sizes_html(state: Mapping[str, Any]) -> str:
     if disk is not None:
         note = f"{format_bytes(disk['written_today_bytes'])} written in 24 h"
         found += _tier_html("disk", "Disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
-        found += "".join(
-            f'<p class="lack">{escape(directory["path"])}: {escape(directory["condition"])}'
-            f"{escape(': ' + directory['reason']) if directory['reason'] else ''}</p>"
-            for directory in disk["directories"]
-            if directory["condition"] != "healthy"
-        )
+        found += "".join(f'<p class="lack">{escape(problem)}</p>' for problem in directory_problems(state))
     return _section("What the tier holds", found)
 
 

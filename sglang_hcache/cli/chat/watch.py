@@ -10,14 +10,11 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_hcache.cli.chat.client import AsyncChatClient, SilentError
-from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, ChatError
 from sglang_hcache.core.layout import Method
 
 _EVERY_S = 2.0
 _EVERY_AWAY_S = 1.0  # while the server is away: people wait
-FOREIGN_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-"""What comes of a state that has other parts than that of this version."""
-FOREIGN_STATE = "The server answers, but its state is not that of this version of hcache."
 _VIEWER_S = 5.0  # a page that was not drawn for so long is closed
 
 

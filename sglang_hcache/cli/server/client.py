@@ -18,6 +18,9 @@ CHAT_PATH = "/v1/chat/completions"
 KEEPALIVE_S = 2.0
 """How long an idle connection is used again. SGLang closes them after 5 s: a request that is sent just then is lost."""
 _TIMEOUT_S = 300.0
+FOREIGN_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
+"""What comes of a state that has other parts than that of this version."""
+FOREIGN_STATE = "The server answers, but its state is not that of this version of hcache."
 
 
 class ChatError(HCacheError):
@@ -207,19 +210,19 @@ class ChatClient:
         """The tier's counters and sizes, from ``/server_info``; None if the server runs without the tier.
 
         Raises:
-            ChatError: no answer.
+            ChatError: no answer, or none of SGLang's.
         """
         try:
             response = self._http.get(f"{self._url}/server_info")
             if response.is_error:
                 raise ChatError(f"{self._url}/server_info: {refusal(response)}")
             states = response.json()["internal_states"]
+            state = states[0].get("hcache") if states else None
+            return None if state is None else dict(state)
         except httpx.HTTPError as error:
             raise ChatError(f"{self._url}/server_info: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except FOREIGN_ERRORS as error:
             raise ChatError(f"{self._url}/server_info: this is no answer of SGLang's ({error!r})") from error
-        state: dict[str, Any] | None = states[0].get("hcache") if states else None
-        return state
 
     def wait_saved(self, timeout_s: float = 30.0) -> bool:
         """Wait until the tier has nothing left to save; False if it still has after ``timeout_s`` seconds."""

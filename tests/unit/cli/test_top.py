@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from sglang_hcache.cli.main import app
 from sglang_hcache.cli.top import Sample, render
 from sglang_hcache.core.config import environment_with
-from sglang_hcache.core.errors import ConfigError
+from sglang_hcache.core.errors import ConfigError, HCacheError
 
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 
@@ -171,6 +171,30 @@ def test_a_check_of_a_server_that_is_well(monkeypatch: pytest.MonkeyPatch) -> No
     for well in ({"disk": None}, {"disk": None, "nothing_saved": "method"}):
         result = checked(monkeypatch, **well)
         assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_a_directory_that_takes_nothing_new_is_told_in_full() -> None:
+    """In a low window too, and with a path that is longer than a line."""
+    told = state()
+    path = "/mnt/" + "x" * 150
+    told["disk"]["directories"][0] |= {"path": path, "reason": "nothing new is stored"}
+    for console in (Console(width=80, highlight=False), Console(width=80, height=12, highlight=False)):
+        lines = picture(console, Sample(0.0, told), None, window=console)
+        assert f"{path}:healthy:nothingnewisstored" in "".join(lines).replace(" ", "")
+
+
+@pytest.mark.parametrize("broken", [{"disk": {"directories": [{}]}}, {"counters": []}, {"nothing_saved": []}])
+@pytest.mark.parametrize("options", [["--check"], ["--once", "--interval", "0.1"], ["--interval", "0.1"]])
+def test_a_state_of_another_version_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], broken: dict[str, Any]
+) -> None:
+    server = Server(looks=9)
+    monkeypatch.setattr(server, "tier_state", lambda: state(store__errors=1) | broken)
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    result = CliRunner().invoke(app, ["top", *options])
+    assert isinstance(result.exception, HCacheError)
+    assert "its state is not that of this version of hcache" in str(result.exception)
+    assert "\n" not in str(result.exception)
 
 
 def test_without_a_disk_tier() -> None:

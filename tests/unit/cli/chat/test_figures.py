@@ -9,6 +9,7 @@ import pytest
 
 from sglang_hcache.cli.chat.conversation import Exchange, Measures, Phase
 from sglang_hcache.cli.chat.figures import (
+    _RESULT_NAMES,
     exchange_html,
     measures_text,
     restore_results,
@@ -104,6 +105,19 @@ def test_the_tier() -> None:
     assert "predicted slower" not in shown  # did not happen
     assert "tokens from disk 640" in shown
     assert "hidden states: 2 layers K and V: 1 layer" in shown
+
+
+def test_a_directory_that_takes_nothing_new_is_told() -> None:
+    tier = state()
+    tier["disk"]["directories"][0]["reason"] = "<nothing> new is stored"
+    html = tier_html(tier_look(tier=tier))
+    assert '<p class="lack">/a: healthy: &lt;nothing&gt; new is stored</p>' in html
+
+
+def test_every_result_of_a_restore_has_a_name() -> None:
+    assert set(_RESULT_NAMES) == set(restore_results().values())
+    html = tier_html(tier_look(tier=state(restore__failed_on_another_rank=3)))
+    assert '<div class="line bad"><span>failed on another rank</span><b>3</b></div>' in html
 
 
 def test_without_a_disk_tier() -> None:

@@ -212,6 +212,9 @@ def test_no_tokens_are_not_equal() -> None:
         (httpx.Response(200, text="hello"), "no answer of SGLang's"),
         (httpx.Response(200, json=[]), "no answer of SGLang's"),
         (httpx.Response(200, json={"status": "ok"}), "no answer of SGLang's"),
+        (httpx.Response(200, json={"internal_states": [None]}), "no answer of SGLang's"),
+        (httpx.Response(200, json={"internal_states": {"hcache": {}}}), "no answer of SGLang's"),
+        (httpx.Response(200, json={"internal_states": [{"hcache": 1}]}), "no answer of SGLang's"),
     ],
 )
 def test_a_server_of_another_kind(response: httpx.Response, message: str) -> None:
