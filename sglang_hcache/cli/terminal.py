@@ -19,6 +19,10 @@ def redraws(console: Console) -> bool:
 
 
 def never_fail_to_write(stream: TextIO) -> None:
-    """What the encoding of ``stream`` does not have, such as the ² of R², is written as ?."""
-    if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
-        stream.reconfigure(errors="replace")
+    """What the encoding of ``stream`` does not have, such as the ² of R², is written as ?.
+
+    UTF-8 lacks only the bytes of paths that are not UTF-8: those are written as escapes.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        is_utf = stream.encoding.lower().startswith("utf")
+        stream.reconfigure(errors="backslashreplace" if is_utf else "replace")

@@ -129,7 +129,7 @@ class ServerProcess:
         environment.update(self._extra_env)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.write(os.fsencode(f"$ {shlex.join(command)}\n"))
             log.flush()
             self._log_start = log.tell()
             self._process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import cast
@@ -80,3 +81,10 @@ def test_what_the_terminal_does_not_have_is_a_question_mark(monkeypatch: pytest.
     monkeypatch.setattr(command, "app", lambda: print("5 µs, R² 0.99"))
     command.main()
     assert terminal.written == "5 ?s, R? 0.99\n"
+
+
+def test_a_path_that_is_not_utf_8_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch, "utf-8")
+    monkeypatch.setattr(command, "app", lambda: print(os.fsdecode(b"/mnt/\xff in \xc2\xb5s")))
+    command.main()
+    assert terminal.written == "/mnt/\\udcff in µs\n"

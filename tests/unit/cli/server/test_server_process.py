@@ -106,6 +106,15 @@ def test_ports_that_no_outgoing_connection_takes(
     assert len(set(ports.values())) == 2
 
 
+def test_arguments_need_not_be_utf_8(run: Callable[[str], None], tmp_path: Path) -> None:
+    run("")
+    log = tmp_path / "server.log"
+    server = ServerProcess(["/mnt/\udcff", "--nccl-port", "7"], log=log)
+    with pytest.raises(ServerProcessError, match="died while starting"):
+        server.start()
+    assert b"/mnt/\xff" in log.read_bytes()
+
+
 def test_a_server_that_dies_shows_its_last_lines(run: Callable[[str], None], tmp_path: Path) -> None:
     run("import sys; print('the reason'); sys.exit(3)")
     server = ServerProcess([], log=tmp_path / "server.log")
