@@ -17,12 +17,14 @@ def _address(given: str) -> str:
         typer.BadParameter: it is none.
     """
     address = given if "://" in given else f"http://{given}"
+    has_user = "@" in given  # perhaps with a password, which is not to be shown
+    told = "what was given" if has_user else repr(given)
     try:
         url = httpx.URL(address)
     except httpx.InvalidURL as error:
-        raise typer.BadParameter(f"{given!r} is no address: {error}") from None
+        raise typer.BadParameter(f"{told} is no address" + ("" if has_user else f": {error}")) from None
     if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
-        raise typer.BadParameter(f"{given!r} is no address; one looks like http://127.0.0.1:30000")
+        raise typer.BadParameter(f"{told} is no address; one looks like http://127.0.0.1:30000")
     return address
 
 

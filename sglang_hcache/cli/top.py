@@ -21,7 +21,13 @@ from rich.text import Text
 
 from sglang_hcache.cli.options import ApiKey, AsJson, ServerUrl
 from sglang_hcache.cli.report import new_table, print_report, restore_times, seconds_text, waiting_times
-from sglang_hcache.cli.server.client import FOREIGN_ERRORS, FOREIGN_STATE, ChatClient, ChatError
+from sglang_hcache.cli.server.client import (
+    FOREIGN_ERRORS,
+    FOREIGN_STATE,
+    ChatClient,
+    ChatError,
+    shown_address,
+)
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import redraws
 from sglang_hcache.cli.unwell import ERRORS, directory_problems, directory_text, is_well, other_problems
@@ -108,6 +114,7 @@ def top(
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")
     with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
+        url = shown_address(url)
         first = _first_look(client)
         if check:
             _check(first.state, as_json=as_json)

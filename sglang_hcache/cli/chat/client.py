@@ -20,6 +20,8 @@ from sglang_hcache.cli.server.client import (
     authorization,
     refusal,
     request_body,
+    shown_address,
+    tls_context,
 )
 
 _SILENCE_S = 300.0  # within an answer: a long prompt may wait behind others
@@ -80,7 +82,7 @@ class AsyncChatClient:
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self._url = url.rstrip("/")
         self.options = options
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -94,8 +96,14 @@ class AsyncChatClient:
                 max_connections=None, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S
             ),
             trust_env=False,
+            verify=tls_context(),
             transport=transport,
         )
+
+    @property
+    def url(self) -> str:
+        """Base address, as it may be shown."""
+        return shown_address(self._url)
 
     async def answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], None]) -> None:
         """Ask for one answer and read it to its end. Cancelling it aborts the request at the server.
@@ -169,7 +177,7 @@ class AsyncChatClient:
         )
         reader = StreamReader()
         try:
-            async with self._http.stream("POST", self.url + CHAT_PATH, json=body) as response:
+            async with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:
                 if response.is_error:
                     await response.aread()
                     raise ChatError(refusal(response))
@@ -188,7 +196,7 @@ class AsyncChatClient:
 
     async def _request(self, method: str, path: str, timeout_s: float) -> httpx.Response:
         try:
-            response = await self._http.request(method, self.url + path, timeout=timeout_s)
+            response = await self._http.request(method, self._url + path, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise self._failure(error) from error
         if response.is_error:
@@ -198,7 +206,8 @@ class AsyncChatClient:
     def _failure(self, error: httpx.HTTPError) -> ChatError:
         """What went wrong on the way, for people."""
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return UnreachableError(f"{self.url} cannot be reached.")
+            why = f": {error}" if str(error) else ""
+            return UnreachableError(f"{self.url} cannot be reached{why}.")
         if isinstance(error, httpx.TimeoutException):
             return SilentError(f"{self.url} did not answer in time.")
         return ChatError(f"The connection to {self.url} broke.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,6 +141,18 @@ def refusal(response: httpx.Response) -> str:
     return f"HTTP {response.status_code}: {text}{hint}"
 
 
+def shown_address(url: str) -> str:
+    """``url`` without a user's name and password."""
+    return re.sub("//[^/?#]*@", "//", url)
+
+
+def tls_context() -> ssl.SSLContext:
+    """Trusts the certificate authorities that httpx brings, and those of this machine or ``SSL_CERT_FILE``."""
+    context = httpx.create_ssl_context(trust_env=False)
+    context.load_default_certs()
+    return context
+
+
 class Lines:
     """Lines of a stream of server-sent events that comes in pieces.
 
@@ -174,11 +188,13 @@ class ChatClient:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._shown_url = shown_address(self._url)
         self._http = httpx.Client(
             headers=authorization(api_key),
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
             timeout=timeout_s,
             trust_env=False,
+            verify=tls_context(),
             transport=transport,
         )
 
@@ -197,13 +213,13 @@ class ChatClient:
             with self._http.stream("POST", self._url + CHAT_PATH, json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise ChatError(f"{self._url}: {refusal(response)}")
+                    raise ChatError(f"{self._shown_url}: {refusal(response)}")
                 lines = Lines()
                 for piece in response.iter_text():
                     for line in lines.take(piece):
                         reader.take(line)
         except httpx.HTTPError as error:
-            raise ChatError(f"{self._url}: {error!r}") from error
+            raise ChatError(f"{self._shown_url}: {error!r}") from error
         return reader.answer()
 
     def tier_state(self) -> dict[str, Any] | None:
@@ -215,14 +231,16 @@ class ChatClient:
         try:
             response = self._http.get(f"{self._url}/server_info")
             if response.is_error:
-                raise ChatError(f"{self._url}/server_info: {refusal(response)}")
+                raise ChatError(f"{self._shown_url}/server_info: {refusal(response)}")
             states = response.json()["internal_states"]
             state = states[0].get("hcache") if states else None
             return None if state is None else dict(state)
         except httpx.HTTPError as error:
-            raise ChatError(f"{self._url}/server_info: {error}") from error
+            raise ChatError(f"{self._shown_url}/server_info: {error}") from error
         except FOREIGN_ERRORS as error:
-            raise ChatError(f"{self._url}/server_info: this is no answer of SGLang's ({error!r})") from error
+            raise ChatError(
+                f"{self._shown_url}/server_info: this is no answer of SGLang's ({error!r})"
+            ) from error
 
     def wait_saved(self, timeout_s: float = 30.0) -> bool:
         """Wait until the tier has nothing left to save; False if it still has after ``timeout_s`` seconds."""

@@ -212,6 +212,25 @@ def test_what_is_no_address_is_refused(command: tuple[str, ...], url: str) -> No
     assert "no address" in result.output
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:pa55@here:x", "me:pa55@here:99999", "ftp://me:pa55@here", "http://me:pa55/@here"]
+)
+def test_a_password_in_an_address_that_is_refused_is_not_told(url: str) -> None:
+    result = CliRunner().invoke(app, ["top", "--url", url], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "no address" in result.output
+    assert "pa55" not in result.output
+
+
+def test_a_password_in_an_address_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["top", "--url", "http://me:pa55@127.0.0.1:1", "--once"])
+    assert "http://127.0.0.1:1/server_info" in str(result.exception)
+    assert "pa55" not in str(result.exception)
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: Server(looks=2))
+    result = CliRunner().invoke(app, ["top", "--url", "http://me:pa55@there", "--once", "--interval", "0.1"])
+    assert result.stdout.startswith("http://there ")
+
+
 class Server:
     """Stands for ``ChatClient``: answers ``looks`` times, then somebody presses Ctrl-C."""
 

@@ -346,6 +346,29 @@ def test_the_watch_outlives_a_state_of_another_version(states: Any) -> None:
     asyncio.run(run())
 
 
+def test_what_cannot_be_reached_is_told_with_its_cause_and_without_a_password() -> None:
+    asked = []
+
+    def refuses(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        raise httpx.ConnectError("certificate verify failed", request=request)
+
+    async def run() -> None:
+        server = AsyncChatClient(
+            "http://me:pa55@there/", AnswerOptions(), transport=httpx.MockTransport(refuses)
+        )
+        try:
+            assert server.url == "http://there"
+            with pytest.raises(UnreachableError) as error:
+                await server.info()
+            assert str(error.value) == "http://there cannot be reached: certificate verify failed."
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+    assert asked[0].headers["Authorization"].startswith("Basic ")  # of use to a proxy
+
+
 def test_a_server_without_the_tier() -> None:
     look = look_of(info(None))
     assert (look.reach, look.tier, look.layers) == (Reach.UP, None, ())

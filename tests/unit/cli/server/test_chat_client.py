@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import ssl
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 
+from sglang_hcache.cli.chat import client as async_module
+from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
+from sglang_hcache.cli.server import client as client_module
 from sglang_hcache.cli.server.client import (
     AnswerToken,
     ChatAnswer,
@@ -17,6 +24,7 @@ from sglang_hcache.cli.server.client import (
     Message,
     TokenSources,
     compare_answers,
+    tls_context,
 )
 from sglang_hcache.core.errors import ConfigError
 
@@ -63,6 +71,52 @@ def test_a_key_that_no_header_can_hold(key: str) -> None:
     with pytest.raises(ConfigError, match="--api-key, or HCACHE_API_KEY") as refusal:
         ChatClient("http://server", api_key=key)
     assert "sec" not in str(refusal.value)
+
+
+AUTHORITY = """\
+-----BEGIN CERTIFICATE-----
+MIIBgjCCASmgAwIBAgIULuyUU5ry7Mm4/jcZ+TAofhuFbfkwCgYIKoZIzj0EAwIw
+FjEUMBIGA1UEAwwLaGNhY2hlIHRlc3QwIBcNMjYxMTI4MTEyMzQyWhgPMjEyNjEx
+MDQxMTIzNDJaMBYxFDASBgNVBAMMC2hjYWNoZSB0ZXN0MFkwEwYHKoZIzj0CAQYI
+KoZIzj0DAQcDQgAE8GJWQe93DXQ/lcK1u+SEwc/nFryPrFJtvdJC07CtRZkwcWPJ
+JCql+FQ7fa5EaS/WClgQzLwjAGf9WA19L6BFkaNTMFEwHQYDVR0OBBYEFEQnWUni
+htEkFrdpxpEY2PnjL5TwMB8GA1UdIwQYMBaAFEQnWUnihtEkFrdpxpEY2PnjL5Tw
+MA8GA1UdEwEB/wQFMAMBAf8wCgYIKoZIzj0EAwIDRwAwRAIgPnBjUdpPgBZd1eiU
+Crb6MAebH/+VlRlmBa9TMvITyeECIFt+bVwCgFq8B01q22Gje7SR8wsVec2QzS8e
+YzKmb8ic
+-----END CERTIFICATE-----
+"""
+
+
+def test_certificates_of_this_machines_own_authorities_are_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ca.pem").write_text(AUTHORITY)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    subjects = [authority["subject"] for authority in tls_context().get_ca_certs()]
+    assert ((("commonName", "hcache test"),),) in subjects
+    assert len(subjects) > 1  # httpx brings more
+    assert tls_context().verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "make"),
+    [
+        (client_module, "Client", lambda: ChatClient("https://server")),
+        (async_module, "AsyncClient", lambda: AsyncChatClient("https://server", AnswerOptions())),
+    ],
+)
+def test_clients_check_certificates_so(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kind: str, make: Callable[[], Any]
+) -> None:
+    given: dict[str, Any] = {}
+    context, real = ssl.create_default_context(), getattr(httpx, kind)
+    monkeypatch.setattr(module, "tls_context", lambda: context)
+    monkeypatch.setattr(httpx, kind, lambda **fields: given.update(fields) or real(**fields))
+    closing = make().close()
+    if closing is not None:
+        asyncio.run(closing)
+    assert given["verify"] is context
 
 
 def test_only_line_feeds_end_a_line() -> None:
