@@ -78,6 +78,8 @@ class Exchange:
     measures: Measures | None = None
     version: int = 0
     """Grows with every change, for whoever shows it."""
+    is_plain: bool = False
+    """Whether its Markdown took too long to lay out: it is shown as text."""
 
     def follow(self, reader: StreamReader) -> None:
         """A piece of the answer came."""
@@ -101,6 +103,7 @@ class Exchange:
         """Forget the answer: it is asked for again."""
         self.answer = self.thoughts = self.error = ""
         self.measures = None
+        self.is_plain = False
         self.phase = Phase.WAITING
         self.version += 1
 

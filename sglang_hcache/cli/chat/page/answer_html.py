@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from html import escape
 
 from markdown_it import MarkdownIt
@@ -10,10 +11,47 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
+from sglang_hcache.cli.chat.conversation import Exchange
+
 _MOST_NESTED = 100
 _MOST_COLOURED = 20_000
 """Characters of a block of code; colouring a longer one, again with each piece that comes, would hold up the page."""
 _CODE = "codehilite"
+_LONGEST = 50_000
+"""Characters of an answer; a longer one is shown as text."""
+_LONGEST_S = 0.5
+_REST = 5.0
+"""After an answer was laid out, how many times as long nothing is, while more of it comes: others share the page."""
+
+
+class GrowingAnswer:
+    """An answer's HTML for one tab, which may be behind the answer for a moment so that the page stays quick."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._answer = ""
+        self._html = ""
+        self._next_at = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        return self._answer != self._exchange.answer
+
+    def html(self) -> str:
+        """The newest there is by now; of an answer that has ended all of it."""
+        exchange, now = self._exchange, time.monotonic()
+        if not self.is_behind or (exchange.phase.is_open and now < self._next_at):
+            return self._html
+        self._answer = exchange.answer
+        if exchange.is_plain or len(exchange.answer) > _LONGEST:
+            self._html = _plain(exchange.answer)
+            return self._html
+        began = time.thread_time()
+        self._html = answer_html(exchange.answer)
+        took_s = time.thread_time() - began
+        self._next_at = now + (1 + _REST) * took_s
+        exchange.is_plain = took_s > _LONGEST_S
+        return self._html
 
 
 def answer_html(answer: str) -> str:
@@ -25,6 +63,10 @@ def answer_html(answer: str) -> str:
             return str(_MARKDOWN.renderer.render(tokens, _MARKDOWN.options, {}))
     except Exception:  # whatever a parser does not expect of a model: one answer must not end the page
         pass
+    return _plain(answer)
+
+
+def _plain(answer: str) -> str:
     return f'<p class="plain">{escape(answer)}</p>'
 
 

@@ -9,7 +9,7 @@ from nicegui import ui
 
 from sglang_hcache.cli.chat.conversation import Conversation, Exchange, Phase
 from sglang_hcache.cli.chat.figures import exchange_html
-from sglang_hcache.cli.chat.page.answer_html import answer_html
+from sglang_hcache.cli.chat.page.answer_html import GrowingAnswer
 from sglang_hcache.cli.chat.page.parts import labelled
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.logbooks import Starter
@@ -98,6 +98,7 @@ class _ExchangeView:
 
     def __init__(self, exchange: Exchange, retry: Callable[[Exchange], None]) -> None:
         self.exchange = exchange
+        self._answer = GrowingAnswer(exchange)
         self._version = -1
         self._phase: Phase | None = None
         self._was_last: bool | None = None
@@ -141,14 +142,14 @@ class _ExchangeView:
     def refresh(self, *, is_last: bool) -> bool:
         """Show what changed; whether the answer's phase did."""
         exchange = self.exchange
-        if exchange.version == self._version and is_last == self._was_last:
+        if exchange.version == self._version and is_last == self._was_last and not self._answer.is_behind:
             return False
         was = self._phase
         self._version, self._phase, self._was_last = exchange.version, exchange.phase, is_last
         self._cleared.set_visibility(exchange.after_clearing)
         self._thoughts.text = exchange.thoughts
         self._thoughts.set_visibility(bool(exchange.thoughts))
-        self._text.content = answer_html(exchange.answer)
+        self._text.content = self._answer.html()
         self._text.set_visibility(bool(exchange.answer))
         self._waiting.set_visibility(exchange.phase is Phase.WAITING)
         self._empty.set_visibility(exchange.phase is Phase.DONE and not exchange.answer)

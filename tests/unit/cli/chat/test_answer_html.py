@@ -8,8 +8,9 @@ from html import unescape
 
 import pytest
 
+from sglang_hcache.cli.chat.conversation import Exchange, Phase
 from sglang_hcache.cli.chat.page import answer_html as module
-from sglang_hcache.cli.chat.page.answer_html import answer_html, code_css
+from sglang_hcache.cli.chat.page.answer_html import GrowingAnswer, answer_html, code_css
 
 
 def text_of(html: str) -> str:
@@ -91,3 +92,64 @@ def test_a_block_of_code_that_has_not_ended_is_one(answer: str) -> None:
     html = answer_html(answer)
     assert html.count("<pre") == html.count("</pre>") == 1
     assert html.startswith("<p>See</p>")
+
+
+class Costly:
+    """Stands for ``answer_html``; takes ``seconds``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.seconds, self.calls = seconds, 0
+        self.now = 100.0
+        monkeypatch.setattr(module, "answer_html", self)
+        monkeypatch.setattr(module, "time", self)
+
+    def __call__(self, answer: str) -> str:
+        self.calls += 1
+        self.now += self.seconds
+        return f"<p>{answer}</p>"
+
+    def monotonic(self) -> float:
+        return self.now
+
+    thread_time = monotonic
+
+
+def test_while_an_answer_comes_it_is_laid_out_as_often_as_the_page_can_bear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costly = Costly(monkeypatch, 0.2)
+    exchange = Exchange("q", answer="a", phase=Phase.STREAMING)
+    shown = GrowingAnswer(exchange)
+    assert (shown.html(), shown.is_behind) == ("<p>a</p>", False)
+    exchange.answer = "ab"
+    costly.now += 0.9
+    assert (shown.html(), shown.is_behind) == ("<p>a</p>", True)
+    costly.now += 0.2
+    assert (shown.html(), shown.is_behind) == ("<p>ab</p>", False)
+    exchange.answer = "abc"
+    exchange.phase = Phase.DONE  # all of it at once
+    assert (shown.html(), shown.is_behind, costly.calls) == ("<p>abc</p>", False, 3)
+    assert shown.html() == "<p>abc</p>"
+    assert costly.calls == 3
+
+
+def test_an_answer_that_holds_up_the_page_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    costly = Costly(monkeypatch, 0.6)
+    exchange = Exchange("q", answer="<a", phase=Phase.STREAMING)
+    shown = GrowingAnswer(exchange)
+    assert shown.html() == "<p><a</p>"
+    exchange.answer, exchange.phase = "<ab", Phase.DONE
+    for tab in (shown, GrowingAnswer(exchange)):
+        costly.now += 10
+        assert tab.html() == '<p class="plain">&lt;ab</p>'
+    exchange.begin_again()
+    exchange.answer = "c"
+    assert shown.html() == "<p>c</p>"
+    assert costly.calls == 2
+
+
+def test_a_very_long_answer_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    costly = Costly(monkeypatch, 0.0)
+    exchange = Exchange("q", answer="a" * 60_000, phase=Phase.DONE)
+    assert GrowingAnswer(exchange).html() == f'<p class="plain">{exchange.answer}</p>'
+    assert costly.calls == 0
