@@ -9,9 +9,9 @@ from rich.console import Console
 
 from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
-from sglang_hcache.cli.server.process import ServerProcess
+from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.cli.tiny_model.write import write_tiny_model

@@ -37,11 +37,6 @@ def tier_arguments(
     return settings_arguments(file, with_room_in_store(settings, dirs))
 
 
-def servers_scratch() -> tempfile.TemporaryDirectory[str]:
-    """For the temporary files of servers: SGLang, killed, leaves them. A short name: sockets are among them."""
-    return tempfile.TemporaryDirectory(prefix="hcache-")
-
-
 @contextlib.contextmanager
 def demo_folder(keep: Path | None) -> Iterator[Path]:
     """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sglang_hcache.cli.demo.parts import MODEL, demo_folder, servers_scratch, tier_arguments, tier_folders
+from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
 from sglang_hcache.cli.demo.view import DemoView
 from sglang_hcache.cli.logbooks import Script, write_scripts
 from sglang_hcache.cli.server.client import ChatClient, Message
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.pair import ServerPair, kill_all, launch_together
-from sglang_hcache.cli.server.process import ServerProcess
+from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
@@ -28,6 +28,9 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 _TOKEN_BYTES = MODEL.layers * MODEL.hidden * 4  # of hidden states; K and V take twice as much
 _FEWEST_CONVERSATIONS = 3
 """With fewer, a returning conversation would still find a part of itself in the KV pool."""
+_FEWEST_TURNS = 2
+_MOST = 100
+"""Conversations, and turns of each: a slip of the finger is told at once."""
 ANSWER_TOKENS = 12
 _MESSAGE_TOKENS = 2  # the chat template's own, with room
 _POOL_PER_PROMPT = 1.6  # the pool holds the longest conversation, but not two of them
@@ -57,10 +60,13 @@ class DemoSettings:
                 f"--conversations: {self.conversations} is not allowed; at least {_FEWEST_CONVERSATIONS}, "
                 "for fewer would stay in the KV pool"
             )
-        if self.turns < 2:
+        if self.turns < _FEWEST_TURNS:
             raise ConfigError(
-                f"--turns: {self.turns} is not allowed; at least 2, for nobody returns with fewer"
+                f"--turns: {self.turns} is not allowed; at least {_FEWEST_TURNS}, for nobody returns with fewer"
             )
+        for flag, number in (("--conversations", self.conversations), ("--turns", self.turns)):
+            if number > _MOST:
+                raise ConfigError(f"{flag}: {number} is not allowed; at most {_MOST}")
 
 
 @dataclass(frozen=True, slots=True)

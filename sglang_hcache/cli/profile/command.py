@@ -112,7 +112,7 @@ def profile(
     target = profile_dir() if out is None else given_path("--out", out)
     _check_target(target, is_folder=out is None)
     command = _command(model_path, arguments or [], in_file)
-    measured = measure(command, settings, shows_progress=not as_json)
+    measured = measure(command, settings)
     path = target if out is not None else target / file_name(measured.profile)
     _save(measured.profile, path, replaces_others=out is None)
     report = ProfileReport(

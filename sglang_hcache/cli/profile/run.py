@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +13,19 @@ from typing import Any
 
 from rich.console import Console
 
-from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError, settings_arguments
+from sglang_hcache.cli.server.process import (
+    ServerProcess,
+    ServerProcessError,
+    servers_scratch,
+    settings_arguments,
+)
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.terminal import spinner_for
+from sglang_hcache.cli.terminal import redraws, spinner_for
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.plan.profile import Profile
 
 _STARTUP_TIMEOUT_S = 3600.0  # large models take their time, and who waits sees the seconds
+_LINE_EVERY_S = 30.0
 _WARNING = "hcache: reads from the disk tier could not be measured"
 
 
@@ -33,8 +40,10 @@ class Measured:
     """What the server said that the user should know, although there is a profile."""
 
 
-def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_progress: bool) -> Measured:
+def measure(arguments: Sequence[str], settings: Mapping[str, Any]) -> Measured:
     """Start a server with ``arguments`` and ``settings``, let it measure, stop it; nothing of it stays.
+
+    Says on standard error how far it is.
 
     Raises:
         ServerProcessError: it did not get as far as a profile. Says what its log ends with.
@@ -44,16 +53,18 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
     with (
         terminated_as_interrupted() as interruptions,
         tempfile.TemporaryDirectory(prefix="hcache-profile-") as folder,
+        servers_scratch() as scratch,
     ):
         file = Path(folder) / "profile.json"
         own = settings_arguments(Path(folder) / "hcache.yaml", {**settings, "save_profile": str(file)})
         server = ServerProcess(
             [*arguments, *own],
             log=Path(folder) / "server.log",
+            extra_env={"TMPDIR": scratch},
             startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
         troubles: list[str] = []
-        with _progress(is_shown=shows_progress) as show:
+        with _progress() as show:
             try:
                 server.start(
                     lambda waited: show(f"Starting SGLang, loading the model, measuring: {waited:.0f} s")
@@ -78,14 +89,22 @@ def measure(arguments: Sequence[str], settings: Mapping[str, Any], *, shows_prog
 
 
 @contextmanager
-def _progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Shows what it is given beside a spinner, if somebody looks."""
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows what it is given beside a spinner; in a file or a pipe as a line, once in a while."""
     console = Console(stderr=True)
-    if not (is_shown and console.is_terminal):
-        yield lambda text: None
+    if redraws(console):
+        with console.status("Starting SGLang", spinner=spinner_for(console)) as status:
+            yield status.update
         return
-    with console.status("Starting SGLang", spinner=spinner_for(console)) as status:
-        yield status.update
+    told_at = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _LINE_EVERY_S:
+            told_at = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    yield tell
 
 
 def _read(file: Path) -> Profile:

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,11 @@ def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
     """Write the tier's ``settings`` to ``file``; the server's arguments that name it."""
     file.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
     return ["--hcache-config", str(file)]
+
+
+def servers_scratch() -> tempfile.TemporaryDirectory[str]:
+    """For ``TMPDIR`` of servers: SGLang, killed, leaves its temporary files. A short name: sockets are among them."""
+    return tempfile.TemporaryDirectory(prefix="hcache-")
 
 
 class ServerProcess:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from pathlib import Path
 from typing import cast
 
@@ -48,9 +49,24 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, encoding: str) -> Terminal:
 
 def test_progress_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch, "latin-1")
-    with profile_run._progress(is_shown=True) as show:
+    with profile_run._progress() as show:
         show("Measuring")
     assert "Measuring" in terminal.written
+
+
+def test_progress_of_a_profile_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with profile_run._progress() as show:
+        show("Measuring: 1 s")
+    monkeypatch.setattr(profile_run, "_LINE_EVERY_S", 0.05)
+    with profile_run._progress() as show:
+        for text in ("Measuring: 2 s", "Measuring: 3 s"):
+            show(text)
+        time.sleep(0.06)
+        for text in ("Measuring: 4 s", "Measuring: 5 s"):
+            show(text)
+    assert capsys.readouterr() == ("", "Measuring: 4 s\n")
 
 
 def test_progress_of_the_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

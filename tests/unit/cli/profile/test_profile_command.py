@@ -67,8 +67,11 @@ class StandIn:
         self.log = Path()
         self.is_running = False
 
-    def __call__(self, arguments: list[str], *, log: Path, startup_timeout_s: float) -> StandIn:
+    def __call__(
+        self, arguments: list[str], *, log: Path, startup_timeout_s: float, extra_env: dict[str, str]
+    ) -> StandIn:
         self.arguments, self.log = list(arguments), log
+        (Path(extra_env["TMPDIR"]) / "socket").touch()  # as SGLang does, which leaves it
         assert startup_timeout_s > 600
         place = arguments.index("--hcache-config")
         self.settings = yaml.safe_load(Path(arguments[place + 1]).read_text())
