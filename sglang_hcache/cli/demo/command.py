@@ -20,16 +20,16 @@ _WITHOUT_PAGE_ONLY = ("conversations", "turns", "as_json")
 def demo(
     context: typer.Context,
     conversations: Annotated[
-        int, typer.Option(help="Number of conversations, held in turn; at least 3.")
+        int, typer.Option(help="Number of conversations, held in turn; from 3 to 100.")
     ] = 4,
-    turns: Annotated[int, typer.Option(help="Turns per conversation; at least 2.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns per conversation; from 2 to 100.")] = 4,
     dirs: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="DIR,...",
             help="Directories of the disk tier, which are kept. Default: next to the model.",
         ),
-    ] = "",
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(
@@ -62,7 +62,7 @@ def demo(
     from sglang_hcache.cli.demo.view import choose_view
 
     _check_used(context, with_page=with_page)
-    folders = tuple(given_path("--dirs", part.strip()) for part in dirs.split(",") if part.strip())
+    folders = _folders(dirs)
     if with_page:
         from sglang_hcache.cli.demo.chat import run_chat_demo
 
@@ -76,6 +76,13 @@ def demo(
     if report.failure is not None:
         print(f"hcache demo: {report.failure}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _folders(dirs: str | None) -> tuple[Path, ...]:
+    parts = [] if dirs is None else [part.strip() for part in dirs.split(",")]
+    if not all(parts):
+        raise ConfigError("--dirs: a name is empty; is a variable of your shell not set?")
+    return tuple(given_path("--dirs", part) for part in parts)
 
 
 def _check_used(context: typer.Context, *, with_page: bool) -> None:

@@ -1,4 +1,4 @@
-"""How the demo shows itself: a live table in a terminal, lines elsewhere, or JSON."""
+"""How the demo shows itself: as lines, in a terminal with what goes on now below them, or as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 import sys
-from typing import Protocol
+from typing import Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from sglang_hcache.cli.demo.report import DemoReport, TurnResult
@@ -19,18 +18,21 @@ from sglang_hcache.cli.server.pair import LOGPROB_TOLERANCE, Timings
 from sglang_hcache.cli.terminal import redraws, spinner_for
 from sglang_hcache.core.units import format_bytes
 
+_HEADING = "Prompt tokens by source; seconds to the first token, with the tier on and off"
 _COLUMNS = (
     "turn",
-    "conversation",
-    "prompt tokens",
-    "GPU cache",
-    "host tier",
-    "disk tier",
+    "chat",
+    "prompt",
+    "GPU",
+    "host",
+    "disk",
     "recomputed",
-    "TTFT",
-    "TTFT, tier off",
+    "TTFT (s)",
+    "off (s)",
     "ratio",
 )
+_WIDTHS = tuple(max(len(column), 5) for column in _COLUMNS)
+"""With two spaces between them, all of a row fits into 80 columns."""
 
 
 class DemoView(Protocol):
@@ -58,59 +60,12 @@ def choose_view(*, as_json: bool) -> DemoView:
     return LiveView(console) if redraws(console) else PlainView()
 
 
-class LiveView:
-    """A table that grows."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._table = Table(title="SGLang with the hidden-state tier, and without it", title_justify="left")
-        for column in _COLUMNS:
-            self._table.add_column(column, justify="right")
-        self._spinner = Spinner(spinner_for(console))
-        self._status = ""
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
-
-    def _render(self) -> Group:
-        parts: list[Table | Spinner] = [self._table] if self._table.row_count else []
-        if self._status:
-            self._spinner.update(text=self._status)
-            parts.append(self._spinner)
-        return Group(*parts)
-
-    def status(self, text: str) -> None:
-        self._status = text
-
-    def turn(self, result: TurnResult) -> None:
-        if self._table.row_count and result.conversation == 1:
-            self._table.add_section()
-        style = "" if result.is_returning else "dim"
-        self._table.add_row(*_cells(result), style=style if result.answer.is_equal else "bold red")
-        self._status = "Talking"
-
-    def finish(self, report: DemoReport) -> None:
-        self._status = ""
-        self._live.stop()  # what is printed while it is live appears above the table
-        self._console.print()
-        for line in _summary_lines(report):
-            self._console.print(Text(line))
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status = ""
-        self._live.stop()
-
-
 class PlainView:
     """One line a turn, for files and pipes."""
 
-    _WIDTHS = tuple(max(len(column), 8) for column in _COLUMNS)
-
     def __init__(self) -> None:
         self._last = ""
-        self._has_header = False
+        self._has_heading = False
 
     def status(self, text: str) -> None:
         stage = text.split(":")[0]  # without the seconds: one line a stage
@@ -119,25 +74,67 @@ class PlainView:
             self._last = stage
 
     def turn(self, result: TurnResult) -> None:
-        if not self._has_header:
-            self._has_header = True
-            self._print(_COLUMNS)
-        self._print(_cells(result))
+        if not self._has_heading:
+            self._has_heading = True
+            self._print(_HEADING)
+            self._print(_line(_COLUMNS), "bold")
+        style = "" if result.is_returning else "dim"
+        self._print(_line(_cells(result)), style if result.answer.is_equal else "bold red")
 
     def finish(self, report: DemoReport) -> None:
         print()
         print("\n".join(_summary_lines(report)), flush=True)
 
-    def _print(self, cells: tuple[str, ...]) -> None:
-        print(
-            "  ".join(cell.rjust(width) for cell, width in zip(cells, self._WIDTHS, strict=True)), flush=True
-        )
+    def _print(self, line: str, style: str = "") -> None:
+        print(line, flush=True)
 
-    def __enter__(self) -> PlainView:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class LiveView(PlainView):
+    """The same lines, and below them what goes on now."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._spinner = Spinner(spinner_for(console))
+        self._status = ""
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+
+    def _render(self) -> Group:
+        if not self._status:
+            return Group()
+        self._spinner.update(text=self._status)
+        return Group(self._spinner)
+
+    def status(self, text: str) -> None:
+        self._status = text
+
+    def turn(self, result: TurnResult) -> None:
+        super().turn(result)
+        self._status = "Talking"
+
+    def finish(self, report: DemoReport) -> None:
+        self._status = ""
+        self._live.stop()
+        self._console.print()
+        for line in _summary_lines(report):
+            self._console.print(Text(line))
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line, style), soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status = ""
+        self._live.stop()
 
 
 class JsonView(PlainView):
@@ -192,6 +189,10 @@ def _timing(timings: Timings) -> str:
     )
 
 
+def _line(cells: tuple[str, ...]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
 def _cells(result: TurnResult) -> tuple[str, ...]:
     answer = result.answer
     sources = answer.tier.sources
@@ -200,7 +201,7 @@ def _cells(result: TurnResult) -> tuple[str, ...]:
         str(result.turn),
         str(result.conversation),
         *(f"{count:,}" for count in counts),
-        f"{answer.tier.ttft_s:.2f} s",
-        f"{answer.reference.ttft_s:.2f} s",
+        f"{answer.tier.ttft_s:.2f}",
+        f"{answer.reference.ttft_s:.2f}",
         f"{answer.speedup:.2f}" if math.isfinite(answer.speedup) else "-",
     )

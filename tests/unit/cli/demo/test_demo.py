@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -92,8 +93,9 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["failure"] is None
 
 
-def test_live_table() -> None:
-    console = Console(force_terminal=True, width=140, record=True)
+def test_live_lines_of_80_columns() -> None:
+    file = io.StringIO()
+    console = Console(force_terminal=True, width=80, height=24, file=file, record=True)
     report = _report()
     with LiveView(console) as view:
         view.status("Starting")
@@ -101,8 +103,10 @@ def test_live_table() -> None:
             view.turn(turn)
         view.finish(report)
     shown = console.export_text()
-    assert "disk tier" in shown
-    assert "896" in shown
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert rows.count("turn chat prompt GPU host disk recomputed TTFT (s) off (s) ratio") == 1
+    assert rows.count("2 1 1,000 0 0 896 104 1.00 3.00 3.00") == 1  # once: what is above stays as it is
+    assert max(map(len, shown.splitlines())) <= 80
     assert shown.rindex("896") < shown.rindex("All 2 answers equalled")
 
 
@@ -119,7 +123,9 @@ def test_a_terminal_that_cannot_draw_over_gets_plain_lines(monkeypatch: pytest.M
         assert type(choose_view(as_json=False)) is view
 
 
-@pytest.mark.parametrize(("field", "value"), [("conversations", 2), ("turns", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("conversations", 2), ("conversations", 101), ("turns", 1), ("turns", 101)]
+)
 def test_wrong_settings_are_refused(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"--{field}: {value} is not allowed"):
         DemoSettings(**{field: value})  # type: ignore[arg-type]
@@ -194,6 +200,14 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_server_starts(
     result = CliRunner().invoke(app, ["demo", *page, flag, str(tmp_path / "file" / "tier")])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith(f"{flag}: cannot make {tmp_path}/file/tier: ")
+
+
+@pytest.mark.parametrize("dirs", ["", ",", "/tmp/a,", "/tmp/a, ,/tmp/b"])
+def test_an_empty_name_of_a_folder_is_refused(monkeypatch: pytest.MonkeyPatch, dirs: str) -> None:
+    monkeypatch.setattr(demo, "run_demo", pytest.fail)
+    result = CliRunner().invoke(app, ["demo", "--dirs", dirs])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("--dirs: a name is empty")
 
 
 def test_scripts() -> None:
