@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 import socket
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ def chat(
     Conversations are kept in this process: they survive a reload of the page, but not this command. Nothing is written
     to disk. Needs the extra `chat`: `pip install "/path/to/sglang-hcache[chat]"`. Press Ctrl-C to quit.
     """
+    if temperature is not None and not math.isfinite(temperature):
+        raise ConfigError(f"--temperature: {temperature} is not allowed; 0 or a positive number")
     options = AnswerOptions(max_tokens=max_tokens, temperature=temperature, system=system)
     serve_page(
         url,

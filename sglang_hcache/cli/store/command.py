@@ -15,7 +15,7 @@ from sglang_hcache.cli.paths import given_path, named_path
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.store.each import Dirs, Show, for_each
 from sglang_hcache.core.errors import ConfigError, HCacheError, StoreFullError
-from sglang_hcache.core.units import SIZE_HELP, parse_duration, parse_size
+from sglang_hcache.core.units import parse_duration, parse_size
 
 app = typer.Typer(
     help="""Inspect and maintain the disk tier's directories.
@@ -357,8 +357,8 @@ def _size(text: str | None) -> int | None:
         return None
     try:
         size = parse_size(text)
-    except ValueError:
-        raise ConfigError(f"--to: {text!r} is not a size; write {SIZE_HELP}") from None
+    except ValueError as error:
+        raise ConfigError(f"--to: {error}") from None
     if 0 < size < 100:  # nearly everything would go, for want of a unit
         raise ConfigError(f"--to: {text!r} is {size} bytes; write its unit, such as {size}GB")
     return size

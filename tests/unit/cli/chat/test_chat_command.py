@@ -48,6 +48,14 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["allowed"] == ["a.b", "c"]
 
 
+@pytest.mark.parametrize("temperature", ["1e999", "inf"])
+def test_a_temperature_is_a_number(monkeypatch: pytest.MonkeyPatch, temperature: str) -> None:
+    monkeypatch.setattr(command, "serve_page", pytest.fail)
+    result = CliRunner().invoke(app, ["chat", "--temperature", temperature])
+    assert isinstance(result.exception, ConfigError)
+    assert "--temperature" in str(result.exception)
+
+
 @pytest.mark.parametrize("command_line", [["chat", "--port", "0"], ["top", "--once"]])
 def test_a_key_that_cannot_be_sent_is_refused_and_not_told(command_line: list[str]) -> None:
     result = CliRunner().invoke(app, command_line, env={"HCACHE_API_KEY": "s3cret\r"})
