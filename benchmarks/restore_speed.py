@@ -1,7 +1,7 @@
 """How fast a history is restored: every method, by length, tier and the tier's bandwidth, in one run.
 
 recompute, kv, hidden, hybrid and auto take turns; it prints medians and ratios within the run: Figures 11 and 12 of
-HCache. The floors are what the two resources need alone: I/O (the same extents read into buffers like the restore's) and
+HCache. The floors are what the two resources need alone: I/O (the same extents read into like buffers) and
 computation (bare matrix products on contiguous inputs). ideal restores nothing: it is the time of the next 64 tokens
 when the history is on the device, which comes on top of every other method's time.
 

@@ -200,4 +200,5 @@ def _guessed(seen: Sequence[Seen], headers: dict[Path, list[ExtentHeader]]) -> S
         size_bytes=2 * sum(item.directory.allocated_bytes() for item in seen) + 4 * segment_bytes + 2**24,
         segment_bytes=segment_bytes,
         free_floor_bytes=0,
+        free_floor_percent=0.0,
     )

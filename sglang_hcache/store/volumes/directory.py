@@ -105,11 +105,7 @@ class StoreDirectory:
         return files
 
     def allocated_bytes(self) -> int:
-        """Bytes of the directory and everything in it, as ``du`` counts; takes long where there are thousands of files.
-
-        Raises:
-            OSError: the directory is gone or sick.
-        """
+        """Bytes of the directory and all in it, as ``du`` counts; slow with thousands of files. Raises OSError."""
         return 512 * (self.path.stat().st_blocks + sum(_blocks(entry) for entry in self._entries()))
 
     def index_bytes(self) -> int:
@@ -121,11 +117,7 @@ class StoreDirectory:
         return total
 
     def free_bytes(self) -> int:
-        """Bytes this user may still allocate on the file system.
-
-        Raises:
-            OSError: the directory is gone or sick.
-        """
+        """Bytes this user may still allocate on the file system. Raises OSError."""
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
