@@ -64,8 +64,16 @@ def _one_search() -> Iterator[None]:
         yield
     finally:
         hook_registry._propagate_patch = search
-        for module in [module for module in sys.modules.values() if isinstance(module, ModuleType)]:
-            for name, value in [item for item in vars(module).items() if id(item[1]) in hooked]:
-                while id(value) in hooked:  # hooked more than once
-                    _, value = hooked[id(value)]
-                setattr(module, name, value)
+        modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        for module in modules:
+            # Copies: another thread may import something meanwhile.
+            for name, value in list(vars(module).items()):
+                if id(value) in hooked:
+                    setattr(module, name, _newest(value, hooked))
+
+
+def _newest(function: object, hooked: Mapping[int, tuple[object, object]]) -> object:
+    """What ``function`` has become; it may be hooked more than once."""
+    while id(function) in hooked:
+        _, function = hooked[id(function)]
+    return function
