@@ -232,7 +232,7 @@ class PairedRequests:
         await asyncio.sleep(0.3 * took)  # all of them decode by now
         asked = time.perf_counter()
         answer = await client.ask(history, max_tokens=1)
-        came_back = asked + answer.ttft_s - hit_s
+        came_back = max(asked, asked + answer.ttft_s - hit_s)
         others = await stream
         beside = [
             gap

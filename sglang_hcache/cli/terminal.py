@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import TextIO
 
@@ -25,4 +26,5 @@ def never_fail_to_write(stream: TextIO) -> None:
     """
     if isinstance(stream, io.TextIOWrapper):
         is_utf = stream.encoding.lower().startswith("utf")
-        stream.reconfigure(errors="backslashreplace" if is_utf else "replace")
+        with contextlib.suppress(OSError):  # its file was replaced by one that cannot seek
+            stream.reconfigure(errors="backslashreplace" if is_utf else "replace")

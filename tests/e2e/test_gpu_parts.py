@@ -54,7 +54,7 @@ from gpu.shapes import shape_named
 shape = shape_named("llama-2-13b")
 shape = dataclasses.replace(shape, config=shape.config | small)
 sizes = ("--prompt", "128", "--histories", "512", "--long-history", "512", "--batches", "1,2", "--rounds", "1")
-sizes += ("--warm-up", "0", "--decoded", "24", "--chunks", "1000", "--host-size", "256MB")
+sizes += ("--warm-up", "0", "--decoded", "128", "--chunks", "1000", "--host-size", "256MB")
 tell = lambda name, found: print("RESULT " + json.dumps([name, found]), flush=True)
 with tempfile.TemporaryDirectory() as folder:
     logs = pathlib.Path(folder)
