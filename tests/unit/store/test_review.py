@@ -194,7 +194,7 @@ def test_a_log_that_cannot_be_emptied_stops_writes_and_costs_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Inside(store).index, "_log_path", config.dirs[0] / "superblock.json")
         patch.setattr(index, "LOG_BYTES", 0)
-        Inside(store).ledger._failures = -100  # the index is not to be given up
+        Inside(store).ledger._failures.update(commit=-100, upkeep=-100)  # the index is not to be given up
         for _ in range(5):
             with pytest.raises(StoreIOError, match="cannot be emptied"):
                 write_keys(store, make_keys(9000, 4), LAYERS)
