@@ -23,6 +23,9 @@ from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference,
 POOL_TOKENS = 4096
 
 
+THINKS = ("--reasoning-parser", "qwen3", "--strip-thinking-cache")
+
+
 def tier_arguments(model: Path, folder: Path) -> list[str]:
     config = folder / "hcache.yaml"
     # What is saved and restored must not depend on how much else the machine has to do.
@@ -40,7 +43,8 @@ def tier_arguments(model: Path, folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
     folder = tmp_path_factory.mktemp("serving")
-    with TierServer(folder, tier_arguments(tiny_model(kv_heads=2), folder), sleep_on_idle=False) as running:
+    arguments = [*tier_arguments(tiny_model(kv_heads=2), folder), *THINKS]
+    with TierServer(folder, arguments, sleep_on_idle=False) as running:
         yield running
         running.assert_nothing_left()
 
@@ -114,6 +118,22 @@ def test_a_conversation_goes_on_inside_of_a_chunk(server: TierServer) -> None:
         history = [*history, *answer.tokens, *random_prompt(70 + turn, 30)]
         server.settle()
     assert_saved_without_a_gap(server, history[:on_device])
+
+
+@pytest.mark.parametrize(("thinks", "restored"), [(False, 320), (True, 192)])
+def test_of_a_request_that_thinks_only_the_prompt_is_kept(
+    server: TierServer, thinks: bool, restored: int
+) -> None:
+    """``--strip-thinking-cache``: on the device, and so in the tiers."""
+    prompt = random_prompt(9, 200)
+    answer = server.ask(prompt, tokens=150, require_reasoning=thinks)
+    conversation = [*prompt, *answer.tokens]
+    reference = server.recompute(conversation)
+    server.to_tiers()
+    returned = server.ask(conversation)
+    assert (returned.restored, returned.device) == (restored, 0)
+    assert largest_difference(returned, reference) <= TOLERANCE
+    server.forget_everything()
 
 
 def test_requests_that_share_a_prompt_that_ends_inside_of_a_chunk(server: TierServer) -> None:
