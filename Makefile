@@ -8,6 +8,9 @@ TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
+# A test run starts hundreds of processes. Each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.hcache-setup

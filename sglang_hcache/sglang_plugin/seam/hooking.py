@@ -66,8 +66,10 @@ def _one_search() -> Iterator[None]:
         hook_registry._propagate_patch = search
         modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
         for module in modules:
-            # Copies: another thread may import something meanwhile.
-            for name, value in list(vars(module).items()):
+            names = dict(vars(module))  # another thread may import something meanwhile
+            if hooked.keys().isdisjoint(map(id, names.values())):
+                continue  # nearly always; a loop here would look at a million names
+            for name, value in names.items():
                 if id(value) in hooked:
                     setattr(module, name, _newest(value, hooked))
 
