@@ -233,12 +233,12 @@ def test_retracted_requests(server: TierServer) -> None:
 
     They come back so soon that they fill chunks afterwards.
     """
-    prompts = [random_prompt(400 + index, 150) for index in range(8)]
+    prompts = [random_prompt(400 + index, 400) for index in range(8)]
     with ThreadPoolExecutor(4) as threads:
-        references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=560), prompts))
+        references = list(threads.map(lambda prompt: server.recompute(prompt, tokens=310), prompts))
     assert not any(reference.retractions for reference in references)
     with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(lambda prompt: server.ask(prompt, tokens=560), prompts))
+        answers = list(threads.map(lambda prompt: server.ask(prompt, tokens=310), prompts))
     retracted = next(index for index, answer in enumerate(answers) if answer.retractions)
     for answer, reference in zip(answers, references, strict=True):
         assert largest_difference(answer, reference) <= TOLERANCE

@@ -96,7 +96,7 @@ def saving_check(order: str, kinds: str) -> Any:
 
 def wrong_rows(check: Any) -> int:
     with torch.inference_mode():
-        return int(check.wrong_rows(steps=20))
+        return int(check.wrong_rows(steps=10))
 
 
 @pytest.mark.parametrize(
