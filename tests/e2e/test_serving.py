@@ -21,9 +21,8 @@ import torch
 from tests.e2e.harness import TOLERANCE, Answer, TierServer, largest_difference, random_prompt, wait_for
 
 POOL_TOKENS = 4096
-
-
 THINKS = ("--reasoning-parser", "qwen3", "--strip-thinking-cache")
+"""Without effect on requests that do not think."""
 
 
 def tier_arguments(model: Path, folder: Path) -> list[str]:
