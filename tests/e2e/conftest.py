@@ -48,11 +48,11 @@ def forked_programs(faster_imports: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Builds a small random model, of three layers; equal arguments give the same folder."""
+    """Builds a small random model; equal arguments give the same folder."""
     made: dict[TinyModel, Path] = {}
 
-    def build(*, layers: int = 3, **fields: object) -> Path:
-        spec = TinyModel(layers=layers, **fields)  # type: ignore[arg-type]
+    def build(**fields: object) -> Path:
+        spec = TinyModel(**fields)  # type: ignore[arg-type]
         if spec not in made:
             made[spec] = tmp_path_factory.mktemp("model")
             write_tiny_model(made[spec], spec)

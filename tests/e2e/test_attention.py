@@ -29,7 +29,7 @@ Results = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     log = tmp_path_factory.mktemp("families") / "log"
-    models = [f"{name}={tiny_model(family=name, **_sizes(name))}" for name in FAMILIES]
+    models = [f"{name}={tiny_model(family=name, layers=3, **_sizes(name))}" for name in FAMILIES]
     _, environment = prepare_launch([])
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     with log.open("w") as errors:

@@ -142,7 +142,7 @@ def test_two_conversations_and_a_restore(
     expect(tab.exchanges.nth(2)).to_contain_text("tokens/s")
     panel = tab.page.get_by_role("region", name="Tier")
     expect(panel).to_contain_text("done1")
-    expect(panel).to_contain_text("hidden states: 3 layers")
+    expect(panel).to_contain_text("hidden states: 4 layers")
     expect(panel).to_contain_text("writing K and V")
     expect(tab.page.get_by_text("GPU cache cleared. The next answer")).to_be_hidden()
     tab.page.screenshot(path=screenshots / "restore.png")

@@ -182,7 +182,7 @@ def test_a_model_that_sglang_has_no_class_for(tiny_model: Callable[..., Path], t
     prompt = random_prompt(1, 900)
     with server:
         log = server.process.log_text()
-        assert "hcache: TransformersForCausalLM, 3 layers" in log
+        assert "hcache: TransformersForCausalLM, 4 layers" in log
         assert "method kv (auto); self-check error 0 " in log
         assert "the first layers are not recomputed" not in log
         recomputed = server.recompute(prompt, rid="probe-recomputed", tokens=16)

@@ -61,7 +61,7 @@ REFUSALS = {
     "too much memory": Refusal(
         ["--hcache-host-size", "900TB"], ("--hcache-host-size", "900.0 TB", "available")
     ),
-    "too little memory": Refusal(["--hcache-host-size", "2MB"], ("--hcache-host-size", "at least 3.3 MB")),
+    "too little memory": Refusal(["--hcache-host-size", "2MB"], ("--hcache-host-size", "at least 4.5 MB")),
     "too little disk": Refusal(
         ["--hcache-dirs", "/a", "--hcache-disk-size", "1MB"], ("--hcache-disk-size", "1.0 MB", "at least")
     ),
