@@ -27,7 +27,7 @@ from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
-from sglang_hcache.restore.stage import DeviceStage, rows_at_once
+from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -166,9 +166,9 @@ class RestoreCheck:
             self.rows = [torch.cat([part.flatten(1) for part in pair], dim=1) for pair in self.true]
         self.pool = LayerPool(shape, layers, 2 * tokens, dtype, device)
         self.slots = torch.randperm(2 * tokens, generator=draw, device=device)[:tokens]
-        hidden_bytes, kv_bytes = dtype.itemsize * shape.hidden_size, dtype.itemsize * 2 * shape.width
-        row_bytes = max(hidden_bytes, kv_bytes)  # as a server's, which may have both
-        self.stage = DeviceStage(streams, row_bytes, kv_bytes, rows_at_once(row_bytes), tokens)
+        # As a server's, which may have both.
+        sizes = StageSizes.of(dtype.itemsize * shape.hidden_size, dtype.itemsize * 2 * shape.width)
+        self.stage = DeviceStage(streams, sizes, tokens)
         restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
         self.restores = Restores(method, self.rows, restorer, memory, piece=piece)
 

@@ -29,6 +29,7 @@ import torch
 from sglang_hcache.core.errors import RestoreCancelledError, RestoreTimeoutError
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.device.streams import Mark
+from sglang_hcache.restore.behind import Written
 from sglang_hcache.tier.tiered import ChunkLease
 
 _LOOK_AGAIN_S = 0.0005
@@ -67,7 +68,7 @@ class RestoreJob:
     fence: Mark | None = None
     state: RestoreState = RestoreState.QUEUED
     error: BaseException | None = None
-    written: Mark | None = None
+    written: Written | None = None
     """When the device has written all of it; known from ASKED on."""
     submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
@@ -122,7 +123,7 @@ class RestoreJob:
                 self.state = RestoreState.RUNNING
         return self.state is RestoreState.RUNNING
 
-    def ask(self, written: Mark) -> None:
+    def ask(self, written: Written) -> None:
         """The device is asked for all of it, up to ``written``: it goes on to its end.
 
         Raises:

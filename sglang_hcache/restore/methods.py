@@ -12,6 +12,7 @@ from sglang_hcache.core.layout import Method
 from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
 from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import Mark
+from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.rows import StoredRows, Writing, slices
 from sglang_hcache.restore.stage import DeviceStage
@@ -119,7 +120,7 @@ class LayerRestorer:
         """What the calling thread and the model have asked the device for so far; None where that is done."""
         return None if self.stage is None else self.stage.fence()
 
-    def written(self) -> Mark | None:
+    def written(self) -> Written | None:
         """When a GPU has written all that it was asked for so far; None: the CPU writes."""
         return None if self.stage is None else self.stage.written()
 

@@ -30,16 +30,14 @@ class Pace:
 
     Args:
         stamp: when the device has done what the calling thread has queued.
-        rows_at_once: rows of a part where no requests run.
     """
 
-    def __init__(self, stamp: Callable[[], Stamp], rows_at_once: int) -> None:
+    def __init__(self, stamp: Callable[[], Stamp]) -> None:
         self.yields = False
         """Whether requests that run go first."""
         self.turns = 0
         """How often that has changed."""
         self._stamp = stamp
-        self._rows_at_once = rows_at_once
         self._asked: deque[tuple[int, Stamp, Stamp]] = deque()
         self._row_s: float | None = None
         self._last = (0.0, 0)
@@ -56,12 +54,10 @@ class Pace:
         Args:
             check: called while it waits; an error that it raises ends the wait.
         """
-        yields = self.yields
-        at_once = min(self._rows_at_once, _ROWS_BETWEEN) if yields else self._rows_at_once
-        for part in slices(count, at_once):
-            if not yields:
-                yield part
-                continue
+        if not self.yields:
+            yield slice(0, count)
+            return
+        for part in slices(count, _ROWS_BETWEEN):
             rows = part.stop - part.start
             while (pause_s := self._pause_s()) > 0:
                 check()

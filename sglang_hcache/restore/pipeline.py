@@ -33,11 +33,11 @@ NUM_READERS = NUM_BUFFERS - 1
 first one late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
-_MOST_ASKED = 4
-"""The same of a GPU, and what it copies from where it is. The last ones are done while the scheduler
-prepares the pass behind them. More would delay the end of a restore that is stopped."""
 _FEWEST_STEPS = 6
 """About, of a block: reading goes on under restoring. Whole layers, rounded up, may make one or two fewer."""
+_MOST_ASKED = _FEWEST_STEPS
+"""The same as ``_MOST_WRITES`` of a GPU, and what it copies from where it is: a block. It is done while the scheduler
+prepares and launches the pass behind it. More would delay the end of a restore that is stopped."""
 STEP_BYTES = 4 * 2**20
 """Layers are read together up to so much: to begin and to end a step takes as long as about a quarter of it."""
 

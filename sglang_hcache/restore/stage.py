@@ -9,33 +9,51 @@ Copies and computations overlap: while one part of rows is projected, the next o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sglang_hcache.device.copies import Spans
 from sglang_hcache.device.streams import BufferRing, Mark, Stamp, Streams
+from sglang_hcache.restore.behind import PassesBehind, Written
 from sglang_hcache.restore.pace import Pace
-from sglang_hcache.restore.rows import StoredRows
+from sglang_hcache.restore.rows import StoredRows, slices
 
 NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
 _WORTH_BYTES = 32 * 2**20
-"""Bytes of rows that are copied together. Asking for the copy takes the interpreter a quarter of a millisecond, and the
-copy takes the bus as long; nobody else gets anything from the bus meanwhile."""
+"""Bytes of rows that are copied together, at least. Asking for a copy and what follows it takes the interpreter 0.2 to
+0.3 ms beside a busy scheduler, and the bus 0.6 ms; nobody else gets anything from the bus meanwhile."""
 _FEWEST_ROWS, _MOST_ROWS = 2048, 8192
 
 Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
 """Brings rows on the device into slots (n,) at positions (n,), on the current stream."""
 
 
-def rows_at_once(row_bytes: int) -> int:
-    """Rows of one copy and one projection of a restore.
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    """Memory on the device that restores go through."""
 
-    Args:
-        row_bytes: of the widest row.
-    """
-    return min(_MOST_ROWS, max(_FEWEST_ROWS, _WORTH_BYTES // row_bytes))
+    buffer_bytes: int
+    """Of rows that are copied together."""
+    product_bytes: int
+    """Of what is projected together."""
+
+    @classmethod
+    def of(cls, hidden_row_bytes: int, kv_row_bytes: int) -> StageSizes:
+        """For rows of both kinds in buffers of one size: more of the narrower ones are copied together.
+
+        Args:
+            hidden_row_bytes, kv_row_bytes: of a token in one layer.
+        """
+        widest = max(hidden_row_bytes, kv_row_bytes)
+        buffer_bytes = widest * min(_MOST_ROWS, max(_FEWEST_ROWS, _WORTH_BYTES // widest))
+        return cls(buffer_bytes, kv_row_bytes * _rows_of(buffer_bytes, hidden_row_bytes))
+
+
+def _rows_of(buffer_bytes: int, row_bytes: int) -> int:
+    return min(_MOST_ROWS, buffer_bytes // row_bytes)
 
 
 class QueuedWrite:
@@ -60,31 +78,20 @@ class DeviceStage:
     """A ring of buffers on the device. Used by one thread at a time.
 
     Args:
-        row_bytes: of the widest row.
-        product_bytes: of what is projected of one row.
-        rows_at_once: rows of a buffer, and of one projection.
         num_positions: positions [0, num_positions) of sequences are known.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        row_bytes: int,
-        product_bytes: int,
-        rows_at_once: int,
-        num_positions: int,
-    ) -> None:
+    def __init__(self, streams: Streams, sizes: StageSizes, num_positions: int) -> None:
         self._streams = streams
-        self.rows_at_once = rows_at_once
-        self.pace = Pace(streams.stamp, rows_at_once)
-        self._written: Mark | None = None
-        """What forward passes have to wait for; None: nothing."""
-        self._buffers = BufferRing(streams.device, NUM_BUFFERS, rows_at_once * row_bytes)
+        self._sizes = sizes
+        self.pace = Pace(streams.stamp)
+        self.passes = PassesBehind(streams.hold_up)
+        self._layers: dict[int, Mark] = {}
+        """Layer -> when its last rows are written."""
+        self._buffers = BufferRing(streams.device, NUM_BUFFERS, sizes.buffer_bytes)
         with torch.inference_mode(False):  # they outlive the mode that a caller may be in
             self._positions = torch.arange(num_positions, device=streams.device)
-            self._products = torch.empty(
-                rows_at_once * product_bytes, dtype=torch.uint8, device=streams.device
-            )
+            self._products = torch.empty(sizes.product_bytes, dtype=torch.uint8, device=streams.device)
         made_here = streams.fence()
         streams.copy_after(made_here)
         streams.compute_after(made_here)
@@ -93,6 +100,10 @@ class DeviceStage:
     def num_bytes(self) -> int:
         """Device memory that it holds."""
         return self._buffers.num_bytes + self._positions.nbytes + self._products.nbytes
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Rows of one copy, and of one projection."""
+        return _rows_of(self._sizes.buffer_bytes, row_bytes)
 
     def positions(self, first: int, end: int) -> torch.Tensor:
         """Positions [first, end), int64, on the device.
@@ -116,26 +127,9 @@ class DeviceStage:
         """When the device has done what the calling thread has queued."""
         return self._streams.stamp()
 
-    def written(self) -> Mark:
+    def written(self) -> Written:
         """When K and V are in the pool of all that was started so far."""
-        return self._streams.computed()
-
-    def passes_after(self, written: Mark) -> None:
-        """Let forward passes compute only after ``written``. Called on their thread, as :meth:`begin_pass`."""
-        self._written = written  # of one that is not over: those before it are
-
-    def begin_pass(self) -> None:
-        """The calling thread asks for a forward pass next: let the device wait as :meth:`passes_after` says.
-
-        Not earlier, when the restore becomes certain: preparing a pass copies numbers out of pageable memory, and for
-        such a copy CUDA may block the thread until everything that was queued before is done.
-        """
-        if self._written is None:
-            return
-        if self._written.is_reached():
-            self._written = None
-        else:
-            self._streams.hold_up(self._written)
+        return Written(self._streams.computed(), dict(self._layers))
 
     def after(self, mark: Mark) -> None:
         """Begin with nothing before ``mark``."""
@@ -152,8 +146,8 @@ class DeviceStage:
 
     def bring(self, rows: torch.Tensor) -> Mark:
         """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
-        for first in range(0, len(rows), self.rows_at_once):
-            self._bring(rows, ((first, min(len(rows) - first, self.rows_at_once)),))
+        for part in slices(len(rows), self.rows_at_once(rows.shape[1] * rows.element_size())):
+            self._bring(rows, ((part.start, part.stop - part.start),))
             self._buffers.give_back(self._streams.copied())
         return self._streams.copied()
 
@@ -174,9 +168,10 @@ class DeviceStage:
         try:
             for of_layer in stored:
                 before_layer()
-                for first in range(0, len(slots), self.rows_at_once):
-                    end = first + self.rows_at_once
-                    self._queue(of_layer.part(first, end), positions[first:end], slots[first:end], write)
+                memory = of_layer.memory
+                at_once = self.rows_at_once(memory.shape[1] * memory.element_size())
+                for part in slices(len(slots), at_once):
+                    self._queue(of_layer.part(part.start, part.stop), positions[part], slots[part], write)
             return [QueuedWrite(self._streams.computed())]
         except BaseException:
             # Nobody would know what to wait for.
@@ -188,7 +183,8 @@ class DeviceStage:
         staged = stored.moved(self._bring(stored.memory, stored.spans))
         self._streams.compute_after(self._streams.copied())
         self._streams.compute(lambda: write(staged, positions, slots))
-        self._buffers.give_back(self._streams.computed())
+        self._layers[stored.layer] = written = self._streams.computed()
+        self._buffers.give_back(written)
 
     def _bring(self, memory: torch.Tensor, spans: Spans) -> torch.Tensor:
         """Rows of ``memory`` in the next buffer, once all copies so far are done."""

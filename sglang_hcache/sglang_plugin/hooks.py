@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 from sglang_hcache.sglang_plugin.launch import stopping
 from sglang_hcache.sglang_plugin.launch.flags import BACKEND, config_of
 from sglang_hcache.sglang_plugin.seam import hooking
+from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 
 _MANAGERS = "sglang.srt.managers"
 _POLICY = f"{_MANAGERS}.schedule_policy.SchedulePolicy"
@@ -188,17 +190,22 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     if bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
         bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)
-    bridge.pass_comes()
+    with bridge.one_pass(prefills=forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed()):
+        return _save_pass(bridge, partial(original, runner, forward_batch, *args, **kwargs), forward_batch)
+
+
+def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any) -> Any:
+    """Carry out a forward pass, and save what it computes."""
     requests = batches.rows_of(forward_batch)
     if not requests:
-        return original(runner, forward_batch, *args, **kwargs)
+        return compute()
     rids = [request.rid for request in requests]
     rows = slice(0, sum(request.count for request in requests))
     bridge.kv_arrives()  # whoever's pass it is: its KV may stay on the device
     if not bridge.saving.begin_pass(rids, forward_batch.input_ids[rows], forward_batch.out_cache_loc[rows]):
-        return original(runner, forward_batch, *args, **kwargs)
+        return compute()
     try:
-        output = original(runner, forward_batch, *args, **kwargs)
+        output = compute()
     except BaseException:
         bridge.saving.abandon_pass()
         raise

@@ -10,7 +10,7 @@ from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import Streams
-from sglang_hcache.restore.stage import DeviceStage, rows_at_once
+from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 
 _SAVED_ROWS = 2048
@@ -49,9 +49,9 @@ class DeviceBuffers:
             records_one_graph: whether it is of decoding, and becomes one graph, not several that end at attention.
         """
         shape = model.shape
+        sizes = StageSizes.of(shape.hidden_row_bytes, shape.kv_row_bytes)
+        stage = DeviceStage(streams(), sizes, model.context_length)
         row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
-        at_once = rows_at_once(row_bytes)
-        stage = DeviceStage(streams(), row_bytes, shape.kv_row_bytes, at_once, model.context_length)
         ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(

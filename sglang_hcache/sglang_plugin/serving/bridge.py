@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,10 +128,13 @@ class Bridge:
         self._owners.note(namespace)
         self.saving.begin(rid, namespace, prefix)
 
-    def pass_comes(self) -> None:
-        """A forward pass is asked for next, of whatever kind."""
-        if self._gpu is not None:
-            self._gpu.stage.begin_pass()
+    def one_pass(self, *, prefills: bool) -> AbstractContextManager[None]:
+        """A forward pass is asked for inside, behind restores that the device has not ended.
+
+        Args:
+            prefills: whether it computes prompts.
+        """
+        return nullcontext() if self._gpu is None else self._gpu.stage.passes.one_pass(prefills=prefills)
 
     # -- the device tree -------------------------------------------------------------------------
 

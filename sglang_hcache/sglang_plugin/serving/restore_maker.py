@@ -164,7 +164,7 @@ class RestoreMaker:
         try:
             restore.job.check()
             if self._device.gpu is not None:
-                self._device.gpu.stage.begin_pass()
+                self._device.gpu.stage.passes.begin()
             restore.recomputation.advance(self._device.largest_pass)
         except RestoreError as error:
             logger.debug("hcache: a restore of %d tokens ends: %r", restore.job.num_tokens, error)

@@ -26,7 +26,8 @@ for good.
   the request's pass meanwhile. While requests run, a job is inserted when it is over, for their passes would wait too.
 
 Ownership of slots: those before the job's first position belong to the tree and are locked; the job's own belong to
-it until they are inserted into the tree or freed. Everything runs on the scheduler's thread.
+it until they are inserted into the tree or freed. Inserted, they are locked until the job is over, so that nobody else
+gets what the device still writes to. Everything runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ class RestoreCoordinator:
             False if there was nothing, or if the restore does not end at once: its slots are free later.
         """
         if self.waiting.give_back_pins():
+            self._await_end([restore for restore in self.running if restore.is_in_tree], _STOP_S)
             return True
         restore = self.running.newest()
         if restore is None:
@@ -230,31 +232,36 @@ class RestoreCoordinator:
         if self._gpu is not None and not self.scheduler.is_running():
             for restore in self.running.take_certain():
                 assert restore.ticket is not None
-                if restore.job.written is not None and not restore.job.is_over:
-                    self._gpu.stage.passes_after(restore.job.written)
                 self._outcomes.certain(restore)
-                self._insert(restore.ticket, restore)
+                freed = self._insert(restore.ticket, restore)
+                if restore.job.written is not None and not restore.job.is_over:
+                    # Whoever gets slots that were freed must not write to them before the restore has.
+                    written = restore.job.written.as_a_whole() if freed else restore.job.written
+                    self._gpu.stage.passes.come_after(written)
         for restore in self.running.take_ended():
             if self._outcomes.over(restore):
                 self._observer.count("restore.rests")
                 self._starter.rest.begin(restore.slowest_s)
-            ticket = restore.ticket
-            if restore.is_in_tree:
-                if not restore.is_complete:
-                    raise RuntimeError(
-                        f"hcache: a restore failed on the device, which requests may have read: {restore.job.error!r}"
-                    )
-                continue
-            if ticket is not None and restore.is_complete:
-                self._insert(ticket, restore)
-                continue
-            self._look_again()
-            self._tree.free(restore.job.slots)
+            if not restore.is_in_tree:
+                self._settle(restore)
+            elif not restore.is_complete:
+                raise RuntimeError(
+                    f"hcache: a restore failed on the device, which requests may have read: {restore.job.error!r}"
+                )
             self._tree.unlock(restore.node)
-            if ticket is not None:
-                ticket.note("restore ends without a result: %s", restore.why_incomplete)
-                ticket.restore = None
-                ticket.give_up()
+
+    def _settle(self, restore: Restore) -> None:
+        """One that is over: what it brought is the tree's, or nobody's."""
+        ticket = restore.ticket
+        if ticket is not None and restore.is_complete:
+            self._insert(ticket, restore)
+            return
+        self._look_again()
+        self._tree.free(restore.job.slots)
+        if ticket is not None:
+            ticket.note("restore ends without a result: %s", restore.why_incomplete)
+            ticket.restore = None
+            ticket.give_up()
 
     def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
         """Wait until none of ``restores`` runs; False if they take longer."""
@@ -268,20 +275,25 @@ class RestoreCoordinator:
             self._ranks.sync()
         return not left
 
-    def _insert(self, ticket: Ticket, restore: Restore) -> None:
+    def _insert(self, ticket: Ticket, restore: Restore) -> int:
+        """Into the tree, where it is locked for as long as the device writes to it; how many slots are left over."""
         self._stalled = 0
         self._look_again()
         tokens = ticket.prompt.tokens[: restore.end]
         slots = torch.cat([restore.prefix, restore.job.slots])
         existing, node = self._tree.insert_tokens(tokens, ticket.prompt.tenant, slots)
         # [0, start) is the tree's own; [start, existing) was computed by somebody else meanwhile.
-        self._tree.free(slots[restore.start : existing])
+        left_over = slots[restore.start : existing]
+        self._tree.free(left_over)
         self.waiting.pin(ticket, node)
+        self._tree.lock(node)
         self._tree.unlock(restore.node)
+        restore.node = node
         if restore.job.is_over:
             ticket.note("restored in %.3f s", restore.seconds)
         else:
             ticket.note("the device is asked for the rest of its restore")
+        return len(left_over)
 
     def _look_again(self) -> None:
         """There may be room now, for restores and for requests."""

@@ -40,6 +40,7 @@ class Restore:
     job: RestoreJob
     prefix: torch.Tensor
     node: Node
+    """Down to which the tree is locked for it: the end of ``prefix``; of its own slots, once those are the tree's."""
     ticket: Ticket | None
     decision: Decision | None
     """Why it was started; None if nobody predicted anything."""

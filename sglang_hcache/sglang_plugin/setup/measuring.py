@@ -273,9 +273,10 @@ class Bench:
 
     def _bus_curve(self, stage: DeviceStage, method: Method) -> CostCurve:
         """Copying one layer's rows to the device."""
-        width = self.model.row_bytes(method) // self.model.row_dtype.itemsize
+        row_bytes = self.model.row_bytes(method)
+        width, at_once = row_bytes // self.model.row_dtype.itemsize, stage.rows_at_once(row_bytes)
         # More is cut to such pieces.
-        lengths = [length for length in self._lengths if length <= stage.rows_at_once]
+        lengths = [length for length in self._lengths if length <= at_once]
         rows = stage.host_rows(lengths[-1], width, self.model.row_dtype)
 
         def copy(length: int) -> float:

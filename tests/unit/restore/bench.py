@@ -18,7 +18,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.lanes import Lanes
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pipeline import LayerPipeline
-from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import TieredStore
@@ -110,7 +110,8 @@ class Bench:
             DoubleAndPosition(),
             None,
             lanes and Lanes(lanes),
-            streams and DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS),
+            streams
+            and DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS),
         )
         self.pipeline = LayerPipeline(self.tiers, self.restorer, buffer_chunks)
         self.engine = RestoreEngine(self.pipeline, self.counters, self._is_told)

@@ -14,7 +14,7 @@ from sglang_hcache.restore import pace
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pace import YIELDING_SHARE, Pace
 from sglang_hcache.restore.rows import StoredRows
-from sglang_hcache.restore.stage import DeviceStage
+from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from tests.unit.restore.bench import SLOTS, WIDTH, DoubleAndPosition, Pool
 from tests.unit.restore.delayed_streams import DelayedStreams
 
@@ -66,15 +66,15 @@ def project_all(device: Device, made: Pace, count: int) -> list[int]:
 
 
 def test_without_others_it_does_not_wait(device: Device) -> None:
-    made = Pace(device.stamp, 3276)
-    assert project_all(device, made, 8192) == [3276, 3276, 1640]
+    made = Pace(device.stamp)
+    assert project_all(device, made, 8192) == [8192]
     assert device.now == 0.0
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5])
 def test_with_others_it_takes_a_share_of_the_time(device: Device, slower: float) -> None:
     """Also where their passes, which go first, make each part take longer: the shortest times count."""
-    made = Pace(device.stamp, 3276)
+    made = Pace(device.stamp)
     made.turn(True)
     project_all(device, made, 1024)
     device.now = device.busy_until
@@ -85,7 +85,7 @@ def test_with_others_it_takes_a_share_of_the_time(device: Device, slower: float)
 
 
 def test_time_that_was_not_used_is_not_made_up_for(device: Device) -> None:
-    made = Pace(device.stamp, 3276)
+    made = Pace(device.stamp)
     made.turn(True)
     project_all(device, made, 1024)
     device.now = began = 100.0
@@ -95,7 +95,7 @@ def test_time_that_was_not_used_is_not_made_up_for(device: Device) -> None:
 
 def test_the_first_part_of_all_is_waited_for(device: Device) -> None:
     """Nobody knows before how long to wait."""
-    made = Pace(device.stamp, 3276)
+    made = Pace(device.stamp)
     made.turn(True)
     parts = made.parts(3 * 1024)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_the_first_part_of_all_is_waited_for(device: Device) -> None:
 
 def test_a_first_part_that_took_long_for_others_holds_up_nobody(device: Device) -> None:
     """The device was busy with something else when the first part of all came."""
-    made = Pace(device.stamp, 3276)
+    made = Pace(device.stamp)
     made.turn(True)
     device.slower = 1000.0
     project_all(device, made, 1024)
@@ -121,7 +121,7 @@ def test_a_first_part_that_took_long_for_others_holds_up_nobody(device: Device) 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_who_stops_a_restore_does_not_wait_for_its_pauses(device: Device, num_parts: int) -> None:
     """Neither for that of the first part, whose end nobody knows, nor for the next ones."""
-    made, slept = Pace(device.stamp, 3276), 0.0
+    made, slept = Pace(device.stamp), 0.0
     made.turn(True)
     device.slower = 1000.0
 
@@ -142,7 +142,7 @@ def test_who_stops_a_restore_does_not_wait_for_its_pauses(device: Device, num_pa
 
 
 def test_its_turns_are_counted(device: Device) -> None:
-    made = Pace(device.stamp, 3276)
+    made = Pace(device.stamp)
     for yields in (False, True, True, False):
         made.turn(yields)
     assert made.turns == 2
@@ -150,8 +150,8 @@ def test_its_turns_are_counted(device: Device) -> None:
 
 def test_a_restore_hands_it_its_check(device: Device) -> None:
     """A job that is cancelled ends also between two parts of a layer."""
-    stage = DeviceStage(DelayedStreams(), 4 * WIDTH, 8 * WIDTH, 50, SLOTS)
-    stage.pace = Pace(device.stamp, 50)
+    stage = DeviceStage(DelayedStreams(), StageSizes(50 * 4 * WIDTH, 50 * 8 * WIDTH), SLOTS)
+    stage.pace = Pace(device.stamp)
     stage.pace.turn(True)
     looked: list[None] = []
     projector = DoubleAndPosition()
@@ -177,7 +177,7 @@ def test_rows_are_projected_in_such_parts(yields: bool, monkeypatch: pytest.Monk
             return super().project(layer, hidden, positions)
 
     pool = Pool()
-    stage = DeviceStage(DelayedStreams(), 4 * WIDTH, 8 * WIDTH, 50, SLOTS)
+    stage = DeviceStage(DelayedStreams(), StageSizes(50 * 4 * WIDTH, 50 * 8 * WIDTH), SLOTS)
     stage.pace.turn(yields)
     restorer = LayerRestorer(torch.float32, pool, 1, Projector(), None, stage=stage)  # type: ignore[arg-type]
     hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]

@@ -5,7 +5,6 @@ The device is simulated. It does its work at the worst moments that its queues a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
-from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite
+from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite, StageSizes
 from tests.unit.restore.bench import (
     BLOCK_CHUNKS,
     LAYERS,
@@ -97,20 +96,16 @@ MUTANTS: dict[str, Any] = {
     "writes before the last pass is over": lambda patch: patch.setattr(RestoreJob, "await_fence", _ignored),
     "is done before the device is": _no_wait_at_the_end,
     "one buffer too few is waited for": lambda patch: patch.setattr(
-        DelayedStreams, "computed", lambda self: _one_less(self)
+        DelayedStreams, "computed", lambda self: one_less(self)
     ),
 }
-
-
-def _first(stage: DeviceStage, mark: Mark) -> None:
-    stage._written = stage._written or mark
 
 
 def _there(streams: DelayedStreams) -> Mark:
     return type(streams._mark())(streams, ())
 
 
-def _one_less(streams: DelayedStreams) -> Mark:
+def one_less(streams: DelayedStreams) -> Mark:
     mark = streams._mark("computations")
     return type(mark)(streams, tuple((name, count - 1) for name, count in mark.counts))
 
@@ -125,111 +120,6 @@ def test_a_missing_wait_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             seen += [restored_right(bench, first) for first in (0, 2, 1)]
             bench.engine.close()
     assert not all(seen)
-
-
-class PassBehind:
-    """A forward pass that is queued as soon as the device is asked for all of a job, and reads its slots."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.read = torch.zeros(0)
-        self.left: list[int] = []
-        """Tasks of each restore that the device had not done by then."""
-        self._bench = bench
-        bench.when_asked = self._queue
-
-    def _queue(self, job: RestoreJob) -> None:
-        streams, stage = self._bench.streams, self._bench.restorer.stage
-        self.left.append(streams.num_waiting)
-        assert stage is not None
-        assert job.written is not None
-        stage.passes_after(job.written)
-        stage.begin_pass()
-        slots = job.slots
-
-        def read() -> None:
-            self.read = self._bench.pool.k[:, slots, 0].clone()
-
-        streams.put(MODEL, read)
-
-    def is_right(self, first: int) -> bool:
-        """Whether it found the chunks from ``first`` on."""
-        self._bench.streams.fence().wait()
-        return torch.equal(self.read, self._bench.hidden[:, first * CHUNK_TOKENS :] * 2)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_pass_that_is_queued_when_all_is_asked_for_finds_all_of_it(order: str, place: str) -> None:
-    for seed in range(4):
-        bench = device_bench(order, seed, place)
-        behind = PassBehind(bench)
-        for first in (0, 2, 1):
-            assert bench.run(first=first).state is RestoreState.DONE
-            assert behind.is_right(first)
-        assert all(behind.left), "the device had something left to do each time"
-        bench.engine.close()
-
-
-BEHIND_MUTANTS: dict[str, Any] = {
-    "passes do not wait": (DelayedStreams, "hold_up", _ignored),
-    "only the pass of the first restore waits": (
-        DeviceStage,
-        "passes_after",
-        lambda self, mark: _first(self, mark),
-    ),
-    "one part too few is waited for": (DeviceStage, "written", lambda self: _one_less(self._streams)),
-}
-
-
-@pytest.mark.parametrize("name", BEHIND_MUTANTS)
-def test_a_pass_that_comes_too_early_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*BEHIND_MUTANTS[name])
-    seen = []
-    for order in ORDERS:
-        bench = device_bench(order, 1, "in place")
-        behind = PassBehind(bench)
-        for first in (0, 2, 1):
-            bench.run(first=first)
-            seen.append(behind.is_right(first))
-        bench.engine.close()
-    assert not all(seen)
-
-
-class _Queues:
-    """Notes who is held up; nothing else is asked of it."""
-
-    def __init__(self) -> None:
-        self.held: list[object] = []
-        self.hold_up = self.held.append
-
-
-@dataclass
-class _Point:
-    there: bool = False
-
-    def is_reached(self) -> bool:
-        return self.there
-
-
-def test_every_pass_waits_until_the_device_has_written_all() -> None:
-    """Each may be asked for on another stream. Behind the last restore are those before it."""
-    stage = DeviceStage(DelayedStreams(), 4, 4, 1, 100)
-    queues, first, second = _Queues(), _Point(), _Point()
-    stage._streams = queues  # type: ignore[assignment]
-    stage.begin_pass()
-    assert not queues.held
-    stage.passes_after(first)  # type: ignore[arg-type]
-    stage.begin_pass()
-    stage.begin_pass()
-    assert queues.held == [first, first]
-    stage.passes_after(second)  # type: ignore[arg-type]
-    first.there = True
-    stage.begin_pass()
-    assert queues.held[2:] == [second]
-    second.there = True
-    stage.begin_pass()
-    assert stage._written is None
-    assert len(queues.held) == 3
 
 
 def test_nothing_stops_what_the_device_was_asked_for() -> None:
@@ -279,7 +169,7 @@ def test_a_cancelled_job_leaves_nothing_in_the_queues() -> None:
 
 def test_an_error_between_two_layers_waits_for_the_first() -> None:
     streams = DelayedStreams("copies first")
-    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
     calls: list[int] = []
 
     def at_the_second() -> None:
@@ -295,7 +185,7 @@ def test_an_error_between_two_layers_waits_for_the_first() -> None:
 
 def test_an_error_at_the_end_of_the_last_layer_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = DelayedStreams("copies first")
-    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
     computed, calls = streams.computed, []
 
     def fails_after_the_last_layer() -> Mark:
@@ -314,7 +204,7 @@ def test_an_error_at_the_end_of_the_last_layer_waits_for_it(monkeypatch: pytest.
 def test_rows_of_both_methods_on_the_device() -> None:
     """As the self-check does it: the model wrote them a moment ago."""
     streams, pool = DelayedStreams("the model first"), Pool()
-    stage = DeviceStage(streams, 8 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 8 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
     restorer = LayerRestorer(torch.float32, pool, 1, DoubleAndPosition(), stage=stage)
     count = 3 * STAGED_ROWS + 1
     hidden, both = torch.zeros(count, WIDTH), torch.zeros(count, 2 * WIDTH)
@@ -332,14 +222,14 @@ def test_rows_of_both_methods_on_the_device() -> None:
 
 def test_its_memory_is_bounded_and_made_once() -> None:
     streams = DelayedStreams()
-    stage = DeviceStage(streams, 4 * WIDTH, 8 * WIDTH, STAGED_ROWS, SLOTS)
+    stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
     buffers, positions, products = NUM_BUFFERS * STAGED_ROWS * 4 * WIDTH, 8 * SLOTS, STAGED_ROWS * 8 * WIDTH
     assert stage.num_bytes == buffers + positions + products
     assert BLOCK_CHUNKS * CHUNK_TOKENS > STAGED_ROWS, "else parts are not tried here"
 
 
 def test_a_position_that_the_model_does_not_have_is_an_error() -> None:
-    stage = DeviceStage(DelayedStreams(), 4, 4, 1, 100)
+    stage = DeviceStage(DelayedStreams(), StageSizes(4, 4), 100)
     assert stage.positions(98, 100).tolist() == [98, 99]
     with pytest.raises(IndexError, match="position 100 of 100"):
         stage.positions(98, 101)

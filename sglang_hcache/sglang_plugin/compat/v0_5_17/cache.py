@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,10 @@ class HCacheRadixCache(RadixCache):
         self._pool = DevicePool(pool)
         self._server_args = context.server_args
         self.cache_controller = ControllerView()
+        if self._runner.hcache_buffers is not None:
+            passes = self._runner.hcache_buffers.stage.passes
+            # Who attends tells it before each layer: for HiCache, whose counter does more, and none of that is read.
+            pool.register_layer_transfer_counter(SimpleNamespace(wait_until=passes.layer))
         # The scheduler reads these to know whether work is in flight; only restores hold device slots.
         self.ongoing_write_through: dict[str, object] = {}
         self.ongoing_load_back: dict[str, object] = {}
@@ -278,14 +283,14 @@ class HCacheRadixCache(RadixCache):
 
     @property
     def ongoing_prefetch(self) -> dict[str, int]:
-        tokens = self.bridge.restores.running.tokens
-        return {"restores": tokens} if tokens else {}
+        restores = len(self.bridge.restores.running)
+        return {"restores": restores} if restores else {}
 
     def check_hicache_events(self) -> None:
         self.bridge.tick()
 
     def ready_to_load_host_cache(self) -> int:
-        return -1  # passes wait for whole restores (Bridge.pass_comes): for no layer
+        return -1  # what passes wait for is not chosen for a batch (Bridge.one_pass)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         return self.bridge.restores.may_be_admitted(rid)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.restore.pace import Pace
 from sglang_hcache.sglang_plugin import hooks
@@ -26,7 +30,7 @@ PROMPT = tokens(1, 4)
 
 
 def world_on_gpu(**more: object) -> World:
-    return World(pace=Pace(no_stamp, 1), **more)  # type: ignore[arg-type]
+    return World(pace=Pace(no_stamp), **more)  # type: ignore[arg-type]
 
 
 def begin(world: World, rid: str = "a") -> None:
@@ -140,7 +144,8 @@ def test_on_a_cpu_there_is_nothing_to_come_behind() -> None:
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])
-def test_an_abort_leaves_the_slots_to_the_tree(is_admitted: bool) -> None:
+def test_nobody_gets_what_the_device_still_writes_to(is_admitted: bool) -> None:
+    """Passes that go by layers would write to a layer before the restore does."""
     world = world_on_gpu()
     begin(world)
     world.engine.ask()
@@ -150,8 +155,41 @@ def test_an_abort_leaves_the_slots_to_the_tree(is_admitted: bool) -> None:
     else:
         world.coordinator.drop("a")
     world.tree.evict_all()
+    assert len(world.tree.match_tokens(array("q", PROMPT), None)) == len(PROMPT)
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
+    world.tree.evict_all()
+    world.assert_clean()
+    assert not world.tree.cached
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+def test_passes_wait_for_all_of_it_where_some_of_its_slots_are_free(chunks: int) -> None:
+    """Somebody else has computed a part of it meanwhile, so they are left over, and anybody may get them."""
+    world = world_on_gpu()
+    begin(world)
+    mark = world.engine.ask()
+    if chunks:
+        computed = PROMPT[: chunks * CHUNK_TOKENS]
+        slots = world.tree.allocate(len(computed))
+        assert slots is not None
+        world.tree.insert_tokens(array("q", computed), None, slots)
+    world.coordinator.tick()
+    assert world.held_up_by == [mark.as_a_whole() if chunks else mark]
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    world.coordinator.drop("a")
+    world.assert_clean()
+
+
+def test_room_that_a_running_request_needs_is_there_when_the_device_has_written_to_it() -> None:
+    world = world_on_gpu()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    world.coordinator.running.wait = lambda: world.engine.end(RestoreState.DONE)  # type: ignore[method-assign]
+    assert world.coordinator.give_back()
+    world.tree.evict_all()
     world.assert_clean()
     assert not world.tree.cached
 
@@ -219,7 +257,7 @@ def test_before_weights_change_the_device_is_waited_for() -> None:
 def test_layers_that_are_recomputed_come_behind_what_the_device_still_writes() -> None:
     """They attend to the prefix, which may have been restored a moment ago."""
     world, calls = world_on_gpu(gate=recomputing_gate(2)), []
-    world.coordinator._gpu.stage.begin_pass = lambda: calls.append("behind")  # type: ignore[union-attr, method-assign]
+    world.coordinator._gpu.stage.passes.begin = lambda: calls.append("behind")  # type: ignore[union-attr, method-assign]
     extend = world.forward.extend
 
     def note(*arguments: object) -> float:
@@ -232,18 +270,31 @@ def test_layers_that_are_recomputed_come_behind_what_the_device_still_writes() -
     assert calls == ["behind", "a piece"] * 2
 
 
+@pytest.mark.parametrize(
+    "mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE]
+)
 @pytest.mark.parametrize("rows", [[], [SimpleNamespace(rid="a", count=1)]])
-def test_each_forward_pass_comes_behind_it(rows: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_forward_pass_comes_behind_it(
+    rows: list[object], mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
+
+    @contextmanager
+    def one_pass(*, prefills: bool) -> Iterator[None]:
+        calls.append("layer by layer" if prefills else "behind")
+        yield
+        calls.append("asked for")
+
     bridge = SimpleNamespace(
         saving=SimpleNamespace(saves_decoded_later=False, begin_pass=lambda *_: False),
-        pass_comes=lambda: calls.append("behind"),
+        one_pass=one_pass,
         kv_arrives=lambda: calls.append("its KV is of the weights in use"),
     )
     monkeypatch.setattr(hooks.batches, "rows_of", lambda _batch: rows)
-    batch = SimpleNamespace(input_ids=torch.zeros(1), out_cache_loc=torch.zeros(1))
+    batch = SimpleNamespace(input_ids=torch.zeros(1), out_cache_loc=torch.zeros(1), forward_mode=mode)
     hooks._forward(lambda *_: calls.append("the pass"), SimpleNamespace(hcache_bridge=bridge), batch)
-    assert calls == ["behind", *(["its KV is of the weights in use"] if rows else []), "the pass"]
+    first = "layer by layer" if mode in (ForwardMode.EXTEND, ForwardMode.MIXED) else "behind"
+    assert calls == [first, *(["its KV is of the weights in use"] if rows else []), "the pass", "asked for"]
 
 
 def test_all_ranks_must_have_asked() -> None:

@@ -20,6 +20,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.plan.curves import CostCurve
 from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, TierCurves
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.gate import IDLE, LOADED, Load, RestoreGate
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.pace import Pace
@@ -160,11 +161,11 @@ class Engine:
         job.begin()
         self.jobs.append(job)
 
-    def ask(self) -> object:
-        """The device is asked for all of the first one; the mark behind which it is there."""
-        mark = object()
-        self.jobs[0].ask(mark)  # type: ignore[arg-type]
-        return mark
+    def ask(self) -> Written:
+        """The device is asked for all of the first one; behind what it is there."""
+        written = Written(object(), {0: object()})  # type: ignore[arg-type, dict-item]
+        self.jobs[0].ask(written)
+        return written
 
     def end(self, state: RestoreState, *, late_after_s: float | None = None) -> None:
         job = self.jobs.pop(0)
@@ -223,8 +224,7 @@ class World:
                 stage=SimpleNamespace(
                     pace=pace,
                     fence=lambda: None,
-                    passes_after=self.held_up_by.append,
-                    begin_pass=lambda: None,
+                    passes=SimpleNamespace(come_after=self.held_up_by.append, begin=lambda: None),
                 )
             ),
             ranks=ranks or Alone(),
@@ -1303,7 +1303,7 @@ def no_stamp() -> None:
 def test_a_restore_yields_to_requests_that_run_unless_another_one_waits_for_it(
     is_running: bool, num_waiting: int
 ) -> None:
-    pace = Pace(no_stamp, 1)  # type: ignore[arg-type]
+    pace = Pace(no_stamp)  # type: ignore[arg-type]
     world = World(gate_for(1.0, may_recompute=False), pace=pace)
     world.scheduler.running = is_running
     for index in range(num_waiting):
@@ -1340,7 +1340,7 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     turns: int, method: Method, project_s: float, yields: bool, teaches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took what was not predicted, for a reason that is known. The disk is not to blame for it either."""
-    pace, learnt = Pace(no_stamp, 1), []  # type: ignore[arg-type]
+    pace, learnt = Pace(no_stamp), []  # type: ignore[arg-type]
     layout = StateLayout((method,) * LAYERS, (1,) * LAYERS)
     gate = gate_for(10.0, may_recompute=False, methods=layout.methods, project_s=project_s)
     gate.restored = lambda decision, seconds, _: learnt.append(decision)  # type: ignore[method-assign]

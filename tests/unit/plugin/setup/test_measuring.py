@@ -189,12 +189,13 @@ def test_launching_short_passes_is_not_taken_for_what_a_token_costs(
 class SlowBus:
     """A device that copies come to at one speed, however they are cut."""
 
-    rows_at_once = 2048
-
     def __init__(self, clock: Forward, seconds_per_byte: float) -> None:
         self._clock = clock
         self._seconds_per_byte = seconds_per_byte
         self._ends = 0.0
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        return 2048
 
     def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.ones(count, width, dtype=dtype)
