@@ -90,7 +90,7 @@ class Batches:
         self._first_copy = ctypes.c_size_t(0)  # that the attributes are for
 
     def __call__(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-        if self._batch is None:
+        if self._batch is None or len(sizes) == 1:
             self._one_by_one(targets, sources, sizes, stream)
             return
         error = self._batch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -64,6 +64,9 @@ class Streams(Protocol):
 
     def compute(self, work: Callable[[], None]) -> None:
         """Queue what ``work`` does on the device."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Many computations are queued inside, and little else: each may be queued sooner there."""
 
     def copied(self) -> Mark:
         """When all copies so far are done."""
@@ -158,17 +161,20 @@ class CudaStreams:
         self._copy_pieces = runtime_copies()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
+        if spans is not None:
+            # The thread's is the stream's from then on: else CUDA would set up the first GPU, too.
+            torch.cuda.set_device(self.device)
+            copy_spans(self._copy_pieces, into, source, spans, self._copies.cuda_stream)
+            return
         with self._on(self._copies):
-            if spans is not None and len(spans) > 1:
-                copy_spans(self._copy_pieces, into, source, spans, self._copies.cuda_stream)
-                return
-            for first, count in spans or ():
-                source = source[first : first + count]
             into.copy_(source, non_blocking=True)
 
     def compute(self, work: Callable[[], None]) -> None:
         with self._on(self._computations):
             work()
+
+    def computing(self) -> AbstractContextManager[object]:
+        return self._on(self._computations)
 
     def copied(self) -> Mark:
         return _Events([_event_of(self._copies)])
@@ -222,6 +228,9 @@ class CudaStreams:
         The thread's device is the stream's from then on: nothing of ours is for another one.
         """
         before = torch.cuda.current_stream(self.device)
+        if before == stream:
+            yield
+            return
         torch.cuda.set_stream(stream)
         try:
             yield

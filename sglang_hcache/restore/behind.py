@@ -98,7 +98,9 @@ class PassesBehind:
                 f"hcache: a pass did not say that it reads layers {sorted(unnamed)}, which are being restored"
             )
         if not unnamed and not by_layers:
-            logger.info("hcache: prefills begin while a restore goes on: each layer waits for its own K and V")
+            logger.info(
+                "hcache: prefills begin while a restore goes on: each layer waits for its own K and V"
+            )
         self._go_by_layers = not unnamed
 
     def layer(self, number: int) -> None:

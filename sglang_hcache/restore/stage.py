@@ -166,18 +166,23 @@ class DeviceStage:
             positions, slots: (n,) int64 on the device.
         """
         try:
-            for of_layer in stored:
-                before_layer()
-                memory = of_layer.memory
-                at_once = self.rows_at_once(memory.shape[1] * memory.element_size())
-                for part in slices(len(slots), at_once):
-                    self._queue(of_layer.part(part.start, part.stop), positions[part], slots[part], write)
+            with self._streams.computing():
+                for of_layer in stored:
+                    before_layer()
+                    self._queue_layer(of_layer, positions, slots, write)
             return [QueuedWrite(self._streams.computed())]
         except BaseException:
             # Nobody would know what to wait for.
             self._streams.copied().wait()
             self._streams.computed().wait()
             raise
+
+    def _queue_layer(
+        self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write
+    ) -> None:
+        at_once = self.rows_at_once(stored.memory.shape[1] * stored.memory.element_size())
+        for part in slices(len(slots), at_once):
+            self._queue(stored.part(part.start, part.stop), positions[part], slots[part], write)
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
         staged = stored.moved(self._bring(stored.memory, stored.spans))

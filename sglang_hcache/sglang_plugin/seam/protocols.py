@@ -104,6 +104,9 @@ class SchedulerView(Protocol):
     def looks_at_queue(self) -> bool:
         """Whether a waiting request may be admitted in this round: not while as many run as may."""
 
+    def doze(self, bell: int) -> None:
+        """Wait a moment until ``bell``, a file descriptor, can be read, or requests come."""
+
     def reserved_tokens(self) -> int:
         """Tokens that running requests are expected to need still."""
 

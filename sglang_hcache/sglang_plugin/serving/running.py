@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
+import select
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +15,7 @@ from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.tickets import Restore
 
-_WAIT_S = 0.005
+_WAIT_MS = 5
 _LONGEST_REST_S = 30.0
 _REST_FACTOR = 10.0
 """A rest takes this many times as long as the time that was lost."""
@@ -29,7 +32,8 @@ class Running:
         self._restores: dict[Restore, None] = {}
         self._keys: dict[ChunkKey, dict[Restore, None]] = {}
         """Chunk -> who brings it, oldest first: where that pays sooner, several do."""
-        self._over = threading.Event()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)
         self.tokens = 0
         """Slots that they hold, which are neither free nor in the tree. Kept, not added up: each of hundreds that start
         in one round asks for it."""
@@ -143,17 +147,28 @@ class Running:
 
     def one_has_changed(self) -> None:
         """A job is over, or certain to come to its end (engine's thread)."""
-        self._over.set()
+        os.eventfd_write(self._bell, 1)
 
-    def wait(self) -> None:
-        """Wait a moment for a job to be over, or certain."""
-        self._over.wait(_WAIT_S)
-        self._over.clear()
+    def wait(self, doze: Callable[[int], object] | None = None) -> None:
+        """Wait a moment for a job to be over, or certain.
+
+        Args:
+            doze: does so until a file descriptor can be read, or something else comes.
+        """
+        (doze or _doze)(self._bell)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
     @property
     def is_recomputing(self) -> bool:
         """Whether layers of one are left to be computed on the scheduler's thread."""
         return any(restore.is_recomputing for restore in self._restores)
+
+
+def _doze(bell: int) -> None:
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    poll.poll(_WAIT_MS)
 
 
 def _has_failed(restore: Restore) -> bool:

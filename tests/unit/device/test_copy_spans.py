@@ -209,20 +209,23 @@ def test_a_runtime_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("cudaMemcpyAsync: error 719")])
-def test_the_device_of_the_stream_is_the_threads_meanwhile(
+def test_the_device_of_the_stream_is_the_threads(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``set_stream`` makes it so. Else CUDA would set up the first GPU for a thread that restores on another one."""
-    queue, others, seen = SimpleNamespace(cuda_stream=STREAM), object(), []
-    current: list[object] = [others]
+    """Else CUDA would set up the first GPU for a thread that restores on another one."""
+    queue, seen = SimpleNamespace(cuda_stream=STREAM), []
+    current = torch.device("cuda", 0)
+
+    def set_device(device: torch.device) -> None:
+        nonlocal current
+        current = device
 
     def copy(*pieces: object) -> None:
-        seen.append((current[-1], pieces[-1]))
+        seen.append((current, pieces[-1]))
         if error is not None:
             raise error
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
     streams = CudaStreams.__new__(CudaStreams)
     streams.device, streams._copies = torch.device("cuda", 1), queue  # type: ignore[assignment]
     streams._copy_pieces = copy
@@ -232,5 +235,4 @@ def test_the_device_of_the_stream_is_the_threads_meanwhile(
             streams.copy(rows[:2].clone(), rows, [(0, 1), (2, 1)])
     else:
         streams.copy(rows[:2].clone(), rows, [(0, 1), (2, 1)])
-    assert seen == [(queue, STREAM)]
-    assert current[-1] is others
+    assert seen == [(torch.device("cuda", 1), STREAM)]

@@ -68,6 +68,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         "Event": lambda **kwargs: Event(cuda, **kwargs),
         "current_stream": lambda _device: cuda.current,
         "set_stream": cuda.set_stream,
+        "set_device": lambda _device: None,
     }
     for name, function in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, function)
@@ -98,6 +99,20 @@ def test_copies_and_computations_are_queues_of_their_own(cuda: Cuda) -> None:
     with pytest.raises(ZeroDivisionError):
         asked.compute(lambda: 1 // 0)
     assert cuda.current is before
+
+
+def test_where_much_is_computed_the_queue_is_not_changed_each_time(cuda: Cuda) -> None:
+    before, asked = cuda.current, CudaStreams(CPU)
+    with asked.computing():
+        computing = cuda.current
+        assert computing is not before
+        for _ in "ab":
+            asked.copy(torch.empty(1, 2), torch.zeros(4, 2), ((0, 1),))
+            asked.compute(lambda: cuda.work("a product"))
+            assert cuda.current is computing
+    assert cuda.current is before
+    assert asked.copied()._events[0].reached == {"copies of spans"}  # type: ignore[attr-defined]
+    assert asked.computed()._events[0].reached == {"a product"}  # type: ignore[attr-defined]
 
 
 def test_a_queue_goes_on_behind_a_mark(cuda: Cuda) -> None:

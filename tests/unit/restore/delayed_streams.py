@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,6 +91,9 @@ class DelayedStreams:
 
     def compute(self, work: Callable[[], None]) -> None:
         self.put(COMPUTATIONS, work)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def copied(self) -> DelayedMark:
         return self._mark(COPIES)

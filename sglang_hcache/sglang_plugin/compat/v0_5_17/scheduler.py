@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
 from sglang_hcache.sglang_plugin.seam.protocols import QueuedRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+
+_DOZE_MS, _BLIND_DOZE_MS = 50, 5
+"""A round for nothing takes the interpreter from who restores for half a millisecond or more. Where nobody sees here
+that requests come, as on other ranks, those must not wait for long."""
 
 
 class SchedulerOf:
@@ -58,6 +63,15 @@ class SchedulerOf:
     def look_again(self) -> None:
         # SGLang does so when a request ends: nothing else makes room there.
         self._scheduler.running_batch.batch_is_full = False
+
+    def doze(self, bell: int) -> None:
+        scheduler, channels = self._scheduler, self._scheduler.ipc_channels
+        come_here = channels.recv_from_tokenizer
+        sees_requests = come_here is not None and come_here is scheduler.recv_from_tokenizer
+        sockets = [come_here, channels.recv_from_rpc] if sees_requests else []
+        sockets = [socket for socket in sockets if socket is not None]
+        is_alone = sees_requests and scheduler.server_args.tp_size == 1
+        IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_alone else _BLIND_DOZE_MS)
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current

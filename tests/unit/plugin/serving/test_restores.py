@@ -770,11 +770,11 @@ def test_new_weights_end_everything(world: World) -> None:
     world.restore()
     assert world.coordinator.waiting.phases() == {"resolved": 0, "pending": 0, "running": 2, "pinned": 1}
 
-    def finish_cancelled(_timeout: float) -> None:
+    def finish_cancelled() -> None:
         while world.engine.jobs:
             world.engine.end(RestoreState.CANCELLED)
 
-    world.coordinator.running._over.wait = finish_cancelled  # type: ignore[method-assign, assignment]
+    world.coordinator.running.wait = finish_cancelled  # type: ignore[method-assign, assignment]
     world.coordinator.invalidate()
     world.assert_clean()
     world.tree.evict_all()
@@ -886,13 +886,13 @@ def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: py
 def ends_when_cancelled(world: World) -> None:
     """The engine ends jobs that are cancelled while somebody waits for that."""
 
-    def end(_timeout: float) -> None:
+    def end() -> None:
         jobs = world.engine.jobs
         jobs.sort(key=lambda job: not job._cancelled.done())
         while jobs and jobs[0]._cancelled.done():
             world.engine.end(RestoreState.CANCELLED)
 
-    world.coordinator.running._over.wait = end  # type: ignore[method-assign, assignment]
+    world.coordinator.running.wait = end  # type: ignore[method-assign, assignment]
 
 
 def test_a_running_request_that_needs_room_stops_the_newest_restore(world: World) -> None:

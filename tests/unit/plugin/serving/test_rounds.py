@@ -19,7 +19,9 @@ class Round:
         self.calls: list[str] = []
         self.is_running = False
         self.admits = False
-        self.running = SimpleNamespace(tokens=0, is_recomputing=False, wait=lambda: self.calls.append("wait"))
+        self.running = SimpleNamespace(
+            tokens=0, is_recomputing=False, wait=lambda _doze: self.calls.append("wait")
+        )
         self.bridge: Any = object.__new__(Bridge)
         self.bridge._maker = SimpleNamespace(keep_pace=lambda waiting: None)
         self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
@@ -30,7 +32,9 @@ class Round:
             may_be_admitted=lambda rid: self.admits,
             running=self.running,
             scheduler=SimpleNamespace(
-                is_running=lambda: self.is_running, waiting=lambda: [SimpleNamespace(rid="b")]
+                is_running=lambda: self.is_running,
+                waiting=lambda: [SimpleNamespace(rid="b")],
+                doze=lambda _bell: None,
             ),
         )
         self.bridge._idling = Idling(self.bridge.restores, self.bridge.saving)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import select
+import threading
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import zmq
 
+from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.testing.stored_chunks import make_keys
@@ -25,3 +30,48 @@ def test_only_what_a_prompt_begins_with_counts(restored: tuple[int, int], leadin
     running.add(Mock(job=job, decision=None))
     assert running.leading(KEYS) == leading
     assert running.leading(()) == 0
+
+
+def test_a_job_that_changes_ends_the_wait() -> None:
+    running, waits = Running(Alone()), []
+    assert ready(running._bell, 0.0) is False
+    threading.Timer(0.01, running.one_has_changed).start()
+    running.wait(lambda bell: waits.append(ready(bell, 60.0)))
+    running.one_has_changed()
+    running.one_has_changed()
+    running.wait(lambda bell: waits.append(ready(bell, 60.0)))
+    assert waits == [True, True]
+    assert ready(running._bell, 0.0) is False, "it was told"
+    running.wait()  # for a moment
+
+
+def ready(descriptor: int, seconds: float) -> bool:
+    return bool(select.select([descriptor], [], [], seconds)[0])
+
+
+@pytest.mark.parametrize("sees_requests", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_doze_ends_when_a_request_comes(sees_requests: bool, num_ranks: int) -> None:
+    """Where that is not seen, it is short."""
+    context, running = zmq.Context(), Running(Alone())
+    with context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
+        channels = SimpleNamespace(
+            recv_from_tokenizer=receiver if sees_requests else None, recv_from_rpc=None
+        )
+        arguments = SimpleNamespace(tp_size=num_ranks)
+        view = SchedulerOf(
+            SimpleNamespace(ipc_channels=channels, recv_from_tokenizer=receiver, server_args=arguments)
+        )  # type: ignore[arg-type]
+        sender.send(b"a request")
+        if sees_requests:
+            assert receiver.poll(60_000)
+        began = time.monotonic()
+        running.wait(view.doze)
+        if sees_requests:
+            receiver.recv()
+        running.one_has_changed()
+        running.wait(view.doze)
+        assert ready(running._bell, 0.0) is False
+        assert time.monotonic() - began < 60.0
+    context.term()
