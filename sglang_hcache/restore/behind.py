@@ -57,8 +57,10 @@ class PassesBehind:
         """What the pass waits for, layer by layer."""
 
     def come_after(self, written: Written) -> None:
-        """Passes compute only behind ``written`` from now on."""
-        self._written = written  # of one that is not over: those before it are
+        """Passes compute only behind ``written`` from now on, and so behind the restores before it."""
+        before = self._awaited()
+        is_whole = before is not None and not before.layers
+        self._written = written.as_a_whole() if is_whole else written
 
     def begin(self) -> None:
         """A pass is asked for next that waits for all.

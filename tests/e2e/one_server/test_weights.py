@@ -21,6 +21,7 @@ Load = Callable[[int], None]
 
 
 def from_disk(server: TierServer, folder: Path, **more: Any) -> None:
+    server.internal_state()  # SGLang ends if it is told to flush in the round in which it has sent the last answer
     response = server.post("/update_weights_from_disk", {"model_path": str(folder), **more})
     assert response.json()["success"], response.text
 
@@ -28,6 +29,7 @@ def from_disk(server: TierServer, folder: Path, **more: Any) -> None:
 def from_tensors(server: TierServer, folder: Path, **more: Any) -> None:
     weights = load_file(folder / "model.safetensors")
     data = pickle.dumps([(name, weights[name]) for name in CHANGED])
+    server.internal_state()
     body = {"serialized_named_tensors": [base64.b64encode(data).decode()], **more}
     response = server.post("/update_weights_from_tensor", body)
     assert response.json()["success"], response.text

@@ -199,6 +199,13 @@ def test_passes_go_by_layers_once_one_has_named_them_all() -> None:
     assert passes.run([0, 1], prefills=False) == [whole], "a graph is replayed as a whole"
     passes.passes.come_after(written.as_a_whole())
     assert passes.run([0, 1]) == [whole], "slots of the restore may be in its hands"
+    next_one = Point()
+    passes.passes.come_after(Written(next_one, marks))
+    assert passes.run([0, 1]) == [next_one], "and in theirs still"
+    next_one.there = True
+    assert not passes.run([0, 1])
+    passes.passes.come_after(written)
+    assert passes.run([0, 1]) == [marks[0], marks[1]]
     whole.there = True
     assert not passes.run([0, 1])
 
