@@ -8,7 +8,7 @@ Copies and computations overlap: while one part of rows is projected, the next o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +146,7 @@ class DeviceStage:
 
     def bring(self, rows: torch.Tensor) -> Mark:
         """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
-        for part in slices(len(rows), self.rows_at_once(rows.shape[1] * rows.element_size())):
+        for part in self._parts(len(rows), rows):
             self._bring(rows, ((part.start, part.stop - part.start),))
             self._buffers.give_back(self._streams.copied())
         return self._streams.copied()
@@ -180,9 +180,12 @@ class DeviceStage:
     def _queue_layer(
         self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write
     ) -> None:
-        at_once = self.rows_at_once(stored.memory.shape[1] * stored.memory.element_size())
-        for part in slices(len(slots), at_once):
+        for part in self._parts(len(slots), stored.memory):
             self._queue(stored.part(part.start, part.stop), positions[part], slots[part], write)
+
+    def _parts(self, count: int, memory: torch.Tensor) -> Iterator[slice]:
+        """Of ``count`` rows as those of ``memory``, (m, width): what is copied together."""
+        return slices(count, self.rows_at_once(memory.shape[1] * memory.element_size()))
 
     def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
         staged = stored.moved(self._bring(stored.memory, stored.spans))

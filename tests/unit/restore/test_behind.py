@@ -101,6 +101,8 @@ def _next_layer(written: Written) -> Written:
     return replace(written, layers={layer: written.layers[max(0, layer - 1)] for layer in written.layers})
 
 
+_WRITTEN = DeviceStage.written
+
 MUTANTS: dict[str, tuple[bool, Any, str, Any]] = {
     "passes do not wait": (False, DelayedStreams, "hold_up", _ignored),
     "only the pass of the first restore waits": (
@@ -120,13 +122,13 @@ MUTANTS: dict[str, tuple[bool, Any, str, Any]] = {
         True,
         DeviceStage,
         "written",
-        lambda self: _first_layers(self, Written(self._streams.computed(), dict(self._layers))),
+        lambda self: _first_layers(self, _WRITTEN(self)),
     ),
     "the layer before is waited for": (
         True,
         DeviceStage,
         "written",
-        lambda self: _next_layer(Written(self._streams.computed(), dict(self._layers))),
+        lambda self: _next_layer(_WRITTEN(self)),
     ),
 }
 

@@ -69,7 +69,6 @@ class SchedulerOf:
         come_here = channels.recv_from_tokenizer
         sees_requests = come_here is not None and come_here is scheduler.recv_from_tokenizer
         sockets = [come_here, channels.recv_from_rpc] if sees_requests else []
-        sockets = [socket for socket in sockets if socket is not None]
         is_alone = sees_requests and scheduler.server_args.tp_size == 1
         IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_alone else _BLIND_DOZE_MS)
 

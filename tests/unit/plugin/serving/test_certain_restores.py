@@ -40,6 +40,15 @@ def begin(world: World, rid: str = "a") -> None:
     world.coordinator.tick()
 
 
+def certain_world() -> World:
+    """The device is asked for all of a restore, and its slots are in the tree."""
+    world = world_on_gpu()
+    begin(world)
+    world.engine.ask()
+    world.coordinator.tick()
+    return world
+
+
 def test_a_request_is_admitted_when_the_device_is_asked_for_its_restore() -> None:
     world = world_on_gpu()
     begin(world)
@@ -76,10 +85,7 @@ def test_one_that_is_over_already_is_reported_in_the_same_round() -> None:
 
 def test_one_that_fails_in_the_tree_ends_the_server() -> None:
     """Requests may have read what is not there."""
-    world = world_on_gpu()
-    begin(world)
-    world.engine.ask()
-    world.coordinator.tick()
+    world = certain_world()
     world.engine.end(RestoreState.FAILED)
     with pytest.raises(RuntimeError, match="failed on the device"):
         world.coordinator.tick()
@@ -146,10 +152,7 @@ def test_on_a_cpu_there_is_nothing_to_come_behind() -> None:
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_nobody_gets_what_the_device_still_writes_to(is_admitted: bool) -> None:
     """Passes that go by layers would write to a layer before the restore does."""
-    world = world_on_gpu()
-    begin(world)
-    world.engine.ask()
-    world.coordinator.tick()
+    world = certain_world()
     if is_admitted:
         world.coordinator.admitted("a", len(PROMPT))
     else:
@@ -183,10 +186,7 @@ def test_passes_wait_for_all_of_it_where_some_of_its_slots_are_free(chunks: int)
 
 
 def test_room_that_a_running_request_needs_is_there_when_the_device_has_written_to_it() -> None:
-    world = world_on_gpu()
-    begin(world)
-    world.engine.ask()
-    world.coordinator.tick()
+    world = certain_world()
     world.coordinator.running.wait = lambda: world.engine.end(RestoreState.DONE)  # type: ignore[method-assign]
     assert world.coordinator.give_back()
     world.tree.evict_all()
@@ -209,10 +209,7 @@ def test_one_that_nobody_wants_keeps_its_slots_until_it_is_over() -> None:
 
 
 def test_it_is_not_stopped_for_room() -> None:
-    world = world_on_gpu()
-    begin(world)
-    world.engine.ask()
-    world.coordinator.tick()
+    world = certain_world()
     world.coordinator.admitted("a", len(PROMPT))
     assert not world.coordinator.give_back()
     assert world.counters["restore.stopped_for_room"] == 0
@@ -234,10 +231,7 @@ def test_who_waits_for_the_same_chunks_finds_them_in_the_tree() -> None:
 
 def test_before_weights_change_the_device_is_waited_for() -> None:
     """It projects with them."""
-    world = world_on_gpu()
-    begin(world)
-    world.engine.ask()
-    world.coordinator.tick()
+    world = certain_world()
     restore, waits = world.coordinator.waiting.get("a").restore, []  # type: ignore[union-attr]
 
     def wait() -> None:

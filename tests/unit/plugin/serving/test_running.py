@@ -54,10 +54,15 @@ def ready(descriptor: int, seconds: float) -> bool:
 def test_a_doze_ends_when_a_request_comes(sees_requests: bool, num_ranks: int) -> None:
     """Where that is not seen, it is short."""
     context, running = zmq.Context(), Running(Alone())
-    with context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+    with (
+        context.socket(zmq.PULL) as receiver,
+        context.socket(zmq.PUSH) as sender,
+        context.socket(zmq.DEALER) as rpc,
+    ):
         sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
         channels = SimpleNamespace(
-            recv_from_tokenizer=receiver if sees_requests else None, recv_from_rpc=None
+            recv_from_tokenizer=receiver if sees_requests else None,
+            recv_from_rpc=rpc if sees_requests else None,
         )
         arguments = SimpleNamespace(tp_size=num_ranks)
         view = SchedulerOf(
