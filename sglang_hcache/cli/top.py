@@ -55,18 +55,18 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("  rests: the disk was too slow", "restore.rests", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
-    ("  dropped: staging full", "capture.chunks_dropped_staging_full", "bad"),
-    ("  dropped: layers not seen", "capture.chunks_dropped_incomplete", "bad"),
-    ("  dropped: host memory full", "capture.chunks_dropped_host_full", "bad"),
-    ("  dropped: beginning gone", "capture.chunks_dropped_beginning_gone", "bad"),
-    ("  dropped: disk full", "demote.chunks_dropped_full", "bad"),
-    ("  dropped: write budget", "demote.chunks_dropped_budget", "bad"),
-    ("  dropped: disk error", "demote.chunks_dropped_error", "bad"),
+    ("  dropped: staging_full", "capture.chunks_dropped_staging_full", "bad"),
+    ("  dropped: incomplete_pass", "capture.chunks_dropped_incomplete", "bad"),
+    ("  dropped: host_full", "capture.chunks_dropped_host_full", "bad"),
+    ("  dropped: beginning_gone", "capture.chunks_dropped_beginning_gone", "bad"),
+    ("  dropped: disk_full", "demote.chunks_dropped_full", "bad"),
+    ("  dropped: write_budget", "demote.chunks_dropped_budget", "bad"),
+    ("  dropped: disk_error", "demote.chunks_dropped_error", "bad"),
     ("bytes read from disk", "store.bytes_read", "bytes"),
     ("bytes written to disk", "store.bytes_written", "bytes"),
     ("I/O errors", "store.io_errors", "bad"),
-    ("damaged extents", "store.corrupt_extents", "bad"),
-    ("writes refused: no room, or the budget", "store.writes_refused", "bad"),
+    ("damaged data found", "store.corrupt_extents", "bad"),
+    ("writes refused: no room", "store.writes_refused", "bad"),
     ("deletions of files that failed", "store.unlink_failures", "bad"),
     ("unexpected errors", ERRORS, "bad"),
 )
@@ -275,12 +275,14 @@ def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
     used = host["slots"] - host["free"]
     _add_tier(
         table, "host", used * host["chunk_bytes"], host["slots"] * host["chunk_bytes"], used,
-        f"{host['dirty']:,} in host memory only" if state["disk"] else "no disk tier",
+        f"{host['dirty']:,} not written yet" if state["disk"] else "no disk tier",
     )  # fmt: skip
     disk = state["disk"]
     if disk is None:
         return Group(table)
-    note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])} written in 24 h"
+    budget = disk["write_budget_bytes"]
+    most = "" if budget is None else f" of {format_bytes(budget)}"
+    note = f"{disk['engine']}; {format_bytes(disk['written_today_bytes'])}{most} written in 24 h"
     _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
     # Below the table, as wide as the window: long paths are folded there, not cut.
     directories = [

@@ -151,7 +151,9 @@ COUNTERS = (
         },
     ),
     CounterMetric(
-        "chunks_dropped", "Chunks that were not kept, and why.", "chunks", "reason",
+        "chunks_dropped",
+        "Chunks that were not saved, and why; disk_full, write_budget, disk_error: not written, but in host memory "
+        "until they are evicted there.", "chunks", "reason",
         {
             "capture.chunks_dropped_staging_full": "staging_full",
             "capture.chunks_dropped_incomplete": "incomplete_pass",
@@ -246,7 +248,8 @@ GAUGES = (
     GaugeMetric("tier_chunks", "Chunks in a tier.", "chunks", ("tier",), ("host", "disk")),
     GaugeMetric(
         "unwritten_chunks",
-        "Chunks in host memory that are not yet on disk: what a crash would lose. 0 without a disk tier.",
+        "Chunks in host memory that wait to be written to disk. 0 without a disk tier. Chunks that are not written at "
+        "all, because of the write budget or a failing disk, are counted as dropped instead.",
         "chunks",
     ),
     GaugeMetric(
@@ -255,8 +258,17 @@ GAUGES = (
         "bytes",
     ),
     GaugeMetric(
+        "disk_write_budget_bytes", "The write budget, bytes in any 24 hours. Missing if there is none.", "bytes",
+    ),
+    GaugeMetric(
         "directory_healthy",
         "1 while a directory of the disk tier can be read and written; 0 if it is full, read-only or out of service.",
+        "bool", ("directory",),
+    ),
+    GaugeMetric(
+        "directory_takes_writes",
+        "1 while new chunks are written to a directory of the disk tier; 0 if it is not healthy, or if the free space "
+        "floor leaves it no room.",
         "bool", ("directory",),
     ),
     GaugeMetric(

@@ -61,7 +61,8 @@ time: most restores are nearly done then, and their work would be lost."""
 _LEAST_PATIENCE_S = 0.25
 """Pauses of a busy machine must not end restores of a few milliseconds."""
 
-_COMPUTE, _PREFILL = "projecting", "recomputing"
+_COMPUTE, _PREFILL = "project", "recompute"
+"""As ``core.metrics`` names a restore's phases."""
 
 
 @dataclass(frozen=True, slots=True)

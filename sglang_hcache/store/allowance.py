@@ -79,7 +79,8 @@ class WriteAllowance:
             raise
 
     def _allows(self, size: int, share: float, now_s: float) -> bool:
-        return self.budget_bytes is None or self._written(now_s) + size <= share * self.budget_bytes
+        written = self._written(now_s)  # which also forgets hours that are over
+        return self.budget_bytes is None or written + size <= share * self.budget_bytes
 
     def _written(self, now_s: float) -> int:
         hour = int(now_s // _HOUR_S)

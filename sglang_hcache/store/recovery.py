@@ -233,13 +233,13 @@ class Recovery:
 
         kept: dict[int, RunPlace] = {}
         try:
-            for batch in batches(runs.items()):
+            for batch in batches(sorted(runs.items(), reverse=True)):  # the newest first
                 put(partial(index.insert, dict(batch), {}))
                 kept.update(batch)
         except StoreFullError as error:
             logger.warning("hcache: not all stored runs fit the index: %s", error)
         put(index.mark_complete)
-        return kept
+        return dict(sorted(kept.items()))
 
 
 def _last_number(contents: IndexContents) -> int:

@@ -16,6 +16,7 @@ from sglang_hcache.core.errors import (
     StoreIOError,
     StoreTimeoutError,
     TierMissError,
+    WriteBudgetError,
 )
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.store.allowance import WriteAllowance
@@ -349,6 +350,8 @@ class DiskStore:
 def _refusals_counted(tally: Tally) -> Iterator[None]:
     try:
         yield
+    except WriteBudgetError:  # no fault of the disk: who asked counts the chunks
+        raise
     except StoreFullError:
         tally.count("store.writes_refused")
         raise

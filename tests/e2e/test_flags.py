@@ -74,6 +74,13 @@ REFUSALS = {
         ["--hcache-dirs", "/a", "--hcache-disk-free-floor", "9999TB", "--hcache-disk-at-start", "optional"],
         ("--hcache-disk-free-floor", "9999.0 TB", "the file system of /a has"),
     ),
+    "SGLang's file in one word": Refusal(
+        ["--config=server.yaml"], ("overlooks --config=FILE", "--config FILE")
+    ),
+    "keys that nobody checks": Refusal(
+        ["--tokenizer-worker-num", "2", "--admin-api-key", "k"],
+        ("--admin-api-key cannot be used with --tokenizer-worker-num 2", "no key"),
+    ),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
     "nodes": Refusal(["--nnodes", "2"], ("--nnodes", "got 2")),
     "ranks with hidden states": Refusal(

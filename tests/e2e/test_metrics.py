@@ -23,7 +23,7 @@ from tests.e2e.test_plans import write_profile
 _PATIENCE_S = 90.0
 _NOT_DRAWN = {
     *("tier_chunks", "unwritten_chunks", "waiting_requests", "clearing_pending", "nothing_saved", "info"),
-    "restores_yielded_total",
+    *("restores_yielded_total", "directory_takes_writes"),
 }
 """For alerts, and for who looks for something."""
 
@@ -40,7 +40,7 @@ def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     config = folder / "hcache.yaml"
     settings = {
         "dirs": [str(folder / "disk")], "disk_size": "64MB", "disk_free_floor": 0,
-        "profile": str(folder / "costs.json"),
+        "disk_write_budget": "1TB", "profile": str(folder / "costs.json"),
         "host_size": "8MB",  # about 20 chunks
         "staging_size": "1MB",  # fewer rows than a pass of 512 tokens has
     }  # fmt: skip
@@ -170,6 +170,8 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
     assert found["tier_bytes"][("disk",)] <= found["tier_capacity_bytes"][("disk",)] == 64e6
     (directory,) = found["directory_healthy"]
     assert directory[0].endswith("disk")
+    assert found["directory_takes_writes"] == {directory: 1}
+    assert found["disk_write_budget_bytes"] == {(): 1e12}
     assert found["info"] == {(__version__, "hidden"): 1}
     assert found["clearing_pending"] == {(): 0}
     assert found["nothing_saved"] == {("old_weights",): 0, ("method",): 0, ("switched_off",): 0}

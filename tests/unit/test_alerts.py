@@ -36,7 +36,8 @@ def test_the_docs_list_them() -> None:
 SWITCHED_OFF = {'nothing_saved{instance="a", reason="switched_off"}': "1x120"}
 PENDING = {'clearing_pending{instance="a"}': "1x120"}
 STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
-REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
+FULL = {'directory_takes_writes{instance="a", directory="x"}': "0x120"}
+OTHER_TAKES = {'directory_takes_writes{instance="a", directory="y"}': "1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
 UP = {'up{instance="a", job="sglang"}': "1x120"}
 INFO = {'info{instance="a", version="0", method="kv"}': "1x120"}
@@ -59,8 +60,9 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheClearingPending", PENDING, 14, False),
         ("HCacheClearingPending", PENDING, 16, True),
         ("HCacheFilesStay", STAYS, 30, True),
-        ("HCacheNothingWritten", REFUSED, 14, False),
-        ("HCacheNothingWritten", REFUSED, 30, True),
+        ("HCacheNothingWritten", FULL, 14, False),
+        ("HCacheNothingWritten", FULL, 30, True),
+        ("HCacheNothingWritten", FULL | OTHER_TAKES, 30, False),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),

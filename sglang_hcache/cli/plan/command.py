@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
 
 _Value = TypeVar("_Value")
 
+_SIZED = ("auto", "hidden", "kv")
+"""Methods that store something whatever the machine's rates are."""
 _MOST = 10**9
 """Tokens, layers, GB/s and TFLOP/s; the slowest rates are as far below 1. Times that follow from others are none."""
 
@@ -147,8 +149,9 @@ def plan(
     stores the mix of hidden states and K and V that is best for 4,096 tokens, and for each restore it chooses how many
     of the first layers to recompute.
 
-    `--tokens-per-s 2000 --keep 10m --drive-size 4TB` adds the size that the disk tier needs and how fast it wears its
-    drives. Host memory is sized for the passes of a GPU with overlap scheduling, SGLang's default.
+    `hcache plan llama2-7b`, without rates, prints only what a token takes and how much host memory a GPU server needs
+    at least, for the passes of overlap scheduling, SGLang's default. `--tokens-per-s 2000 --keep 10m --drive-size 4TB`
+    adds the size that the disk tier needs and how fast it wears its drives.
 
     With quantized weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`), a server
     stores only K and V, and plans assume the same.
@@ -162,16 +165,30 @@ def plan(
     _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops, tokens_per_s=tokens_per_s)
     sizing = _sizing(pass_tokens, tokens_per_s, keep, drive_size)
     planned = _model(model, dtype, kv_cache_dtype)
-    costs = _profile(planned, io_gbps, tflops, profile)
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
         raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
+    if planned is not None and kind in _SIZED and not any((io_gbps, tflops, profile, tier, png)):
+        _show_sizes(planned, kind, sizing, as_json)
+        return
+    costs = _profile(planned, io_gbps, tflops, profile)
     report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden, sizing)
     if png is not None:
         _draw(png, report)
     Report(report.data(), report.parts()).show(as_json=as_json)
     if png is not None and not as_json:
         print(f"wrote {png}")
+
+
+def _show_sizes(model: PlannedModel, kind: PlanKind, sizing: Sizing, as_json: bool) -> None:
+    from sglang_hcache.cli.plan.sizes import SizesReport
+    from sglang_hcache.cli.report import Report
+    from sglang_hcache.core.layout import Method, PlanKind
+
+    allowed = (Method.KV,) if model.why_not_hidden is not None else (Method.HIDDEN, Method.KV)
+    methods = tuple(method for method in allowed if kind in (PlanKind.AUTO, PlanKind(method)))
+    report = SizesReport(model.shape, methods, model.why_not_hidden, sizing)
+    Report(report.data(), report.parts()).show(as_json=as_json)
 
 
 def _kind(method: str) -> PlanKind:

@@ -105,9 +105,8 @@ class ProfileReport:
         ]
 
     def _ending(self) -> list[str]:
-        same = "the same model, machine, versions and disk directories"
-        if not self.has_dirs:
-            same = "the same model, machine and versions, and no disk tier,"
+        dirs = "disk directories" if self.has_dirs else "no disk tier"
+        same = f"the same model, machine, versions, attention backend, quantization, --tp-size and {dirs}"
         lines = [f"Saved {self.path}"]
         if self.is_found_by_servers:
             lines.append(f"Servers started with {same} use it by themselves.")

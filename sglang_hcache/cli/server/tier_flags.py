@@ -45,10 +45,12 @@ def check(arguments: Sequence[str]) -> None:
     """Refuse what the server would refuse as well, half a minute and hundreds of lines of usage later.
 
     Raises:
-        ConfigError: no such flag, or a value that is not allowed.
+        ConfigError: no such flag, or a value that is not allowed; or SGLang overlooks its own file.
     """
-    from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
+    from sglang_hcache.sglang_plugin.launch.settings_file import OVERLOOKED_FILE, settings_of
 
+    if any(one.startswith("--config=") for one in arguments):
+        raise ConfigError(OVERLOOKED_FILE)
     for argument in arguments:
         if argument.startswith(_PREFIX):
             _check_name(argument.partition("=")[0])
@@ -56,8 +58,7 @@ def check(arguments: Sequence[str]) -> None:
     mode = tier_mode(given.hierarchical_cache)
     if mode not in (None, *TIER_MODES):
         raise ConfigError(f"{TIER_FLAG}: {mode!r} is not allowed; allowed: {', '.join(TIER_MODES)}")
-    is_whole = not any(one.partition("=")[0] == "--config" for one in arguments)
-    if is_whole and mode != "off":  # SGLang's own file may hold the rest
+    if "--config" not in arguments and mode != "off":  # SGLang's own file may hold the rest
         HCacheConfig.from_settings(settings_of(given))
 
 

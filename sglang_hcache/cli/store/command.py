@@ -64,8 +64,8 @@ def _stat(dirs: Named = None, config: ConfigFile = None, as_json: AsJson = False
     """Show sizes, counts and the health of each directory.
 
     Counts start when the store was created. While a server runs they lag slightly, and the health shown is what the
-    server reports, unless it has abandoned its index. Exit status 1 if a directory is out or the index is damaged,
-    missing or abandoned (`healthy` in --json). Quarantined chunks, which are no longer served, are only counted.
+    server reports, unless it has given up its index. Exit status 1 if a directory is out or the index is damaged,
+    missing or given up (`healthy` in --json). Quarantined chunks, which are no longer served, are only counted.
     """
     from sglang_hcache.cli.store import report
     from sglang_hcache.store.inspect.view import StoreView

@@ -79,7 +79,7 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
     table.padding = (0, 1, 0, 0)
     for column in table.columns:  # in narrow windows texts fold; no number is split
         column.overflow, column.no_wrap = "fold", column.justify == "right"
-    # `gc` and `clear` are given what is copied from here.
+    # `clear` is given what is copied from here.
     table.columns[0].no_wrap, table.columns[0].min_width = True, 32
     for item in shown:
         table.add_row(

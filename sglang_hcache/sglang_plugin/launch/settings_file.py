@@ -12,6 +12,11 @@ from sglang_hcache.core.config import CONFIG_FLAG, FLAG_FIELDS
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.paths import whole_path
 
+OVERLOOKED_FILE = (
+    "--config: SGLang overlooks --config=FILE in one word, and all that FILE says; write --config FILE"
+)
+"""It says nothing of it: so a server whose keys are in that file would have none."""
+
 
 class _Loader(yaml.SafeLoader):
     """A safe loader whose errors are all ``ValueError`` or ``YAMLError``."""

@@ -105,7 +105,7 @@ def check_arguments(args: argparse.Namespace, defaults: type) -> None:
             f"{_FLAG} cannot be used with --kv-cache-dtype {args.kv_cache_dtype}: a token's K and V are more than "
             "its values there; use auto, fp8_e4m3 or fp8_e5m2"
         )
-    _raise([*problems, *_hicache(args, defaults), *_parallelism(args)])
+    _raise([*problems, *_hicache(args, defaults), *_parallelism(args), *_keys(args)])
 
 
 def check_server_args(server_args: Any, config: HCacheConfig) -> None:
@@ -301,6 +301,18 @@ def _parallelism(args: argparse.Namespace) -> list[str]:
                 "agree on restores"
             )
     return problems
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """Keys that nobody would check: whoever reaches the server could empty the tiers."""
+    if args.tokenizer_worker_num in (None, 1):
+        return []
+    return [
+        f"{_flag(field)} cannot be used with --tokenizer-worker-num {args.tokenizer_worker_num}: SGLang checks no key "
+        "there, so everyone could empty the cache and the tiers"
+        for field in ("api_key", "admin_api_key")
+        if getattr(args, field)
+    ]
 
 
 def _model(model: Any) -> list[str]:

@@ -14,7 +14,7 @@ from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.sglang_plugin.launch import prefill_graphs, stopping, support
 from sglang_hcache.sglang_plugin.launch.flags import BACKEND
-from sglang_hcache.sglang_plugin.launch.settings_file import settings_of
+from sglang_hcache.sglang_plugin.launch.settings_file import OVERLOOKED_FILE, settings_of
 from sglang_hcache.sglang_plugin.seam.budget import pool_share, store_config
 from sglang_hcache.store import Ahead, StoreConfig, look_ahead
 
@@ -34,6 +34,8 @@ def construct(original: Callable[..., Any], cls: type, args: argparse.Namespace,
     Raises:
         ConfigError: what cannot be served, naming the flags.
     """
+    if args.config is not None:  # one that SGLang reads is not among the arguments any more
+        raise ConfigError(OVERLOOKED_FILE)
     config = HCacheConfig.from_settings(settings_of(args))
     _warn_about_no_directory(args, config)
     support.check_arguments(args, cls)

@@ -136,9 +136,13 @@ class TierGauges:
             return
         self._set_tier(DISK, disk["chunks"], disk["bytes"], disk["cap_bytes"])
         self._set("disk_written_24h_bytes", disk["written_today_bytes"])
+        if disk["write_budget_bytes"] is not None:
+            self._set("disk_write_budget_bytes", disk["write_budget_bytes"])
         self._set("clearing_pending", disk["clearing_pending"])
         for directory in disk["directories"]:
-            self._set("directory_healthy", directory["condition"] == "healthy", directory=directory["path"])
+            path, is_healthy = directory["path"], directory["condition"] == "healthy"
+            self._set("directory_healthy", is_healthy, directory=path)
+            self._set("directory_takes_writes", is_healthy and not directory["reason"], directory=path)
 
     def _set_tier(self, tier: str, chunks: int, used: int, capacity: int) -> None:
         self._set("tier_chunks", chunks, tier=tier)

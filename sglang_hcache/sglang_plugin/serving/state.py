@@ -27,6 +27,7 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
             "bytes": disk.used_bytes,
             "cap_bytes": disk.cap_bytes,
             "written_today_bytes": disk.written_today_bytes,
+            "write_budget_bytes": disk.write_budget_bytes,
             "quarantined": disk.quarantined,
             "clearing_pending": tiers.is_clearing,
             "engine": disk.engine,

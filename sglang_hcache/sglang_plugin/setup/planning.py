@@ -62,9 +62,12 @@ def _saved_one(bench: Bench) -> Profile | None:
         except ConfigError as error:
             logger.warning("hcache: %s; it is not used", error)
             continue
-        if not differences(profile, bench.model.shape, bench.machine):
+        found = differences(profile, bench.model.shape, bench.machine)
+        if not found:
             logger.info("hcache: using the profile %s", path)
             return profile
+        if profile.is_of(bench.model.shape):
+            logger.info("hcache: the profile %s is not used: %s", path, "; ".join(found))
     return None
 
 

@@ -255,12 +255,10 @@ class StoreDirectory:
         """Write it durably, in one step. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with self._opened() as place:
-            fd = os.open(SUPERBLOCK_TMP_NAME, flags, 0o600, dir_fd=place)
-            try:
-                os.write(fd, superblock.to_json())
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with open(os.open(SUPERBLOCK_TMP_NAME, flags, 0o600, dir_fd=place), "wb") as file:
+                file.write(superblock.to_json())
+                file.flush()
+                os.fsync(file)
             os.rename(SUPERBLOCK_TMP_NAME, SUPERBLOCK_NAME, src_dir_fd=place, dst_dir_fd=place)
             os.fsync(place)
 

@@ -47,8 +47,8 @@ def zero(fd: int, begin: int, end: int) -> None:
         OSError: the device fails.
     """
     if begin < end and not _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin):
-        for at in range(begin, end, len(_ZEROS)):
-            os.pwrite(fd, memoryview(_ZEROS)[: end - at], at)
+        while begin < end:
+            begin += os.pwrite(fd, memoryview(_ZEROS)[: end - begin], begin)
 
 
 def _fallocate(fd: int, mode: int, begin: int, size: int) -> bool:

@@ -76,6 +76,8 @@ class Health:
         """It takes no writes for want of room."""
         self.is_missing = False
         """It is out, for it was deleted or is another one now."""
+        self.has_worked = True
+        """False from the start on, if it was out then, until it is used."""
         self.corrupt_extents = self.io_errors = 0
         """Since the store was created: see ``DirectoryStats``."""
 
@@ -169,6 +171,7 @@ class Health:
             is_news = not self.is_full
             self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, True
             self.is_missing = False
+            self.has_worked = True
             self._failed_reads = 0
             self._recovered_at = time.monotonic()  # failing again soon is going on, not beginning
             self._back_off()
@@ -189,6 +192,7 @@ class Health:
             self.condition = Condition.HEALTHY
             self.reason = ""
             self.is_full = self.is_missing = False
+            self.has_worked = True
             self._failed_reads = self._failed_writes = 0
             self._recovered_at = time.monotonic()
         self._observer.count("store.directory_recoveries")

@@ -94,7 +94,8 @@ def write_superblock(volume: Volume, identity: StoreIdentity) -> None:
 def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, OSError | None]:
     """Check a directory that was out: the same store and place, or emptied on the file system where it was.
 
-    Segments without a superblock are what a deletion left that is not finished: whoever takes it in compares them.
+    Segments without a superblock are what a deletion left that is not finished: whoever takes it in compares them. At
+    start nobody knows whose they are, so a directory that has been out since then is left to ``fsck``.
 
     Returns:
         What it said of the store: more than ``identity`` if others were not there when it was written. And why it is
@@ -108,6 +109,8 @@ def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, 
     directory.acquire()
     found = directory.read_superblock()
     if found is None:
+        if not volume.health.has_worked:
+            _check_emptied(directory, identity.file_systems[volume.stripe])
         directory.write_superblock(Superblock(identity, volume.stripe))
         directory.probe()
         return identity, None
@@ -230,6 +233,7 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
     except OSError as error:
         if is_new:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
+        volume.health.has_worked = False
         volume.health.failed(error, writing=True)
         if volume.health.writable:  # one failure is not many, but nothing has ever worked here
             volume.health.take_out(error.strerror or str(error))

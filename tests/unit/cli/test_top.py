@@ -40,6 +40,7 @@ def state(**counters: int) -> dict[str, Any]:
             "bytes": 5_000_000,
             "cap_bytes": 10_000_000,
             "written_today_bytes": 7_000_000,
+            "write_budget_bytes": None,
             "quarantined": 0,
             "clearing_pending": False,
             "engine": "posix",
@@ -70,7 +71,7 @@ def shown(sample: Sample, before: Sample | None) -> dict[str, list[str]]:
 def test_sizes_and_health() -> None:
     found = shown(Sample(0.0, state()), None)
     assert "6.0 KB" in " ".join(found["host"])
-    assert "5 in host memory only" in " ".join(found["host"])
+    assert "5 not written yet" in " ".join(found["host"])
     assert "1,234" in found["disk"]
     assert found["/b: out: EIO"]
     assert "2 pending" in " ".join(found["requests: 2 pending; 1 being saved; slots in flight: 640"])
@@ -270,9 +271,9 @@ def test_a_low_window_shows_what_went_wrong_first() -> None:
     assert len(lines) <= 24
     assert "the server does not answer" in lines[0]
     text = "\n".join(lines)
-    places = [text.index(words) for words in ("/b: out", "dropped: disk full", "I/O errors", "restores done")]
+    places = [text.index(words) for words in ("/b: out", "dropped: disk_full", "I/O errors", "restores done")]
     assert places == sorted(places)
-    for words in ("/a: healthy", "restores late", "damaged extents"):
+    for words in ("/a: healthy", "restores late", "damaged data found"):
         assert words not in text
     assert "chunks saved" in text
 

@@ -240,7 +240,7 @@ def test_a_slower_device_is_not_taken_for_a_slower_tier() -> None:
     slow = gate(project=3e-6)
     for _ in range(30):
         slow.restored(decide(slow, 1024, 0), 0.1)
-    assert decide(slow, 0, 1024).bottleneck == "projecting", "that tier has not changed, but the device has"
+    assert decide(slow, 0, 1024).bottleneck == "project", "that tier has not changed, but the device has"
     assert decide(slow, 1024, 0).restore_s == pytest.approx(0.1, rel=0.15)
 
 
@@ -303,7 +303,7 @@ def test_layers_that_take_longer_to_recompute_are_fewer() -> None:
 def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     some = gate(may_recompute=True, methods=(Method.KV,) * LAYERS, run=per_token(6e-6, 5e-4))
     before = decide(some, 0, 1024)
-    assert before.bottleneck == "recomputing"
+    assert before.bottleneck == "recompute"
     some.restored(before, 2 * before.restore_s)
     assert decide(some, 0, 1024).recompute_s > 1.1 * before.recompute_s
 

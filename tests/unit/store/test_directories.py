@@ -408,6 +408,24 @@ def test_the_mount_point_of_a_disk_that_is_not_mounted_is_not_written_to(
     assert {item.name for item in config.dirs[1].iterdir()} == {"lock"}
 
 
+def test_segments_without_a_superblock_at_start_are_left_to_fsck(
+    tmp_path: Path, open_store: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the directory is tried again: nobody knows whose they are."""
+    config = stored(tmp_path, 2, open_store)
+    (config.dirs[1] / "superblock.json").unlink()
+    before = sorted(config.dirs[1].glob("segment-*"))
+    store = open_store(config)
+    time.sleep(10 * config.retry_s)
+    assert [item.condition for item in store.stats().directories] == ["healthy", "out"]
+    assert "it has no superblock; `hcache store fsck --rebuild` makes a new one" in caplog.text
+    assert before
+    assert sorted(config.dirs[1].glob("segment-*")) == before
+    store.close()
+    rebuild(config.dirs)
+    read_keys(open_store(config), make_keys(0, 2))
+
+
 def test_a_half_made_store_is_finished(tmp_path: Path, open_store: OpenStore) -> None:
     config = small_config(tmp_path, 2)
     open_store(config).close()

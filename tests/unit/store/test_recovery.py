@@ -379,6 +379,8 @@ def test_an_index_too_large_for_a_smaller_cap_is_rebuilt(
     assert counters["store.index_rebuilds"] == 1
     assert physical_bytes(small.dirs) <= small.size_bytes
     assert store.stats().runs > 0
+    first, last = make_keys(0, 1)[0], make_keys(64 * 1099, 1)[0]
+    assert (store.contains(first), store.contains(last)) == (False, True), "the newest are kept"
 
 
 WRITER = """

@@ -243,6 +243,25 @@ def test_sizes_are_of_what_the_server_stores(plan, plan_json):
     assert "drive writes" not in plan("llama3-8b", *RATES, "--tokens-per-s", 1)[1]
 
 
+def test_sizes_need_no_rates(plan, plan_json):
+    row = 32 * 4096 * 2
+    both = plan_json("llama2-7b")
+    assert {method: sizes["bytes_per_token"] for method, sizes in both["sizes"].items()} == {
+        "hidden": row,
+        "kv": 2 * row,
+    }
+    assert both["sizes"]["kv"]["host_size_at_least"] == 12 * 8192 * 2 * row
+    assert plan_json("llama2-7b", *LOAD)["sizes"] == {
+        "hidden": plan_json("llama2-7b", *RATES, *LOAD)["sizes"]
+    }
+    assert plan_json("llama3-8b", "--kv-cache-dtype", "fp8_e4m3")["sizes"].keys() == {"kv"}
+    out = plan("llama2-7b", "--method", "kv", "--pass-tokens", 2048)[1]
+    assert "Stored    K and V: 524,288 bytes a token\nMemory    12.9 GB at least" in out
+    assert "hidden states:" not in out
+    status, out, err = plan("llama2-7b", "--tier", "disk")
+    assert (status, out, "--io-gbps and --tflops missing" in err) == (2, "", True)
+
+
 def write_profile(path, name="llama2-7b", with_host=False, token_range=None):
     made = analytic_profile(NAMED_SHAPES[name], Hardware(flops=197e12, io_bytes_per_s=25e9))
     tiers = dict(made.tiers)

@@ -136,7 +136,10 @@ def test_table_of_what_was_measured(run):
     ):
         assert text in lines
     assert any(text.startswith("Measured 64 to 4,096 tokens, times of one layer") for text in lines)
-    assert "the same model, machine, versions and disk directories use it by themselves" in out
+    same = (
+        "the same model, machine, versions, attention backend, quantization, --tp-size and disk directories"
+    )
+    assert f"Servers started with {same} use it by themselves" in out
     assert f"restoring pays: hcache plan --profile {profile_dir() / file_name(made_profile())}\n" in out
     assert "Warning" not in out
 
@@ -168,7 +171,7 @@ def test_a_poor_fit_is_a_warning(run):
 def test_without_directories_only_the_host_tier(run):
     out = run(StandIn(made_profile(tiers=("host",))), "--model-path", "m")[1]
     assert "Only host memory was measured. Name the disk tier's directories with --hcache-dirs." in out
-    assert "the same model, machine and versions, and no disk tier, use it" in out
+    assert "quantization, --tp-size and no disk tier use it" in out
 
 
 def test_a_disk_tier_that_could_not_be_read_is_told(run):

@@ -22,6 +22,7 @@ from sglang_hcache.core.errors import ConfigError
         (["--hcache-dirs"], "--hcache-dirs: expected one argument"),
         (["--hierarchical-cache", "on"], "--hierarchical-cache: 'on' is not allowed; allowed: off, hcache"),
         (["--hcache-config", "/no/such/file.yaml"], "--hcache-config: cannot read"),
+        (["--config=server.yaml"], "write --config FILE"),
     ],
 )
 def test_what_the_server_would_refuse_later(arguments: list[str], told: str) -> None:
