@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 CHUNK_TOKENS = 64
@@ -56,8 +56,11 @@ class StateLayout:
     """What each layer stores: ``HIDDEN`` or ``KV``."""
     row_bytes: tuple[int, ...]
     """Bytes of one token's row in each layer."""
+    chunk_layer_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Bytes of one chunk in each layer."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk_layer_bytes", tuple(CHUNK_TOKENS * size for size in self.row_bytes))
         if len(self.methods) != len(self.row_bytes) or not self.methods:
             raise ValueError("methods and row_bytes need one entry a layer")
         if any(size <= 0 for size in self.row_bytes):
@@ -88,11 +91,6 @@ class StateLayout:
             groups.append(LayerGroup(first, count, size))
             first += count
         return tuple(groups)
-
-    @property
-    def chunk_layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of one chunk in each layer."""
-        return tuple(CHUNK_TOKENS * size for size in self.row_bytes)
 
     @property
     def chunk_bytes(self) -> int:

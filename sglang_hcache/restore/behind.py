@@ -72,11 +72,14 @@ class PassesBehind:
             self._hold_up(written.all)
 
     @contextmanager
-    def one_pass(self, *, prefills: bool) -> Iterator[None]:
+    def one_pass(self, *, prefills: bool) -> Iterator[bool]:
         """A pass of SGLang's is asked for inside.
 
         Args:
             prefills: whether it computes prompts, and so asks for attention outside of CUDA graphs.
+
+        Yields:
+            Whether it begins once all is written. Else it takes longer than others: the restore goes on beside it.
 
         Raises:
             RuntimeError: it did not name each layer, as passes before it did. What it computes is worth nothing.
@@ -84,14 +87,14 @@ class PassesBehind:
         written = self._awaited() if prefills else None
         if written is None or not written.layers:
             self.begin()
-            yield
+            yield True
             return
         by_layers = self._go_by_layers
         if not by_layers:
             self._hold_up(written.all)
         self._named, self._marks = set(), written.layers if by_layers else {}
         try:
-            yield
+            yield not by_layers
             unnamed = written.layers.keys() - self._named
         finally:
             self._named, self._marks = None, {}

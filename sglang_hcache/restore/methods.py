@@ -142,7 +142,10 @@ class LayerRestorer:
             return
         count, stage = len(rows), self.stage
         for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count, check):
-            self._project(layer, rows[part], positions[part], slots[part])
+            if part.stop - part.start == count:  # nothing to cut: on a GPU each view of a tensor counts
+                self._project(layer, rows, positions, slots)
+            else:
+                self._project(layer, rows[part], positions[part], slots[part])
 
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor

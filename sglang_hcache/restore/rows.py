@@ -38,7 +38,7 @@ class StoredRows:
     def rows(self) -> torch.Tensor:
         """(n, width), of those in one span."""
         ((first, count),) = self.spans
-        return self.memory[first : first + count]
+        return self.memory if count == len(self.memory) else self.memory[first : first + count]
 
     @property
     def pieces(self) -> list[StoredRows]:
@@ -51,6 +51,8 @@ class StoredRows:
 
     def part(self, first: int, end: int) -> StoredRows:
         """Those of tokens [first, end), as far as there are such."""
+        if first <= 0 and end >= len(self):
+            return self
         spans, begin = [], 0
         for start, count in self.spans:
             low, high = max(first - begin, 0), min(end - begin, count)

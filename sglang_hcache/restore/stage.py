@@ -180,7 +180,11 @@ class DeviceStage:
     def _queue_layer(
         self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write
     ) -> None:
-        for part in self._parts(len(slots), stored.memory):
+        count = len(slots)
+        if 0 < count <= self.rows_at_once(stored.memory.shape[1] * stored.memory.element_size()):
+            self._queue(stored, positions, slots, write)  # nothing to cut: each view of a tensor counts
+            return
+        for part in self._parts(count, stored.memory):
             self._queue(stored.part(part.start, part.stop), positions[part], slots[part], write)
 
     def _parts(self, count: int, memory: torch.Tensor) -> Iterator[slice]:

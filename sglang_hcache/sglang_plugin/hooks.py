@@ -190,12 +190,18 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     if bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
         bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)
-    with bridge.one_pass(prefills=forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed()):
-        return _save_pass(bridge, partial(original, runner, forward_batch, *args, **kwargs), forward_batch)
+    compute = partial(original, runner, forward_batch, *args, **kwargs)
+    prefills = forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed()
+    with bridge.one_pass(prefills=prefills) as is_undisturbed:
+        return _save_pass(bridge, compute, forward_batch, is_undisturbed)
 
 
-def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any) -> Any:
-    """Carry out a forward pass, and save what it computes."""
+def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any, is_undisturbed: bool) -> Any:
+    """Carry out a forward pass, and save what it computes.
+
+    Args:
+        is_undisturbed: whether it takes as long as if there were no restores.
+    """
     requests = batches.rows_of(forward_batch)
     if not requests:
         return compute()
@@ -211,7 +217,7 @@ def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any) -
         raise
     bridge.saving.end_pass(
         requests,
-        is_typical=batches.is_typical(forward_batch),
+        is_typical=is_undisturbed and batches.is_typical(forward_batch),
         is_replayed=bool(output.can_run_graph),
         is_prefill=not forward_batch.forward_mode.is_decode(),
     )

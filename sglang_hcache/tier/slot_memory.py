@@ -37,6 +37,11 @@ class SlotMemory:
         rows: npt.NDArray[np.uint8] = self._layers[layer][slot]
         return rows
 
+    def layer(self, layer: int) -> npt.NDArray[np.uint8]:
+        """One layer of all slots, a view: uint8, (slots, chunk bytes of the layer)."""
+        rows: npt.NDArray[np.uint8] = self._layers[layer]
+        return rows
+
     def layers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """``count`` layers of equal rows from ``first`` on, a view: uint8, (layers, slots, chunk bytes of a layer)."""
         size = self.layout.chunk_layer_bytes[first]

@@ -319,7 +319,7 @@ class TieredStore:
             The layer in all host slots, (slots, bytes of a chunk's layer), a view; and the slots of the chunks. These
             do not change until the lease is closed.
         """
-        return self.host.layers(layer, 1)[0], lease._pieces
+        return self.host.layer(layer), lease._pieces
 
     # -- upkeep ----------------------------------------------------------------------------------
 

@@ -49,9 +49,11 @@ class DeviceBuffers:
             records_one_graph: whether it is of decoding, and becomes one graph, not several that end at attention.
         """
         shape = model.shape
-        sizes = StageSizes.of(shape.hidden_row_bytes, shape.kv_row_bytes)
+        # Those of several ranks are much wider than a rank's K and V, and never stored.
+        hidden_row_bytes = shape.hidden_row_bytes if model.why_not_hidden is None else shape.kv_row_bytes
+        sizes = StageSizes.of(hidden_row_bytes, shape.kv_row_bytes)
         stage = DeviceStage(streams(), sizes, model.context_length)
-        row_bytes = max(shape.hidden_row_bytes, shape.kv_row_bytes)
+        row_bytes = max(hidden_row_bytes, shape.kv_row_bytes)
         ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(

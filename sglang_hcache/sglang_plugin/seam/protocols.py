@@ -101,6 +101,12 @@ class SchedulerView(Protocol):
     def waiting(self) -> Iterator[QueuedRequest]:
         """The requests in the waiting queue, in order."""
 
+    def prefilling(self) -> tuple[int, int]:
+        """Of a prompt that is computed in several passes: tokens left, and the position of the first of them.
+
+        No other prefill begins before its last pass. (0, 0): there is none.
+        """
+
     def looks_at_queue(self) -> bool:
         """Whether a waiting request may be admitted in this round: not while as many run as may."""
 

@@ -128,13 +128,16 @@ class Bridge:
         self._owners.note(namespace)
         self.saving.begin(rid, namespace, prefix)
 
-    def one_pass(self, *, prefills: bool) -> AbstractContextManager[None]:
+    def one_pass(self, *, prefills: bool) -> AbstractContextManager[bool]:
         """A forward pass is asked for inside, behind restores that the device has not ended.
 
         Args:
             prefills: whether it computes prompts.
+
+        Returns:
+            Yields whether it takes as long as it would without them.
         """
-        return nullcontext() if self._gpu is None else self._gpu.stage.passes.one_pass(prefills=prefills)
+        return nullcontext(True) if self._gpu is None else self._gpu.stage.passes.one_pass(prefills=prefills)
 
     # -- the device tree -------------------------------------------------------------------------
 

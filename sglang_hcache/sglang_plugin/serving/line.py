@@ -28,12 +28,15 @@ class Ahead:
 
     Args:
         prefill_s: what computing so many tokens behind a prefix of so many takes, seconds.
+        prefilling: of the prompt that is computed now, as :meth:`SchedulerView.prefilling`. It comes before all others.
     """
 
-    def __init__(self, prefill_s: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, prefill_s: Callable[[int, int], float], prefilling: tuple[int, int] = (0, 0)
+    ) -> None:
         self.tokens = 0
         """Slots."""
-        self.seconds = 0.0
+        self.seconds = prefill_s(*prefilling) if prefilling[0] else 0.0
         """Time to compute what is not restored, without those whose restore has not started."""
         self._prefill_s = prefill_s
         self._keys: set[ChunkKey] = set()

@@ -117,7 +117,8 @@ class Starter:
             return
         self._next_look = now + _LOOK_AGAIN_S
         self._room.look()
-        ahead, before, refused = Ahead(self._maker.prefill_s), set[str](), None
+        ahead = Ahead(self._maker.prefill_s, self._scheduler.prefilling())
+        before, refused = set[str](), None
         is_full = not self._room.is_left(CHUNK_TOKENS)
         for request, ticket in self._waiting.until_last_pending():
             if ticket is not None and ticket.phase is Phase.PENDING:
@@ -191,9 +192,10 @@ class Starter:
     def _begin(self, ticket: Ticket, match: DeviceMatch, keys: Sequence[ChunkKey], ahead: Ahead) -> _Attempt:
         """Restore ``keys`` behind ``match`` for a ticket, if that pays now."""
         count = CHUNK_TOKENS * len(keys)
-        # If there is no room for it in the pool now, the restores that run may be over by the time there is.
-        backlog_s = self._running.backlog_s if self._room.is_left(count + ahead.tokens) else 0.0
-        verdict = self._maker.decide(keys, len(match), backlog_s - ahead.seconds)
+        backlog_s = self._running.backlog_s
+        # If it cannot be admitted now, the restores that run may be over by the time it can.
+        is_next = self._scheduler.looks_at_queue() and self._room.is_left(count + ahead.tokens)
+        verdict = self._maker.decide(keys, len(match), (backlog_s if is_next else 0.0) - ahead.seconds)
         if not verdict.pays:
             self._maker.declined()
             self._observer.count("restore.declined_slower")

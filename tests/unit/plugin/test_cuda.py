@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +115,17 @@ def test_recorded_passes_leave_hidden_states_where_some_are_stored(
             buffers.stage.num_bytes + buffers.ring.num_bytes + buffers.replayed.num_bytes
         )
         assert buffers.replayed.num_bytes == 3 * 4 * 64 * 4
+
+
+def test_buffers_are_as_wide_as_what_may_be_stored() -> None:
+    """Several ranks store K and V alone, and each has a part of their heads."""
+
+    def num_bytes(num_ranks: int) -> int:
+        model = replace(_served(256, 1), ranks=Mock(size=num_ranks))
+        take = partial(DeviceBuffers.take, DelayedStreams, model, PlanKind.AUTO, 0)
+        return take(lambda: False, lambda: False).num_bytes
+
+    assert num_bytes(8) < num_bytes(1) / 4
 
 
 class _Inner(nn.Module):

@@ -54,6 +54,13 @@ class SchedulerOf:
                 adapters.add(req.lora_id)
             yield QueuedRequest(req.rid, len(req.full_untruncated_fill_ids), new_tokens, is_passed_over)
 
+    def prefilling(self) -> tuple[int, int]:
+        chunked = self._scheduler.chunked_req
+        if chunked is None:
+            return 0, 0
+        position = len(chunked.prefix_indices)
+        return len(chunked.full_untruncated_fill_ids) - position, position
+
     def looks_at_queue(self) -> bool:
         scheduler, batch = self._scheduler, self._scheduler.running_batch
         if scheduler.chunked_req is not None or scheduler.enable_priority_preemption:
@@ -70,16 +77,15 @@ class SchedulerOf:
         sees_requests = come_here is not None and come_here is scheduler.recv_from_tokenizer
         sockets = [come_here, channels.recv_from_rpc] if sees_requests else []
         is_alone = sees_requests and scheduler.server_args.tp_size == 1
-        IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_alone else _BLIND_DOZE_MS)
+        # Nothing rings when a grammar has been compiled.
+        is_told = is_alone and not scheduler.grammar_manager.has_waiting_grammars()
+        IdleSleeper([bell, *sockets]).poller.poll(_DOZE_MS if is_told else _BLIND_DOZE_MS)
 
     def reserved_tokens(self) -> int:
         ratio = self._scheduler.new_token_ratio_tracker.current
-        chunked = self._scheduler.chunked_req
         # Whole numbers first: a sum of fractions may differ between ranks, for each has its requests in another order.
         tokens = int(ratio * sum(_remaining_tokens(req) for req in self._running()))
-        if chunked is not None:
-            tokens += len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
-        return tokens
+        return tokens + self.prefilling()[0]
 
     def _running(self) -> set[Req]:
         # A last batch that prefilled has not been merged yet where SGLang keeps what runs; a mixed one took all of it.

@@ -54,6 +54,17 @@ def test_what_is_reserved_does_not_depend_on_the_order_of_requests() -> None:
         assert reserved([Req(count) for count in tokens], None, ratio=ratio) == int(ratio * sum(tokens))
 
 
+def test_a_prompt_that_is_computed_in_passes() -> None:
+    from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
+
+    chunked = Req(40, prompt=300)
+    chunked.prefix_indices = torch.empty(128)
+    scheduler: Any = SimpleNamespace(chunked_req=chunked)
+    assert SchedulerOf(scheduler).prefilling() == (172, 128)
+    scheduler.chunked_req = None
+    assert SchedulerOf(scheduler).prefilling() == (0, 0)
+
+
 def test_the_batch_is_full_until_somebody_looks_again() -> None:
     from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -274,9 +274,9 @@ def test_each_forward_pass_comes_behind_it(
     calls: list[str] = []
 
     @contextmanager
-    def one_pass(*, prefills: bool) -> Iterator[None]:
+    def one_pass(*, prefills: bool) -> Iterator[bool]:
         calls.append("layer by layer" if prefills else "behind")
-        yield
+        yield True
         calls.append("asked for")
 
     bridge = SimpleNamespace(
@@ -289,6 +289,29 @@ def test_each_forward_pass_comes_behind_it(
     hooks._forward(lambda *_: calls.append("the pass"), SimpleNamespace(hcache_bridge=bridge), batch)
     first = "layer by layer" if mode in (ForwardMode.EXTEND, ForwardMode.MIXED) else "behind"
     assert calls == [first, *(["its KV is of the weights in use"] if rows else []), "the pass", "asked for"]
+
+
+@pytest.mark.parametrize("is_undisturbed", [True, False])
+def test_a_pass_beside_a_restore_says_nothing_of_how_long_passes_take(
+    is_undisturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    bridge = SimpleNamespace(
+        saving=SimpleNamespace(
+            saves_decoded_later=False, begin_pass=lambda *_: True,
+            end_pass=lambda _rows, *, is_typical, **_: told.append(is_typical),
+        ),
+        one_pass=lambda **_: nullcontext(is_undisturbed),
+        kv_arrives=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(hooks.batches, "rows_of", lambda _batch: [SimpleNamespace(rid="a", count=1)])
+    monkeypatch.setattr(hooks.batches, "is_typical", lambda _batch: True)
+    batch = SimpleNamespace(
+        input_ids=torch.zeros(1), out_cache_loc=torch.zeros(1), forward_mode=ForwardMode.EXTEND
+    )
+    runner = SimpleNamespace(hcache_bridge=bridge)
+    hooks._forward(lambda *_: SimpleNamespace(can_run_graph=False), runner, batch)
+    assert told == [is_undisturbed]
 
 
 def test_all_ranks_must_have_asked() -> None:

@@ -234,6 +234,13 @@ def test_a_restore_starts_once_its_request_is_near_the_head_of_the_queue(
     assert not world.coordinator.may_be_admitted("second")
     world.coordinator.admitted("first", 0)
     world.scheduler.line.remove("first")
+    first = len(long_prompt(4)) + 8 * CHUNK_TOKENS
+    world.scheduler.running, world.scheduler.chunked = True, (first - 64, 64)
+    world.coordinator._starter.look_again()
+    world.coordinator.tick()
+    assert not world.engine.jobs, "it is computed pass by pass, and nobody else before its last one"
+    world.scheduler.chunked = (64, first - 64)
+    world.coordinator._starter.look_again()
     world.coordinator.tick()
     assert len(world.engine.jobs) == 1
 

@@ -134,9 +134,14 @@ class Scheduler:
     passed_over: set[str] = field(default_factory=set)
     is_full: bool = False
     """As many requests run as may."""
+    chunked: tuple[int, int] = (0, 0)
+    """What :meth:`prefilling` says."""
 
     def looks_at_queue(self) -> bool:
         return not self.is_full
+
+    def prefilling(self) -> tuple[int, int]:
+        return self.chunked
 
     def is_running(self) -> bool:
         return self.running
@@ -1096,6 +1101,20 @@ def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
         running.take_ended()
         assert running.backlog_s == pytest.approx(left * one_s, rel=0.1)
     assert running.backlog_s == running.tokens == 0
+
+
+@pytest.mark.parametrize("held_up_by", ["as many run as may", "a prompt that is computed in passes"])
+def test_in_a_burst_that_has_to_wait_anyway_all_are_restored(held_up_by: str) -> None:
+    world = World(gate_for(recompute_s=5e-4, may_recompute=False))
+    if held_up_by == "as many run as may":
+        world.scheduler.is_full = True
+    else:
+        world.scheduler.chunked = (4 * CHUNK_TOKENS, 0)
+    for name in range(8):
+        world.store(tokens(name, 2))
+        world.queue(f"r{name}", tokens(name, 2))
+    world.coordinator.tick()
+    assert world.coordinator.waiting.phases() == {"resolved": 0, "pending": 0, "running": 8, "pinned": 0}
 
 
 def test_what_is_slower_than_recomputing_is_not_restored_however_long_the_queue() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
+from sglang_hcache.sglang_plugin.compat.v0_5_17 import scheduler
 from sglang_hcache.sglang_plugin.compat.v0_5_17.scheduler import SchedulerOf
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.serving.running import Running
@@ -45,6 +46,27 @@ def test_a_job_that_changes_ends_the_wait() -> None:
     running.wait()  # for a moment
 
 
+def scheduler_of(channels: object, receiver: object, num_ranks: int, grammars: bool = False) -> SchedulerOf:
+    return SchedulerOf(
+        SimpleNamespace(
+            ipc_channels=channels, recv_from_tokenizer=receiver, server_args=SimpleNamespace(tp_size=num_ranks),
+            grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: grammars),
+        )  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_doze_is_short_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody rings when that is over."""
+    monkeypatch.setattr(scheduler, "_DOZE_MS", 60_000)
+    context, running = zmq.Context(), Running(Alone())
+    with context.socket(zmq.PULL) as receiver, context.socket(zmq.DEALER) as rpc:
+        channels = SimpleNamespace(recv_from_tokenizer=receiver, recv_from_rpc=rpc)
+        began = time.monotonic()
+        running.wait(scheduler_of(channels, receiver, 1, grammars=True).doze)
+        assert time.monotonic() - began < 60.0
+    context.term()
+
+
 def ready(descriptor: int, seconds: float) -> bool:
     return bool(select.select([descriptor], [], [], seconds)[0])
 
@@ -64,10 +86,7 @@ def test_a_doze_ends_when_a_request_comes(sees_requests: bool, num_ranks: int) -
             recv_from_tokenizer=receiver if sees_requests else None,
             recv_from_rpc=rpc if sees_requests else None,
         )
-        arguments = SimpleNamespace(tp_size=num_ranks)
-        view = SchedulerOf(
-            SimpleNamespace(ipc_channels=channels, recv_from_tokenizer=receiver, server_args=arguments)
-        )  # type: ignore[arg-type]
+        view = scheduler_of(channels, receiver, num_ranks)
         sender.send(b"a request")
         if sees_requests:
             assert receiver.poll(60_000)
