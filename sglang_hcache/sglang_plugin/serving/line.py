@@ -31,9 +31,7 @@ class Ahead:
         prefilling: of the prompt that is computed now, as :meth:`SchedulerView.prefilling`. It comes before all others.
     """
 
-    def __init__(
-        self, prefill_s: Callable[[int, int], float], prefilling: tuple[int, int] = (0, 0)
-    ) -> None:
+    def __init__(self, prefill_s: Callable[[int, int], float], prefilling: tuple[int, int] = (0, 0)) -> None:
         self.tokens = 0
         """Slots."""
         self.seconds = prefill_s(*prefilling) if prefilling[0] else 0.0
