@@ -67,10 +67,10 @@ class RestoreEngine:
 
     def _run_job(self, job: RestoreJob) -> None:
         job.started = time.monotonic()
+        if not job.begin():
+            return  # whoever cancelled it has closed its leases
         outcome = RestoreState.DONE
         try:
-            if not job.begin():
-                raise RestoreCancelledError
             self._pipeline.run(job, self._on_change)
         except RestoreCancelledError:
             outcome = RestoreState.CANCELLED

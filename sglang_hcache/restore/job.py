@@ -50,8 +50,7 @@ class RestoreJob:
     """Bring leased chunks into ``slots``.
 
     Args:
-        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the engine is done
-            with the job.
+        blocks: the chunks of one prefix in order, in leases that are read at a time; closed when the job is over.
         first_position: position of the first token, a multiple of 64.
         slots: (tokens,) int64 device slots, one a token of the leased chunks.
         deadline_s: seconds from submission, or from where the device has passed ``fence``, after which the restore is
@@ -137,8 +136,12 @@ class RestoreJob:
         with contextlib.suppress(InvalidStateError):  # it was stopped before
             self._cancelled.set_result(None)
         with self._leaves_queue:
-            if self.state is RestoreState.QUEUED:
+            has_begun = self.state is not RestoreState.QUEUED
+            if not has_begun:
                 self.state = RestoreState.CANCELLED
+        if not has_begun:  # what others may want must not wait for the jobs before this one
+            for block in self.blocks:
+                block.close()
 
     def check(self) -> float:
         """Whether the job may go on: the seconds left until its deadline.

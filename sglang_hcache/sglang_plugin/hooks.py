@@ -80,8 +80,7 @@ def install(device: str) -> None:
     ):
         targets[f"{_WEIGHTS}.{method}"] = (_weights_will_change, HookType.BEFORE)
     targets[f"{_WEIGHTS}.check_weights"] = (_weights_will_be_checked, HookType.BEFORE)
-    hooking.apply(targets)
-    install_cpu_fixes(device)
+    hooking.apply(targets | _cpu_fixes(device))
 
 
 def install_cpu_fixes(device: str) -> None:
@@ -90,8 +89,11 @@ def install_cpu_fixes(device: str) -> None:
     Raises:
         ConfigError: as :func:`hooking.apply`.
     """
-    if device == "cpu":
-        hooking.apply(cpu.fixes())
+    hooking.apply(_cpu_fixes(device))
+
+
+def _cpu_fixes(device: str) -> dict[str, hooking.Hook]:
+    return cpu.fixes() if device == "cpu" else {}
 
 
 def _model_loaded(_result: None, runner: Any, *_args: object, **_kwargs: object) -> None:

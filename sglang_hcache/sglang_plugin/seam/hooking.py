@@ -65,7 +65,7 @@ def _one_search() -> Iterator[None]:
     finally:
         hook_registry._propagate_patch = search
         modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-        for module in modules:
+        for module in modules if hooked else ():
             names = dict(vars(module))  # another thread may import something meanwhile
             if hooked.keys().isdisjoint(map(id, names.values())):
                 continue  # nearly always: they have 330,000 names

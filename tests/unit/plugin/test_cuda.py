@@ -198,12 +198,15 @@ def test_recorded_passes_have_the_priority_of_forward_passes(monkeypatch: pytest
     intervals: list[float] = []
     monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
     monkeypatch.setattr(hooking, "apply", targets.update)
-    for name in ("install_cpu_fixes", "register_radix_cache_backend"):  # with effects beyond this test
-        monkeypatch.setattr(hooks, name, lambda *_: None)
+    # With effects beyond this test.
+    monkeypatch.setattr(hooks, "register_radix_cache_backend", lambda *_: None)
     hooks.install("cpu")
     assert not {hooks._CAPTURE, hooks._LOOP} & targets.keys()
+    assert hooks.cpu.fixes().keys() <= targets.keys()
     assert intervals == []
+    targets.clear()
     hooks.install("cuda")
+    assert not hooks.cpu.fixes().keys() & targets.keys()
     assert intervals == [hooks._SWITCH_S], "a decode pass is launched in a few milliseconds"
     assert targets[hooks._LOOP] == (runner.schedule_first, HookType.AROUND)
     hook, kind = targets[hooks._CAPTURE]  # type: ignore[misc]

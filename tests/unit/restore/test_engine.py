@@ -315,7 +315,11 @@ def test_a_job_that_is_cancelled_before_it_begins_waits_for_no_other(bench: Benc
     for job in jobs:
         bench.engine.submit(job)
     assert reads.wait(PATIENCE_S)
+    closed = threading.Event()
+    jobs[1].blocks[0]._holds.callback(closed.set)
     jobs[1].cancel()
+    jobs[1].cancel()
+    assert closed.is_set(), "nobody need wait for what it would have read"
     assert [job.state for job in jobs] == [RestoreState.RUNNING, RestoreState.CANCELLED]
     release.set()
     deadline = time.monotonic() + PATIENCE_S
