@@ -79,7 +79,7 @@ class PassesBehind:
             prefills: whether it computes prompts, and so asks for attention outside of CUDA graphs.
 
         Yields:
-            Whether it begins once all is written. Else it takes longer than others: the restore goes on beside it.
+            Whether it begins once all is written. Else it waits while it computes, so it takes longer than others.
 
         Raises:
             RuntimeError: it did not name each layer, as passes before it did. What it computes is worth nothing.

@@ -140,8 +140,9 @@ class RestoreJob:
             if not has_begun:
                 self.state = RestoreState.CANCELLED
         if not has_begun:  # what others may want must not wait for the jobs before this one
-            for block in self.blocks:
-                block.close()
+            with contextlib.ExitStack() as leases:  # all of them, also if one raises
+                for block in self.blocks:
+                    leases.callback(block.close)
 
     def check(self) -> float:
         """Whether the job may go on: the seconds left until its deadline.

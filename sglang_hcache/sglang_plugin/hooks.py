@@ -194,15 +194,15 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
         return original(runner, forward_batch, *args, **kwargs)
     compute = partial(original, runner, forward_batch, *args, **kwargs)
     prefills = forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed()
-    with bridge.one_pass(prefills=prefills) as is_undisturbed:
-        return _save_pass(bridge, compute, forward_batch, is_undisturbed)
+    with bridge.one_pass(prefills=prefills) as waits_first:
+        return _save_pass(bridge, compute, forward_batch, waits_first)
 
 
-def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any, is_undisturbed: bool) -> Any:
+def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any, waits_first: bool) -> Any:
     """Carry out a forward pass, and save what it computes.
 
     Args:
-        is_undisturbed: whether it takes as long as if there were no restores.
+        waits_first: whether it waits for restores, if for any, before it computes.
     """
     requests = batches.rows_of(forward_batch)
     if not requests:
@@ -219,7 +219,7 @@ def _save_pass(bridge: Bridge, compute: Callable[[], Any], forward_batch: Any, i
         raise
     bridge.saving.end_pass(
         requests,
-        is_typical=is_undisturbed and batches.is_typical(forward_batch),
+        is_typical=waits_first and batches.is_typical(forward_batch),
         is_replayed=bool(output.can_run_graph),
         is_prefill=not forward_batch.forward_mode.is_decode(),
     )

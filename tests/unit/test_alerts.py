@@ -37,6 +37,7 @@ SWITCHED_OFF = {'nothing_saved{instance="a", reason="switched_off"}': "1x120"}
 PENDING = {'clearing_pending{instance="a"}': "1x120"}
 STAYS = {'disk_events_total{instance="a", event="unlink_failed"}': "0+1x120"}
 FULL = {'directory_takes_writes{instance="a", directory="x"}': "0x120"}
+REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
 OTHER_TAKES = {'directory_takes_writes{instance="a", directory="y"}': "1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
 UP = {'up{instance="a", job="sglang"}': "1x120"}
@@ -63,6 +64,7 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheNothingWritten", FULL, 14, False),
         ("HCacheNothingWritten", FULL, 30, True),
         ("HCacheNothingWritten", FULL | OTHER_TAKES, 30, False),
+        ("HCacheNothingWritten", REFUSED | OTHER_TAKES, 30, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0x120"), 90, True),
         ("HCacheNothingRestored", HITS | SLOWER | ended("done", "0+0.1x120"), 90, False),
         ("HCacheNothingRestored", HITS | ended("done", "0x120"), 90, False),

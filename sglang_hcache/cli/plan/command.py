@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
 
 _Value = TypeVar("_Value")
 
+_TOKENS = 4096
 _SIZED = ("auto", "hidden", "kv")
 """Methods that store something whatever the machine's rates are."""
 _MOST = 10**9
@@ -61,7 +62,9 @@ ProfileFile = Annotated[
 TierName = Annotated[
     str, typer.Option(help="Tier of the profile to restore from. Default: its only one, or disk.")
 ]
-Tokens = Annotated[int, typer.Option(help="Length of the restored history, in tokens.")]
+Tokens = Annotated[
+    int | None, typer.Option(help=f"Length of the restored history, in tokens. Default: {_TOKENS}.")
+]
 MethodName = Annotated[
     str,
     typer.Option(
@@ -124,7 +127,7 @@ def plan(
     tflops: ComputeRate = None,
     profile: ProfileFile = None,
     tier: TierName = "",
-    tokens: Tokens = 4096,
+    tokens: Tokens = None,
     method: MethodName = "auto",
     dtype: DtypeName = "",
     kv_cache_dtype: KVCacheDtypeName = "auto",
@@ -168,11 +171,11 @@ def plan(
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
         raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
-    if planned is not None and kind in _SIZED and not any((io_gbps, tflops, profile, tier, png)):
+    if planned is not None and kind in _SIZED and not any((io_gbps, tflops, profile, tier, png, tokens)):
         _show_sizes(planned, kind, sizing, as_json)
         return
     costs = _profile(planned, io_gbps, tflops, profile)
-    report = make_report(costs, _tier(costs, tier), tokens, kind, why_not_hidden, sizing)
+    report = make_report(costs, _tier(costs, tier), tokens or _TOKENS, kind, why_not_hidden, sizing)
     if png is not None:
         _draw(png, report)
     Report(report.data(), report.parts()).show(as_json=as_json)

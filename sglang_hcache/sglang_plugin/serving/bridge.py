@@ -135,7 +135,7 @@ class Bridge:
             prefills: whether it computes prompts.
 
         Returns:
-            Yields whether it takes as long as it would without them.
+            Yields whether it begins behind all of them, and so waits for none while it computes.
         """
         return nullcontext(True) if self._gpu is None else self._gpu.stage.passes.one_pass(prefills=prefills)
 

@@ -195,11 +195,12 @@ class Starter:
         backlog_s = self._running.backlog_s
         # If it cannot be admitted now, the restores that run may be over by the time it can.
         is_next = self._scheduler.looks_at_queue() and self._room.is_left(count + ahead.tokens)
-        verdict = self._maker.decide(keys, len(match), (backlog_s if is_next else 0.0) - ahead.seconds)
+        behind_s = backlog_s if is_next else 0.0
+        verdict = self._maker.decide(keys, len(match), behind_s - ahead.seconds)
         if not verdict.pays:
             self._maker.declined()
             self._observer.count("restore.declined_slower")
-            ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, backlog_s)
+            ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
             ticket.give_up()
             return _Attempt.DECIDED
         if verdict.idle_s > self._most_idle_s:

@@ -58,6 +58,7 @@ def open_volumes(config: StoreConfig, observer: Observer) -> tuple[list[Volume],
         for volume in volumes:
             if volume.health.readable:
                 _ready(volume, identity, is_new=not known)
+            volume.health.has_worked = volume.health.readable
         if not any(volume.health.readable for volume in volumes):
             raise StoreIOError(f"cannot use {volumes[0].path} (--hcache-dirs): {volumes[0].health.reason}")
         if not known:
@@ -233,7 +234,6 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
     except OSError as error:
         if is_new:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
-        volume.health.has_worked = False
         volume.health.failed(error, writing=True)
         if volume.health.writable:  # one failure is not many, but nothing has ever worked here
             volume.health.take_out(error.strerror or str(error))

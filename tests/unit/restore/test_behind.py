@@ -165,7 +165,7 @@ class Pass:
 
     held: list[Mark] = field(default_factory=list)
     passes: PassesBehind = field(init=False)
-    is_undisturbed: bool = True
+    waits_first: bool = True
     """The last one."""
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Pass:
 
     def run(self, layers: Iterable[int], *, prefills: bool = True) -> list[Mark]:
         self.held.clear()
-        with self.passes.one_pass(prefills=prefills) as self.is_undisturbed:
+        with self.passes.one_pass(prefills=prefills) as self.waits_first:
             for layer in layers:
                 self.passes.layer(layer)
         return list(self.held)
@@ -199,11 +199,11 @@ def test_passes_go_by_layers_once_one_has_named_them_all() -> None:
     passes.passes.come_after(written)
     assert passes.run([0]) == [whole], "it does not name the other one: neither do those behind it"
     assert passes.run([0, 1]) == [whole]
-    assert passes.is_undisturbed, "its time begins behind the restore"
+    assert passes.waits_first, "its time begins behind the restore"
     assert passes.run([0, 0, 1, 1, 2]) == [marks[0], marks[1]]
-    assert not passes.is_undisturbed, "it waits within its time, and shares the device"
+    assert not passes.waits_first, "it waits within its time, and shares the device"
     assert passes.run([0, 1], prefills=False) == [whole], "a graph is replayed as a whole"
-    assert passes.is_undisturbed
+    assert passes.waits_first
     passes.passes.come_after(written.as_a_whole())
     assert passes.run([0, 1]) == [whole], "slots of the restore may be in its hands"
     next_one = Point()

@@ -494,6 +494,15 @@ def test_a_directory_that_is_missing_at_the_start_is_left_out_and_taken_in_later
     monkeypatch.undo()
     wait_until(lambda: is_healthy(store))
     read_keys(store, (*OLD, *NEW))
+    monkeypatch.setattr(StoreDirectory, "acquire", gone)
+    store.close()
+    store = open_store(config)
+    (config.dirs[1] / "superblock.json").unlink()
+    before = sorted(config.dirs[1].glob("segment-*"))
+    monkeypatch.undo()
+    time.sleep(10 * config.retry_s)
+    assert conditions(store) == ["healthy", "out"], "nobody knows whose segments these are"
+    assert sorted(config.dirs[1].glob("segment-*")) == before
 
 
 @pytest.mark.parametrize("came_back_without", [False, True])

@@ -291,9 +291,9 @@ def test_each_forward_pass_comes_behind_it(
     assert calls == [first, *(["its KV is of the weights in use"] if rows else []), "the pass", "asked for"]
 
 
-@pytest.mark.parametrize("is_undisturbed", [True, False])
+@pytest.mark.parametrize("waits_first", [True, False])
 def test_a_pass_beside_a_restore_says_nothing_of_how_long_passes_take(
-    is_undisturbed: bool, monkeypatch: pytest.MonkeyPatch
+    waits_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
     bridge = SimpleNamespace(
@@ -301,7 +301,7 @@ def test_a_pass_beside_a_restore_says_nothing_of_how_long_passes_take(
             saves_decoded_later=False, begin_pass=lambda *_: True,
             end_pass=lambda _rows, *, is_typical, **_: told.append(is_typical),
         ),
-        one_pass=lambda **_: nullcontext(is_undisturbed),
+        one_pass=lambda **_: nullcontext(waits_first),
         kv_arrives=lambda: None,
     )  # fmt: skip
     monkeypatch.setattr(hooks.batches, "rows_of", lambda _batch: [SimpleNamespace(rid="a", count=1)])
@@ -311,7 +311,7 @@ def test_a_pass_beside_a_restore_says_nothing_of_how_long_passes_take(
     )
     runner = SimpleNamespace(hcache_bridge=bridge)
     hooks._forward(lambda *_: SimpleNamespace(can_run_graph=False), runner, batch)
-    assert told == [is_undisturbed]
+    assert told == [waits_first]
 
 
 def test_all_ranks_must_have_asked() -> None:
