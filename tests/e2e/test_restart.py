@@ -137,6 +137,7 @@ def test_restarts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
         with server.switched_on("corrupt_restored_key"), pytest.raises(AssertionError):
             check_restored(server, through, third)
         server.assert_nothing_left()
+        server.settle()  # the flush in there writes all that is in host memory by the time that it comes to it
         server.ask(random_prompt(4, 900))
         server.settle()
         assert signal_all(server, signal.SIGTERM, signal.SIGHUP) == 14  # systemd with SendSIGHUP=yes
