@@ -14,7 +14,7 @@ from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.lanes import Lanes
-from sglang_hcache.restore.rows import StoredRows, Writing, slices
+from sglang_hcache.restore.rows import StoredRows, Writing, cut, slices
 from sglang_hcache.restore.stage import DeviceStage
 
 ROWS_AT_ONCE = 2048
@@ -142,10 +142,7 @@ class LayerRestorer:
             return
         count, stage = len(rows), self.stage
         for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count, check):
-            if part.stop - part.start == count:  # nothing to cut: on a GPU each view of a tensor counts
-                self._project(layer, rows, positions, slots)
-            else:
-                self._project(layer, rows[part], positions[part], slots[part])
+            self._project(layer, cut(rows, part), cut(positions, part), cut(slots, part))
 
     def _project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor

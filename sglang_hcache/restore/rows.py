@@ -38,7 +38,7 @@ class StoredRows:
     def rows(self) -> torch.Tensor:
         """(n, width), of those in one span."""
         ((first, count),) = self.spans
-        return self.memory if count == len(self.memory) else self.memory[first : first + count]
+        return cut(self.memory, slice(first, first + count))
 
     @property
     def pieces(self) -> list[StoredRows]:
@@ -72,6 +72,11 @@ class Writing(Protocol):
 
     def result(self) -> object:
         """Wait for the end; its error."""
+
+
+def cut(rows: torch.Tensor, part: slice) -> torch.Tensor:
+    """``rows[part]``; where that is all of them, themselves: on a GPU's hot path each new view of a tensor counts."""
+    return rows if part.stop - part.start == len(rows) else rows[part]
 
 
 def slices(count: int, at_once: int) -> Iterator[slice]:

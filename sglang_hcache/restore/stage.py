@@ -17,7 +17,7 @@ from sglang_hcache.device.copies import Spans
 from sglang_hcache.device.streams import BufferRing, Mark, Stamp, Streams
 from sglang_hcache.restore.behind import PassesBehind, Written
 from sglang_hcache.restore.pace import Pace
-from sglang_hcache.restore.rows import StoredRows, slices
+from sglang_hcache.restore.rows import StoredRows, cut, slices
 
 NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
@@ -180,12 +180,9 @@ class DeviceStage:
     def _queue_layer(
         self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write
     ) -> None:
-        count = len(slots)
-        if 0 < count <= self.rows_at_once(stored.memory.shape[1] * stored.memory.element_size()):
-            self._queue(stored, positions, slots, write)  # nothing to cut: each view of a tensor counts
-            return
-        for part in self._parts(count, stored.memory):
-            self._queue(stored.part(part.start, part.stop), positions[part], slots[part], write)
+        for part in self._parts(len(slots), stored.memory):
+            of_part = stored.part(part.start, part.stop)
+            self._queue(of_part, cut(positions, part), cut(slots, part), write)
 
     def _parts(self, count: int, memory: torch.Tensor) -> Iterator[slice]:
         """Of ``count`` rows as those of ``memory``, (m, width): what is copied together."""
