@@ -152,7 +152,7 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
     seen: list[tuple[Samples, dict[str, Any]]] = []
 
     def agree() -> bool:
-        """The gauges of one moment say what is there."""
+        """The gauges of one moment say what is there, of a directory that is used again after its failed reads."""
         seen.append((read(server), server.state()))
         found, state = seen[-1]
         there = {
@@ -161,16 +161,17 @@ def test_gauges_say_what_is_there(server: TierServer) -> None:
         }
         on_disk = found["tier_bytes"][("disk",)], found["disk_written_24h_bytes"][()]
         unwritten = found["unwritten_chunks"][()] == state["host"]["dirty"]
-        return found["tier_chunks"] == there and unwritten and min(on_disk) > 0
+        is_used = set(found["directory_takes_writes"].values()) == {1.0}
+        return found["tier_chunks"] == there and unwritten and min(on_disk) > 0 and is_used
 
     wait_for(agree, "gauges that say what is there", _PATIENCE_S)
     found, host = seen[-1][0], seen[-1][1]["host"]
     assert set(found) >= {gauge.name for gauge in GAUGES}
     assert found["tier_capacity_bytes"][("host",)] == host["slots"] * host["chunk_bytes"]
     assert found["tier_bytes"][("disk",)] <= found["tier_capacity_bytes"][("disk",)] == 64e6
-    (directory,) = found["directory_healthy"]
+    (directory,) = found["directory_takes_writes"]
     assert directory[0].endswith("disk")
-    assert found["directory_takes_writes"] == {directory: 1}
+    assert found["directory_healthy"] == {directory: 1}
     assert found["disk_write_budget_bytes"] == {(): 1e12}
     assert found["info"] == {(__version__, "hidden"): 1}
     assert found["clearing_pending"] == {(): 0}
