@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -252,6 +253,21 @@ def wait_for(condition: Any, what: str, timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
+
+
+def put_back(folder: Path, path: Path) -> None:
+    """``folder`` to ``path``, where a file is now, although a server may make one there at any moment."""
+
+    def is_back() -> bool:
+        try:
+            folder.rename(path)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            return False
+        return True
+
+    path.unlink()
+    wait_for(is_back, f"{path} to be put back")
 
 
 def random_prompt(seed: int, length: int, vocabulary: int = 290) -> list[int]:

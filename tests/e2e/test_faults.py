@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hcache.core.units import parse_size
-from tests.e2e.harness import TierServer, random_prompt, wait_for
+from tests.e2e.harness import TierServer, put_back, random_prompt, wait_for
 from tests.e2e.load import Context, DiskUsage, Load
 
 CONTEXTS = 12
@@ -245,8 +245,7 @@ def test_a_file_in_place_of_a_directory(site: Site) -> None:
             load.until(lambda: gained("store.directory_trips"), "the directory to be missed")
             load.until_disk_serves()  # from the other one
         finally:
-            site.one.unlink()
-            away.rename(site.one)
+            put_back(away, site.one)
     assert gained("store.directory_recoveries")
 
 

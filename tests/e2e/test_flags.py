@@ -35,6 +35,14 @@ WITH_WINDOWS = {
     "is_hybrid_swa": True,
     "hybrid_layer_pattern": [1, 0],
 }
+WITH_LONGROPE = {
+    **SMALL,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "original_max_position_embeddings": 512,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
+}
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,22 @@ REFUSALS = {
             "hybrid_layer_pattern": [1, 0],
         },
     ),
+    "factors of the longest in a pass": Refusal(
+        [],
+        ("Phi3ForCausalLM", "longrope rotation beyond 512 tokens", "--context-length 512"),
+        WITH_LONGROPE,
+    ),
+    "factors of the longest pass": Refusal(
+        ["--model-impl", "transformers"],
+        ("LlamaForCausalLM", "dynamic rotation beyond 512 tokens"),
+        {
+            **SMALL,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": 512,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        },
+    ),
     "sliding window": Refusal(
         [],
         (
@@ -297,6 +321,10 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
         "windows in a plain pool": [
             *("--model-path", str(config_only(folder / "windows", WITH_WINDOWS)), *CPU, *ON),
             "--disable-hybrid-swa-memory",
+        ],
+        "never beyond the original context": [
+            *("--model-path", str(config_only(folder / "longrope", WITH_LONGROPE)), *CPU, *ON),
+            *("--context-length", "512"),
         ],
         "small": [*base, *ON, "--hcache-host-size", "100MB"],
         "large": [*base, *ON, "--hcache-host-size", "1GB"],
@@ -382,6 +410,7 @@ def test_overlap_scheduling_is_accepted(results: dict[str, Any]) -> None:
 
 def test_windows_that_only_mask_attention_are_accepted(results: dict[str, Any]) -> None:
     assert results["windows in a plain pool"]["exit"] is None
+    assert results["never beyond the original context"]["exit"] is None
 
 
 @pytest.mark.parametrize("name", ["off", "explicitly off", "off in SGLang's file", "off with our flags"])

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_hcache import __version__
 from sglang_hcache.core.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, WAITING
 from tests.e2e import dashboard
-from tests.e2e.harness import TierServer, random_prompt, wait_for
+from tests.e2e.harness import TierServer, put_back, random_prompt, wait_for
 from tests.e2e.test_plans import write_profile
 
 _PATIENCE_S = 90.0
@@ -219,8 +219,7 @@ def test_a_clear_call_says_if_it_is_not_for_good(server: TierServer) -> None:
     assert server.post("/hicache/storage-backend/clear").status_code == 400
     assert server.state()["disk"]["clearing_pending"]
     wait_for(lambda: read(server)["clearing_pending"] == {(): 1.0}, "the metric to say so", _PATIENCE_S)
-    path.unlink()
-    away.rename(path)
+    put_back(away, path)
     wait_for(lambda: not server.state()["disk"]["clearing_pending"], "it to be written down", _PATIENCE_S)
     wait_for(lambda: health(server) == {1.0}, "the directory to be well again", _PATIENCE_S)
 

@@ -63,18 +63,15 @@ def recomputed_layers(profile: Profile, kind: PlanKind, length: int) -> int:
 
 
 def serve(folder: Path, model: Path, method: str, profile: Path, *more: str) -> TierServer:
+    config = folder / "hcache.yaml"
+    config.write_text(
+        "host_size: 128MB\nstaging_size: 24MB\n"
+    )  # what is saved must not depend on how busy we are
     arguments = [
         *("--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"),
-        *("--chunked-prefill-size", "512", "--hcache-host-size", "64MB", "--hcache-method", method),
-        *(
-            "--hcache-dirs",
-            str(folder / "disk"),
-            "--hcache-disk-size",
-            "64MB",
-            "--hcache-disk-free-floor",
-            "0",
-        ),
-        *("--hcache-profile", str(profile), *more),
+        *("--chunked-prefill-size", "512", "--hcache-config", str(config), "--hcache-method", method),
+        *("--hcache-dirs", str(folder / "disk"), "--hcache-disk-size", "64MB"),
+        *("--hcache-disk-free-floor", "0", "--hcache-profile", str(profile), *more),
     ]
     server = TierServer(folder, arguments)
     (server.switches / "keep_costs").touch()

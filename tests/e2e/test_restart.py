@@ -164,7 +164,7 @@ def check_without_disk(server: TierServer, let_go: Callable[[], None]) -> None:
         assert reason in state["disk"]["directories"][0]["reason"]
         let_go()
         wait_for(lambda: server.state()["disk"]["engine"] != "none", "the disk tier to be opened")
-        assert "the disk tier is open now" in server.process.log_text()
+        wait_for(lambda: "the disk tier is open now" in server.process.log_text(), "it to be told")
         assert [item["condition"] for item in server.state()["disk"]["directories"]] == ["healthy", "healthy"]
         late = random_prompt(8, 900)
         before = server.ask(late)

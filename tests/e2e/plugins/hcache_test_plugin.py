@@ -19,7 +19,8 @@ It changes nothing until a file of a known name appears in the folder ``HCACHE_T
   ``fail_reads``, ``fail_writes``: EIO. ``short_reads``: half of it comes. ``hang_reads``, ``hang_writes``: nothing
   ends before the switch is off; then it is really done, however late.
 
-Restores get at least ``_PATIENCE_S`` before they are abandoned, for the machine may be busy with something else.
+Restores get at least ``_PATIENCE_S`` before they are abandoned, and chunks ``_PATIENCE_FOR_SLOTS_S`` to find room in
+host memory, for the machine may be busy with something else.
 ``HCACHE_TEST_TORCHAO`` gives torchao the names that SGLang 0.5.17 imports: what it pins has only their successors.
 It hooks ``ModelRunner.forward`` and a method of weight updates when it is loaded, as plugins for timings do.
 At start, ``code-<pid>.json`` names SGLang's package and the functions that are hooked in each process.
@@ -36,6 +37,7 @@ from pathlib import Path
 _SLOW_S = 0.15
 _SLOW_PASS_S = 0.05
 _PATIENCE_S = 30.0
+_PATIENCE_FOR_SLOTS_S = 5.0
 _RETRY_S = 1.0
 _LET_GO_S = 0.05
 _TORCHAO = {
@@ -100,6 +102,7 @@ def _patch(switches):
     _patch_restorer(switches)
     _patch_reads(switches)
     _patch_recomputation(switches)
+    _be_patient()
     _patch_learning(switches)
     if (switches / "io_faults").exists():
         _patch_engine(switches)
@@ -158,11 +161,17 @@ def _patch_recomputation(switches):
     ForwardOf.extend = damaged
 
 
-def _patch_learning(switches):
+def _be_patient():
+    """With a machine that has much else to do."""
     from sglang_hcache.restore import gate
-    from sglang_hcache.restore.gate import RestoreGate
+    from sglang_hcache.tier import demoter
 
     gate._LEAST_PATIENCE_S = _PATIENCE_S
+    demoter._WAIT_FOR_SLOT_S = _PATIENCE_FOR_SLOTS_S
+
+
+def _patch_learning(switches):
+    from sglang_hcache.restore.gate import RestoreGate
 
     def unless_kept(learn):
         def patched(self, *observation):

@@ -125,6 +125,7 @@ class Bench:
         layers: tuple[int, ...] = tuple(range(LAYERS)),
         slots: torch.Tensor | None = None,
         fence: Mark | None = None,
+        submitted_s_ago: float = 0.0,
     ) -> RestoreJob:
         """Restore the chunks from ``first`` on and wait for the outcome."""
         keys = self.keys[first:]
@@ -133,6 +134,7 @@ class Bench:
         if slots is None:
             slots = torch.randperm(SLOTS)[: CHUNK_TOKENS * len(keys)]
         job = RestoreJob(blocks, first * CHUNK_TOKENS, slots, deadline_s, layers, fence)
+        job.submitted -= submitted_s_ago
         if cancel:
             job.cancel()
         self.engine.submit(job)

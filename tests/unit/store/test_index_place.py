@@ -180,11 +180,12 @@ def test_it_may_end_at_any_step_of_giving_it_up(
 def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(patient(tmp_path), io_timeout_s=0.5)
+    config = patient(tmp_path)
     store = open_store(config)
     write_keys(store, OLD, LAYERS)
     inside = Inside(store)
     before, go_on, insert = inside.index, threading.Event(), Index.insert
+    home = inside.volumes[0]
 
     def hang(index: Index, *args: Any) -> None:
         go_on.wait(60)
@@ -192,11 +193,13 @@ def test_a_commit_that_hangs_and_takes_effect_later_costs_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(Index, "insert", hang)
-        with pytest.raises(StoreTimeoutError):
-            write_keys(store, NEW, LAYERS)
-        assert not inside.volumes[0].health.readable
+        with monkeypatch.context() as hurried:
+            hurried.setattr(home, "patience_s", 0.5)
+            with pytest.raises(StoreTimeoutError):
+                write_keys(store, NEW, LAYERS)
+        assert not home.health.readable
         go_on.set()
-        wait_until(lambda: inside.volumes[0].health.writable)
+        wait_until(lambda: home.health.writable)
     assert inside.index is before
     write_keys(store, NEW, LAYERS)
     for keys in (OLD, NEW):

@@ -68,7 +68,7 @@ def without_index(base: Path, num_dirs: int = 2) -> StoreConfig:
     assert store.stats().segments > 2
     store.close()
     (config.dirs[0] / "index.sqlite").unlink()
-    return replace(config, io_timeout_s=2.0)
+    return replace(config, io_timeout_s=4.0)
 
 
 class Opening:
@@ -205,7 +205,7 @@ def test_a_device_that_is_slow_but_goes_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it takes longer than one operation may."""
-    config = without_index(tmp_path)
+    config = replace(without_index(tmp_path), io_timeout_s=2.0)
     pread = os.pread
 
     def slow_pread(fd: int, size: int, offset: int) -> bytes:

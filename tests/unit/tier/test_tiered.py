@@ -818,7 +818,10 @@ def test_a_device_takes_pieces_of_any_length_from_where_they_are() -> None:
     assert _pieces([5, None], 1) == ()
 
 
-def test_what_left_the_last_tier_for_want_of_room_is_known(tmp_path: Path) -> None:
+def test_what_left_the_last_tier_for_want_of_room_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
     assert tiers.disk is not None
     for name in range(1, 21):

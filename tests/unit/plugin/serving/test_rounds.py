@@ -23,6 +23,7 @@ class Round:
             tokens=0, is_recomputing=False, wait=lambda _doze: self.calls.append("wait")
         )
         self.bridge: Any = object.__new__(Bridge)
+        self.bridge._unnamed = []
         self.bridge._maker = SimpleNamespace(keep_pace=lambda waiting: None)
         self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
         self.bridge.restores = SimpleNamespace(

@@ -167,6 +167,29 @@ def test_weights_are_read_only_where_something_is_stored(method: PlanKind) -> No
     served.bridge.close()
 
 
+def test_requests_that_come_while_the_weights_are_away_are_looked_up_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To name their chunks the weights would be read: memory that SGLang has lent."""
+    queued: list[tuple[str, bytes]] = []
+
+    def queue(prompt: Prompt, keys: list[bytes]) -> None:
+        queued.append((prompt.rid, keys[0]))
+
+    monkeypatch.setattr(served.bridge.restores, "queue", queue)
+    monkeypatch.setattr(served.bridge, "_idling", SimpleNamespace(pause=lambda: None))
+    served.bridge.queue(Prompt("before", PREFIX, None))
+    served.update("b")
+    for rid in ("one", "two"):
+        served.bridge.queue(Prompt(rid, PREFIX, None))
+    assert [rid for rid, _ in queued] == ["before"]
+    assert served.bridge.weights.namespace is None
+    served.bridge.tick()
+    served.bridge.queue(Prompt("three", PREFIX, None))
+    assert [rid for rid, _ in queued] == ["before", "one", "two", "three"]
+    assert [key == queued[0][1] for _, key in queued] == [True, False, False, False]
+
+
 def test_what_is_restored_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.store.format.names import PROBE_NAME
-from sglang_hcache.store.io import choice
+from sglang_hcache.store.io import choice, rate
 from sglang_hcache.store.io.choice import choose_engine
 from sglang_hcache.store.io.engine import IOEngine
 from sglang_hcache.store.io.nixl import nixl_problem
@@ -93,8 +93,10 @@ def test_auto_takes_the_faster_one(
 @pytest.mark.usefixtures("with_nixl")
 @pytest.mark.parametrize("direct", [False, True])
 def test_the_probe_leaves_nothing_behind(
-    tmp_path: Path, messages: pytest.LogCaptureFixture, direct: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture, direct: bool
 ) -> None:
+    monkeypatch.setattr(choice, "PROBE_TIMEOUT_S", 120.0)  # others may use the disk
+    monkeypatch.setattr(rate, "PATIENCE_S", 60.0)
     assert choose("auto", tmp_path, direct=direct, spare_bytes=4 * 2**20) in ("posix", "nixl")
     (record,) = messages.records
     if direct and record.levelno == logging.WARNING:
