@@ -265,10 +265,11 @@ class TieredStore:
             )
 
     def _disk_part(self, first: int, keys: tuple[ChunkKey, ...], holds: ExitStack, promote: bool) -> _Part:
-        held = holds.enter_context(self._visible_disk(keys[0]).lease(keys))
+        # First: what is cleared between the two must not come to host memory.
         promotion = self._promoter.begin(keys) if promote else None
         if promotion is not None:
             holds.callback(promotion.close)
+        held = holds.enter_context(self._visible_disk(keys[0]).lease(keys))
         return _Part(first, len(keys), held, promotion)
 
     def _pin(self, key: ChunkKey, holds: ExitStack) -> int | None:

@@ -22,6 +22,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
 )
 from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of, why_not_hidden
 from sglang_hcache.sglang_plugin.seam.named_profile import named_profile
+from sglang_hcache.sglang_plugin.seam.rotation import rotation_problem
 
 _FLAG = "--hierarchical-cache hcache"
 _AS_COMPUTED = (None, "auto")
@@ -317,6 +318,7 @@ def _keys(args: argparse.Namespace) -> list[str]:
 
 def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
+    is_transformers = model.model_impl == "transformers"  # else known when the model is loaded
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
         (
@@ -326,6 +328,7 @@ def _model(model: Any) -> list[str]:
         (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
+        *((True, why) for why in [rotation_problem(model, by_transformers=is_transformers)] if why),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from sglang_hcache.device.generic import HIDDEN_STATES, GenericProjector
 from sglang_hcache.device.projector import DescribedProjector, Projector
 from sglang_hcache.plan.shapes import FP8_CACHES, FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks
+from sglang_hcache.sglang_plugin.seam.rotation import rotation_problem
 
 logger = logging.getLogger(__name__)
 
@@ -121,23 +122,15 @@ class ServedModel:
         kv_dtype, ranks = kv_dtype or model_config.dtype, ranks or Alone()
         architecture, shape = type(module).__name__, shape_of(model_config, kv_dtype, ranks.size)
         cores = attention_cores(module)
-        for core in cores.values():
-            if core.attn_type.value != _DECODER or core.is_cross_attention:
-                raise ConfigError(
-                    f"--hierarchical-cache hcache does not support {architecture}: not all of its attention is that "
-                    "of a decoder, where K and V of a token depend on the tokens before it alone"
-                )
-        if not cores:
-            raise ConfigError(
-                f"--hierarchical-cache hcache does not support {architecture}: it finds no attention"
-            )
-        is_regular = [core.layer_id for core in cores.values()] == list(range(shape.num_layers))
         is_inside = not any(name.endswith(_LOOSE) for name in cores)
+        problem = _problem(cores.values()) or rotation_problem(model_config, by_transformers=not is_inside)
+        if problem is not None:
+            raise ConfigError(f"--hierarchical-cache hcache does not support {architecture}: {problem}")
+        is_regular = [core.layer_id for core in cores.values()] == list(range(shape.num_layers))
+        named = cores.items() if is_regular and is_inside else ()
         return cls(
             module=module,
-            attention=tuple(_attention(module, *named) for named in cores.items())
-            if is_regular and is_inside
-            else (),
+            attention=tuple(_attention(module, *each) for each in named),
             architecture=architecture,
             shape=shape,
             dtype=model_config.dtype,
@@ -264,6 +257,15 @@ def _loose_cores(module: nn.Module) -> Iterator[tuple[str, Any]]:
         core = cores.pop(getattr(child, "layer_idx", None), None)
         if core is not None:
             yield f"{name}.{_LOOSE}", core
+
+
+def _problem(cores: Collection[Any]) -> str | None:
+    """Why a model with the attention modules ``cores`` cannot be served; None: it can."""
+    if any(core.attn_type.value != _DECODER or core.is_cross_attention for core in cores):
+        return (
+            "not all of its attention is that of a decoder, where K and V depend on the tokens before alone"
+        )
+    return None if cores else "it finds no attention"
 
 
 def _scales(core: Any) -> tuple[Any, Any]:

@@ -69,6 +69,7 @@ class Bridge:
         self.ranks = device.ranks
         self.weights = WeightsInUse(model, tiers.layout, namespace)
         self._owners = Owners(tiers, model.shape.name)
+        self._unnamed: list[Prompt] = []  # of requests that came when nobody knew what the weights are
         self._owes_demotion = False  # of all: the device was reset while nobody knew what the weights are
         self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
         self.saving = Saving(model, tiers, budget, device, counters, gate, captures=self._captures)
@@ -91,6 +92,11 @@ class Bridge:
     def queue(self, prompt: Prompt) -> None:
         """A request enters the waiting queue."""
         if not (self._captures and self._is_on):
+            return
+        if self.weights.namespace is None:
+            self._unnamed.append(
+                prompt
+            )  # SGLang takes requests also while it has lent the memory of the weights
             return
         keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
         self.tiers.touch(keys)
@@ -182,8 +188,12 @@ class Bridge:
     # -- upkeep ----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a scheduler round, before requests are admitted."""
+        """Once a scheduler round, before requests are admitted: the weights are there."""
         self.saving.tick()
+        if self._unnamed:
+            self._weights_in_use()
+            while self._unnamed:
+                self.queue(self._unnamed.pop(0))
         self._maker.keep_pace(self.restores.waiting)
         self.restores.tick()
         self._idling.pause()

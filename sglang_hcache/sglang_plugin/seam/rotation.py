@@ -1,0 +1,29 @@
+"""Rotary embeddings that turn a token by what else is in its pass: its K is then no state of its prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def rotation_problem(model_config: Any, *, by_transformers: bool) -> str | None:
+    """Why K of SGLang's ``ModelConfig`` cannot be kept; None: it can.
+
+    ``longrope`` turns all rows of a pass, of all its requests, by other factors once one of them is beyond the context
+    that the model was first trained with. ``dynamic`` is fixed at start in SGLang's own models, and depends on the
+    longest pass so far in Hugging Face's.
+
+    Args:
+        by_transformers: whether SGLang's Transformers backend runs the model.
+    """
+    config = model_config.hf_text_config
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    name = scaling.get("rope_type", scaling.get("type"))
+    is_dynamic = name == "longrope" or (name == "dynamic" and by_transformers)
+    original = getattr(config, "original_max_position_embeddings", None)
+    original = original or scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    if not is_dynamic or model_config.context_len <= original:
+        return None
+    return (
+        f"{name} rotation beyond {original} tokens, where a token's K depends on what else is in its pass; "
+        f"--context-length {original} does without"
+    )
