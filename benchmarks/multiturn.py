@@ -197,6 +197,7 @@ async def measure(
                 what = f"{rate:g} requests/s, {method}{comparison.tell_round(number)}"
                 task = progress.add_task(what, total=len(workload.rounds))
                 rounds[-1][method] = await talk.hold(clients[method], rate, partial(progress.advance, task))
+                await clients[method].settle()  # what it still writes must not slow the next one
                 progress.remove_task(task)
                 comparison.add(rate, rounds)
         answering_s = max(answering_s, time.monotonic() - began - least_s)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, QueuedRequest
+from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
@@ -80,18 +81,22 @@ class Line:
         """Nobody waits."""
         self._first = None
 
-    def is_behind(self, ticket: Ticket) -> bool:
-        """Whether it comes later than the first."""
+    def is_behind(self, rid: str) -> bool:
+        """Whether a request comes later than the first."""
         first = self._first
-        return first is not None and ticket is not first and ticket.prompt.rid not in self._before
+        return first is not None and rid != first.prompt.rid and rid not in self._before
 
 
 class Overtaking:
     """Who must not be admitted before an earlier request, whose restore runs.
 
-    SGLang computes a long prompt in passes, one after the other, with no other prefill beside them: who is restored
-    meanwhile would wait for all of them. All in all, a request is held back for at most as long as the first one in the
-    queue waits for room.
+    SGLang admits a request that there is room for although one before it waits for its restore. Two of them would do
+    that one wrong:
+
+    * who takes the room that it will need: it would be restored, and wait until others end.
+    * who has much to compute. SGLang computes a long prompt in passes, one after the other, with no other prefill
+      beside them: who is restored meanwhile would wait for all of them. All in all, a request is held back for that
+      for at most as long as the first one in the queue waits for room.
 
     Args:
         may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.
@@ -100,30 +105,54 @@ class Overtaking:
     def __init__(
         self,
         tree: DeviceTree,
+        room: Room,
         running: Running,
         waiting: Waiting,
         may_overtake: Callable[[float], float],
     ) -> None:
         self._tree = tree
+        self._room = room
         self._running = running
         self._waiting = waiting
         self._may_overtake = may_overtake
         self._first: Ticket | None = None
         self._before = set[str]()
         self._most_tokens = math.inf
+        self._fitting: set[str] | None = None
 
     def look(self) -> None:
         """Now and then."""
         self._first, self._before = self._waiting.before_first_running() if self._running else (None, set())
         if self._first is not None and self._first.restore is not None:
             self._most_tokens = self._may_overtake(self._running.left_s(self._first.restore))
+            self._fitting = self._who_fits()
 
-    def is_to_wait(self, ticket: Ticket) -> bool:
-        """Whether it is behind the first one, and has more to compute than may be done before that one."""
+    def is_to_wait(self, rid: str, ticket: Ticket | None) -> bool:
+        """Whether a request is behind the first one, and would take its room or its time.
+
+        Args:
+            ticket: its ticket, if it has one.
+        """
         first = self._first
-        if first is None or first.phase is not Phase.RUNNING or ticket is first:
+        if first is None or first.phase is not Phase.RUNNING or ticket is first or rid in self._before:
             return False
-        if ticket.prompt.rid in self._before or ticket.uncomputed <= self._most_tokens:
+        if self._fitting is not None and rid not in self._fitting:
+            return True
+        return ticket is not None and self._takes_long(ticket)
+
+    def _who_fits(self) -> set[str] | None:
+        """Those of SGLang's queue that there is room for beside all those before them; None: all of them."""
+        ahead, left, fitting = Ahead(lambda *_: 0.0), self._room.left, set[str]()
+        for request, ticket in self._waiting.first_ones():
+            ahead.add(request, ticket)
+            if ahead.tokens > left:
+                return fitting
+            fitting.add(request.rid)
+        return None
+
+    def _takes_long(self, ticket: Ticket) -> bool:
+        """Whether it has more to compute than may be done before the first one."""
+        if ticket.uncomputed <= self._most_tokens:
             return False
         now = self._waiting.clock()
         if ticket.held_back_since is None:

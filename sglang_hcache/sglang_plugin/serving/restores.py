@@ -116,10 +116,10 @@ class RestoreCoordinator:
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore."""
         ticket = self.waiting.get(rid)
+        if self._starter.holds_back(rid, ticket):
+            return False
         if ticket is None:
             return True
-        if self._starter.holds_back(ticket):
-            return False
         is_resting = self._starter.rest.is_on
         if self._ranks.size == 1 and ticket.is_outdated(self._tree.evictions, is_resting=is_resting):
             self._starter.look_up(ticket)  # several ranks do it together, in tick

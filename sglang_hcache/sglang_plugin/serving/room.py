@@ -35,6 +35,11 @@ class Room:
         """Slots that restores fill, or have filled for requests that still wait."""
         return self._running.tokens + self._waiting.pinned_tokens
 
+    @property
+    def left(self) -> int:
+        """Slots that are not needed by running requests."""
+        return self._tree.room() - self._reserved
+
     def has(self, count: int, ahead: int) -> bool:
         """Whether ``count`` slots may be taken, with ``ahead`` left for requests that come first in the queue."""
         held = self.held_tokens
@@ -44,7 +49,7 @@ class Room:
 
     def is_left(self, count: int) -> bool:
         """Whether ``count`` slots are not needed by running requests."""
-        return self._tree.room() - count >= self._reserved
+        return self.left >= count
 
     def take(self, match: DeviceMatch, count: int, ahead: int) -> torch.Tensor | None:
         """``count`` slots behind ``match``, which is locked then; None if there is no room."""

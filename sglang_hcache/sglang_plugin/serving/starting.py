@@ -59,7 +59,7 @@ class Starter:
         self._most_idle_s = most_idle_s
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
         self._line = Line(waiting.clock)
-        self._overtaking = Overtaking(device.tree, running, waiting, maker.may_overtake)
+        self._overtaking = Overtaking(device.tree, self._room, running, waiting, maker.may_overtake)
         self.rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
         self._next_look = 0.0
@@ -81,16 +81,20 @@ class Starter:
 
     # -- who may not be admitted -----------------------------------------------------------------
 
-    def holds_back(self, ticket: Ticket) -> bool:
-        """Whether SGLang would do wrong by an earlier request if it admitted this one now."""
-        return self._overtaking.is_to_wait(ticket) or self._would_take_room(ticket)
+    def holds_back(self, rid: str, ticket: Ticket | None) -> bool:
+        """Whether SGLang would do wrong by an earlier request if it admitted this one now.
 
-    def _would_take_room(self, ticket: Ticket) -> bool:
+        Args:
+            ticket: of this one, if it has one.
+        """
+        return self._overtaking.is_to_wait(rid, ticket) or self._would_take_room(rid)
+
+    def _would_take_room(self, rid: str) -> bool:
         """Whether this one would take room that an earlier one waits for, as SGLang lets it: so that would never grow.
 
         Not while restores or pins hold room: they give it back by themselves.
         """
-        return self._line.is_behind(ticket) and self._scheduler.is_running() and not self._room.held_tokens
+        return self._line.is_behind(rid) and self._scheduler.is_running() and not self._room.held_tokens
 
     # -- deciding --------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 _LOOK_EVERY_S = 1.0
 _LONG_ROUND_S = 1.0
 _MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
+_MOST_LOOKED_AT = 64  # so many are not all admitted before the next look
 
 
 class Patience:
@@ -97,6 +98,12 @@ class Waiting:
                 yield request, ticket
             if not left:
                 return
+
+    def first_ones(self) -> Iterator[tuple[QueuedRequest, Ticket | None]]:
+        """The first requests of SGLang's queue, in order, as far as anyone looks; without those passed over."""
+        for request in itertools.islice(self._scheduler.waiting(), _MOST_LOOKED_AT):
+            if not request.is_passed_over:
+                yield request, self._tickets.get(request.rid)
 
     def before_first_running(self) -> tuple[Ticket | None, set[str]]:
         """The first request of SGLang's queue whose restore runs, and those before it; None if there is none."""

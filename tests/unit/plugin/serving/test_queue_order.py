@@ -14,6 +14,7 @@ from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.serving import restores, running
 from sglang_hcache.sglang_plugin.serving.waiting import Patience
 from tests.unit.plugin.serving.test_restores import (
+    CAPACITY,
     LAYERS,
     PIECE,
     Alone,
@@ -216,6 +217,42 @@ def test_who_comes_first_in_the_queue_is_not_held_back() -> None:
     world.queue("long", [*long_prompt(8), *tokens(8, 1)])
     start(world, "restored", tokens(1, 4))
     assert world.coordinator.may_be_admitted("long")
+
+
+# -- room behind a restore -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [CHUNK_TOKENS, CHUNK_TOKENS + 1])
+def test_nobody_takes_the_room_that_a_restored_request_will_need(answer: int) -> None:
+    """Neither a request whose prompt is too short for a restore, nor one that comes behind who does not fit."""
+    world = world_for(recompute_s=2e-4)
+    world.scheduler.running, world.scheduler.reserved = True, CHUNK_TOKENS
+    for rid, length, generates in (("first", 8, 1), ("restored", 4 * CHUNK_TOKENS, 10 * CHUNK_TOKENS)):
+        world.store(tokens(1, 4))
+        world.queue(rid, tokens(1, 4)[:length], new_tokens=generates)
+    left = CAPACITY - (8 + 1) - (4 + 10 + 1) * CHUNK_TOKENS
+    world.queue("short", tokens(2, 1)[:8], new_tokens=left - 8 - CHUNK_TOKENS)
+    world.queue("next", tokens(3, 1)[:9], new_tokens=answer - 9)
+    world.coordinator.tick()
+    may = {rid: world.coordinator.may_be_admitted(rid) for rid in world.scheduler.line}
+    fits = answer <= CHUNK_TOKENS
+    assert may == {"first": True, "restored": False, "short": True, "next": fits}
+    world.queue("comes now", tokens(3, 1)[:9])
+    assert world.coordinator.may_be_admitted("comes now") is fits
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert all(map(world.coordinator.may_be_admitted, world.scheduler.line)), (
+        "SGLang knows whom it has room for"
+    )
+
+
+def test_with_room_for_all_nobody_waits() -> None:
+    world = world_for(recompute_s=2e-4)
+    start(world, "restored", tokens(1, 4))
+    for number in range(100):
+        world.queue(f"short {number}", [number + 10])
+    world.coordinator.tick()
+    assert all(map(world.coordinator.may_be_admitted, world.scheduler.line[1:]))
 
 
 # -- not too early, and not by a clock that goes on in a pause -----------------------------------
