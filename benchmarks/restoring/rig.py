@@ -296,7 +296,6 @@ class Variant:
         verdict = self.maker.decide(keys, 0, 0.0)
         decision = verdict.decision
         if self._may_decline and not verdict.pays:
-            self.maker.declined()
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ Predictions come from a profile and follow what restores and prefills really tak
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,6 @@ from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
-
-logger = logging.getLogger(__name__)
 
 _OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
@@ -100,11 +97,6 @@ class Decision:
         return self.job_s + _OVERHEAD_S
 
     @property
-    def is_faster(self) -> bool:
-        """Whether the server starts it, where no other restore is before it."""
-        return self.restore_s < self.recompute_s
-
-    @property
     def waits_for_reads(self) -> bool:
         """Whether a tier decides how long it takes."""
         return self.bottleneck not in (_COMPUTE, _PREFILL)
@@ -115,6 +107,15 @@ class Decision:
             f"{self.restore_s:.3f} s predicted{recomputed} ({self.bottleneck} decides), "
             f"{self.recompute_s:.3f} s without"
         )
+
+    def pays(self, behind_s: float = 0.0) -> bool:
+        """Whether to start it.
+
+        Args:
+            behind_s: seconds of other restores that come first, less seconds of other prefills that would come before
+                its recomputation. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
+        """
+        return max(0.0, behind_s) + self.restore_s < self.recompute_s
 
     def deadline_s(self, backlog_s: float) -> float:
         """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned."""
@@ -217,24 +218,9 @@ class RestoreGate:
         """
         chunks = range(1, longest // CHUNK_TOKENS + 1)
         place = bisect_left(
-            chunks, True, key=lambda count: self.decide({tier: CHUNK_TOKENS * count}, 0).is_faster
+            chunks, True, key=lambda count: self.decide({tier: CHUNK_TOKENS * count}, 0).pays()
         )
         return CHUNK_TOKENS * chunks[place] if place < len(chunks) else None
-
-    def pays(self, decision: Decision, behind_s: float) -> bool:
-        """Whether to start.
-
-        Args:
-            behind_s: seconds of other restores that come first, less seconds of other prefills that would come before
-                its recomputation. Below 0 counts as 0: a restore that is slower than recomputing gains nothing.
-        """
-        pays = max(0.0, behind_s) + decision.restore_s < decision.recompute_s
-        logger.debug(
-            "hcache: restore %.1f ms, %d layers recomputed, behind %.1f ms; recompute %.1f ms: %s",
-            1e3 * decision.restore_s, decision.num_recompute, 1e3 * behind_s, 1e3 * decision.recompute_s,
-            "restore" if pays else "recompute",
-        )  # fmt: skip
-        return pays
 
     def declined(self) -> None:
         """A restore that would not pay was not started."""

@@ -145,7 +145,7 @@ def test_what_is_computed_sooner_is_not_restored(mixed: tuple[TierServer, Profil
     """One chunk, which is computed in a single pass while the first read has not ended for long."""
     server, profile = mixed
     gate = RestoreGate(profile, plan_stored(planned_costs(profile), LAYERS), block_tokens=64)
-    assert not gate.pays(gate.decide({"host": 64}, 0), behind_s=0.0)
+    assert not gate.decide({"host": 64}, 0).pays()
     prompt = random_prompt(65, 65)
     recomputed = server.recompute(prompt, tokens=16)
     server.ask(prompt)

@@ -177,7 +177,7 @@ class PlanReport:
         does = (
             f"recomputes {counted(decision.num_recompute, 'layer')} in this restore: {restore} ms with 2 ms of "
             f"overhead; recomputing all {recompute} ms"
-            if decision.is_faster
+            if decision.pays()
             else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, 2 ms of it overhead"
         )
         pays_from = server.pays_from(self.tier)

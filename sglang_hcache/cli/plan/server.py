@@ -60,7 +60,7 @@ class ServerPlan:
 def decision_data(decision: Decision) -> Mapping[str, Any]:
     """For programs. Times in milliseconds."""
     return {
-        "restores": decision.is_faster,
+        "restores": decision.pays(),
         "recomputed_layers": decision.num_recompute,
         "restore_ms": 1e3 * decision.restore_s,
         "recompute_ms": 1e3 * decision.recompute_s,

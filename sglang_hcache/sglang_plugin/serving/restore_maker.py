@@ -90,7 +90,7 @@ class RestoreMaker:
 
     def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
-        (:meth:`RestoreGate.pays`).
+        (:meth:`Decision.pays`). The gate is told if it does not.
         """
         (on_host,) = self._ranks.minimum(self._tiers.sources(keys)[HOST])  # the slowest counts
         return self._ranks.from_first(self._decide(len(keys), int(on_host), start, behind_s))
@@ -101,9 +101,10 @@ class RestoreMaker:
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
         idle_s = max(0.0, -behind_s - decision.restore_s)
-        if self._restores_all:
-            return Verdict(decision, True, idle_s)
-        return Verdict(decision, self._gate.pays(decision, behind_s), idle_s)
+        pays = self._restores_all or decision.pays(behind_s)
+        if not pays:
+            self._gate.declined()
+        return Verdict(decision, pays, idle_s)
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
         """Whether another request's restore, which takes ``left_s`` more, brings ``num_tokens`` from position ``start``
@@ -138,11 +139,6 @@ class RestoreMaker:
     def prefill_s(self, num_tokens: int, start: int) -> float:
         """What computing ``num_tokens`` from position ``start`` on is predicted to take; 0 if nobody can tell."""
         return 0.0 if self._gate is None else self._gate.prefill_s(num_tokens, start)
-
-    def declined(self) -> None:
-        """One that would not pay was not started."""
-        if self._gate is not None:
-            self._gate.declined()
 
     def give_up_late(self, restores: Iterable[Restore]) -> None:
         """Stop those of ``restores`` that have waited for others for longer than they may: now, not when it is their

@@ -202,7 +202,6 @@ class Starter:
         behind_s = backlog_s if is_next else 0.0
         verdict = self._maker.decide(keys, len(match), behind_s - ahead.seconds)
         if not verdict.pays:
-            self._maker.declined()
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
             ticket.give_up()

@@ -171,7 +171,7 @@ def _be_patient():
 
 
 def _patch_learning(switches):
-    from sglang_hcache.restore.gate import RestoreGate
+    from sglang_hcache.restore.gate import Decision, RestoreGate
 
     def unless_kept(learn):
         def patched(self, *observation):
@@ -183,12 +183,12 @@ def _patch_learning(switches):
     for name in ("restored", "prefilled", "declined"):
         setattr(RestoreGate, name, unless_kept(getattr(RestoreGate, name)))
 
-    pays = RestoreGate.pays
+    pays = Decision.pays
 
     def always(self, *of_what):
         return pays(self, *of_what) or (switches / "always_restore").exists()
 
-    RestoreGate.pays = always
+    Decision.pays = always
 
 
 def _patch_reads(switches):

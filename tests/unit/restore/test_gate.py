@@ -75,9 +75,9 @@ def test_blocks_shorten_the_fill() -> None:
 
 
 def test_a_restore_that_would_be_slower_is_not_started() -> None:
-    assert gate().pays(decide(gate(), 1024, 0), 0.0)
-    assert not gate().pays(decide(gate(), 0, 1024), 0.0)
-    assert not gate().pays(decide(gate(), 1024, 0), 0.020), "it would wait for others too long"
+    assert decide(gate(), 1024, 0).pays()
+    assert not decide(gate(), 0, 1024).pays()
+    assert not decide(gate(), 1024, 0).pays(0.020), "it would wait for others too long"
 
 
 @pytest.mark.parametrize("fixed_s", [0.0, 5e-4, 1.0])
@@ -85,7 +85,7 @@ def test_a_minimum_length_falls_out_of_the_costs(fixed_s: float) -> None:
     """Of our own fixed costs: those of a pass are not saved, for the request's last token needs one."""
     some = gate(run=per_token(2e-6, fixed_s))
     lengths = [64 * count for count in range(1, 200)]
-    pays = [some.pays(decide(some, length, 0), 0.0) for length in lengths]
+    pays = [decide(some, length, 0).pays() for length in lengths]
     assert pays == sorted(pays), "from some length on it pays"
     assert (pays[0], pays[2], pays[-1]) == (False, False, True)
     assert some.prefill_s(100, 50) == pytest.approx(100 * LAYERS * 2e-6)
@@ -99,7 +99,7 @@ def test_each_pass_that_a_prompt_fills_costs_what_a_pass_costs() -> None:
         pytest.approx(passes * LAYERS * 6e-3) for passes in (0, 1, 1, 8)
     ]
     from_disk = decide(short, 0, 4096)
-    assert short.pays(from_disk, 0.0)
+    assert from_disk.pays()
     assert from_disk.first_layers_s == pytest.approx(from_disk.num_recompute * 8 * 6e-3)
     assert decide(gate(run=run, disk=1e-5, may_recompute=True), 0, 4096).num_recompute == 9
     assert from_disk.num_recompute == 4, "eight passes through each of these layers"
@@ -109,15 +109,15 @@ def test_a_tier_that_was_not_measured_is_judged_by_its_first_restore() -> None:
     unknown = gate(disk=None)
     first = decide(unknown, 0, 1024)
     assert first.restore_s == decide(unknown, 1024, 0).restore_s
-    assert unknown.pays(first, 0.0)
+    assert first.pays()
     assert first.deadline_s(0.0) == 0.25, "and given up early"
     unknown.restored(first, 0.1)
     assert decide(unknown, 0, 1024).restore_s == pytest.approx(0.1, rel=0.1)
-    assert not unknown.pays(decide(unknown, 0, 1024), 0.0)
-    assert unknown.pays(decide(unknown, 1024, 0), 0.0), "of host memory it says nothing"
+    assert not decide(unknown, 0, 1024).pays()
+    assert decide(unknown, 1024, 0).pays(), "of host memory it says nothing"
     for _ in range(1000):
         unknown.declined()
-    assert unknown.pays(decide(unknown, 0, 1024), 0.0), "a disk may recover"
+    assert decide(unknown, 0, 1024).pays(), "a disk may recover"
     unknown.restored(decide(unknown, 0, 1024), 100.0)
     assert decide(unknown, 0, 1024).restore_s < 0.1, "the second one is one of many"
 
@@ -246,13 +246,13 @@ def test_a_slower_device_is_not_taken_for_a_slower_tier() -> None:
 
 def test_what_prefills_take_is_learnt() -> None:
     faster = gate()
-    assert faster.pays(decide(faster, 1024, 0), 0.0)
+    assert decide(faster, 1024, 0).pays()
     for _ in range(30):
         faster.prefilled(1024, 0, 0.0105)
     assert decide(faster, 1024, 0).recompute_s == pytest.approx(0.0105 - 0.0021, rel=0.15), (
         "the pass is no gain"
     )
-    assert not faster.pays(decide(faster, 1024, 0), 0.0)
+    assert not decide(faster, 1024, 0).pays()
 
 
 def test_nothing_is_learnt_from_prefills_shorter_than_what_was_measured() -> None:
@@ -272,10 +272,10 @@ def test_a_gate_that_closed_opens_again() -> None:
     closed = gate(host=2e-6, run=per_token(4e-6))
     for _ in range(30):
         closed.restored(decide(closed, 1024, 0), 1.0)
-    assert not closed.pays(decide(closed, 1024, 0), 0.0)
+    assert not decide(closed, 1024, 0).pays()
     for _ in range(1000):
         closed.declined()
-    assert closed.pays(decide(closed, 1024, 0), 0.0)
+    assert decide(closed, 1024, 0).pays()
 
 
 def test_a_deadline_leaves_time_for_those_before() -> None:
@@ -313,7 +313,7 @@ def test_pays_from_the_first_length_that_is_restored() -> None:
     found = gate(disk=40e-6)
     first = found.pays_from("host", 8192)
     assert first is not None
-    assert [decide(found, count, 0).is_faster for count in (first - 64, first, 8192)] == [False, True, True]
+    assert [decide(found, count, 0).pays() for count in (first - 64, first, 8192)] == [False, True, True]
     assert found.pays_from("host", first - 64) is None
     assert found.pays_from("disk", 8192) is None
 
