@@ -35,18 +35,18 @@ class Pace:
     def __init__(self, stamp: Callable[[], Stamp]) -> None:
         self.yields = False
         """Whether requests that run go first."""
-        self.turns = 0
-        """How often that has changed."""
         self._stamp = stamp
         self._asked: deque[tuple[int, Stamp, Stamp]] = deque()
         self._row_s: float | None = None
         self._last = (0.0, 0)
         """When the last part came, and its rows; none if nobody knew then how long they take."""
 
-    def turn(self, yields: bool) -> None:
-        """Requests that run go first from now on, or not. For one thread, which may be another one."""
-        self.turns += yields is not self.yields
+    def turn(self, yields: bool) -> bool:
+        """Requests that run go first from now on, or not; whether that is a change. For one thread, which may be
+        another one."""
+        changes = yields is not self.yields
         self.yields = yields
+        return changes
 
     def parts(self, count: int, check: Callable[[], object] = lambda: None) -> Iterator[slice]:
         """Parts of ``count`` rows, in order: each is to be projected when it comes.

@@ -194,7 +194,7 @@ class Bridge:
             self._weights_in_use()
             while self._unnamed:
                 self.queue(self._unnamed.pop(0))
-        self._maker.keep_pace(self.restores.waiting)
+        self._maker.keep_pace(self.restores.waiting, self.restores.running)
         self.restores.tick()
         self._idling.pause()
 

@@ -27,12 +27,6 @@ class Outcomes:
         self._layout = layout
         self._observer = observer
         self._gate = gate
-        self._pace = None if device.gpu is None else device.gpu.stage.pace
-
-    def certain(self, restore: Restore) -> None:
-        """The device is asked for all of it: from here on the pace changes nothing."""
-        if self._had_its_pace(restore):
-            restore.turns = None
 
     def over(self, restore: Restore) -> bool:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it.
@@ -40,7 +34,7 @@ class Outcomes:
         Returns:
             Whether it was too late on some rank, and a disk is to blame. Memory is not sick, only busy.
         """
-        is_slow = restore.is_late and self._had_its_pace(restore) and DISK in restore.job.sources
+        is_slow = restore.is_late and not restore.is_disturbed and DISK in restore.job.sources
         all_quick, slowest_s = self._ranks.minimum(not is_slow, -restore.seconds)
         restore.slowest_s = -slowest_s
         self._observer.count(f"restore.{restore.outcome}")
@@ -51,16 +45,12 @@ class Outcomes:
         self._learn(restore)
         return not all_quick
 
-    def _had_its_pace(self, restore: Restore) -> bool:
-        """False if it took longer, or less, for a reason that is known: its share of the device changed."""
-        return self._pace is None or restore.turns in (None, self._pace.turns)
-
     def _learn(self, restore: Restore) -> None:
         """Compare what it took with what was predicted."""
         if self._gate is None or restore.decision is None:
             return
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        if (restore.is_complete or restore.is_late) and self._had_its_pace(restore):
+        if (restore.is_complete or restore.is_late) and not restore.is_disturbed:
             recomputation = restore.recomputation
             is_timed = recomputation is not None and recomputation.is_complete
             first_layers_s = recomputation.seconds if recomputation and is_timed else None

@@ -123,13 +123,17 @@ class RestoreMaker:
         most = pass_tokens * max(1.0, 2 * left_s / pass_s) if pass_s else math.inf
         return self._ranks.from_first(most)
 
-    def keep_pace(self, waiting: Waiting) -> None:
+    def keep_pace(self, waiting: Waiting, running: Iterable[Restore]) -> None:
         """Once a scheduler round: decide whether restores leave most of a GPU to requests that run.
 
         They do not if several requests wait for restores: a slow one would hold up those behind it.
         """
-        if self._pace is not None:
-            self._pace.turn(self._device.scheduler.is_running() and waiting.num_restoring <= 1)
+        if self._pace is None:
+            return
+        if self._pace.turn(self._device.scheduler.is_running() and waiting.num_restoring <= 1):
+            for restore in running:
+                # The device was asked for all of one that is in the tree: for that one nothing changes.
+                restore.is_disturbed |= restore.depends_on_pace and not restore.is_in_tree
 
     def _load(self) -> Load:
         if self._pace is not None and self._pace.yields:
@@ -172,13 +176,13 @@ class RestoreMaker:
             self._observer.count("restore.errors")
             restore.abandon()
 
-    def _turns(self, layers: Sequence[int], decision: Decision | None) -> int | None:
-        """A restore's :attr:`Restore.turns`."""
+    def _depends_on_pace(self, layers: Sequence[int], decision: Decision | None) -> bool:
+        """A restore's :attr:`Restore.depends_on_pace`."""
         methods = self._tiers.layout.methods
         if self._pace is None or all(methods[layer] is not Method.HIDDEN for layer in layers):
-            return None  # only projections are slowed
-        is_slowest = self._pace.yields and decision is not None and decision.waits_for_reads
-        return None if is_slowest else self._pace.turns  # faster projections would be waiting as well
+            return False  # only projections are slowed
+        # Where reads decide at the slowest pace, faster projections would be waiting as well.
+        return not (self._pace.yields and decision is not None and decision.waits_for_reads)
 
     def prepare(
         self,
@@ -214,8 +218,8 @@ class RestoreMaker:
                 len(match),
                 decision.num_recompute,
             )
-        turns = self._turns(layers, decision)
-        return Restore(job, match.slots, match.node, ticket, decision, recomputation, turns)
+        by_pace = self._depends_on_pace(layers, decision)
+        return Restore(job, match.slots, match.node, ticket, decision, recomputation, by_pace)
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:
         """Hold ``keys`` in blocks that a restore reads at a time; all of them or, with an error, none on any rank."""

@@ -232,7 +232,6 @@ class RestoreCoordinator:
         if self._gpu is not None and not self.scheduler.is_running():
             for restore in self.running.take_certain():
                 assert restore.ticket is not None
-                self._outcomes.certain(restore)
                 freed = self._insert(restore.ticket, restore)
                 if restore.job.written is not None and not restore.job.is_over:
                     # Whoever gets slots that were freed must not write to them before the restore has.

@@ -46,8 +46,10 @@ class Restore:
     """Why it was started; None if nobody predicted anything."""
     recomputation: Recomputation | None
     """Computes the layers that the job does not bring; None if it brings all."""
-    turns: int | None = None
-    """:attr:`Pace.turns` when it was decided; None where it takes as long at any pace."""
+    depends_on_pace: bool = False
+    """Whether it takes longer, or less, when its share of the device changes."""
+    is_disturbed: bool = False
+    """Whether that has happened: what it took was not predicted, for a reason that is known."""
     missing_elsewhere: bool = False
     """Whether another rank has not brought its part."""
     failed_elsewhere: bool = False

@@ -104,7 +104,7 @@ def test_what_it_took_is_learnt_though_its_request_runs_by_then() -> None:
     world.coordinator.tick()
     world.coordinator.admitted("a", len(PROMPT))
     world.scheduler.running = True
-    world.maker.keep_pace(world.coordinator.waiting)
+    world.keep_pace()
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
     assert len(learnt) == 1

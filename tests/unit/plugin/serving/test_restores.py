@@ -263,6 +263,9 @@ class World:
         self.engine.end(state)
         self.coordinator.tick()
 
+    def keep_pace(self) -> None:
+        self.maker.keep_pace(self.coordinator.waiting, self.coordinator.running)
+
     def assert_clean(self) -> None:
         """Nothing locked, every slot free or in the tree once."""
         assert not any(self.tree.locks.values())
@@ -1335,7 +1338,7 @@ def test_a_restore_yields_to_requests_that_run_unless_another_one_waits_for_it(
     world.queue("nothing is stored of it", tokens(9, 3))
     pace.turn(not is_running)
     assert world.coordinator.waiting.num_restoring == num_waiting
-    world.maker.keep_pace(world.coordinator.waiting)
+    world.keep_pace()
     yields = is_running and num_waiting < 2
     assert pace.yields is yields
     expected = Load(LOADED.computing, 5.0) if yields else LOADED if is_running else IDLE
@@ -1374,7 +1377,8 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     world.queue("a", tokens(1, 3))
     world.coordinator.tick()
     for _ in range(turns):
-        pace.turn(not pace.yields)
+        world.scheduler.running = not world.scheduler.running
+        world.keep_pace()
     world.engine.end(RestoreState.FAILED, late_after_s=100.0)
     world.coordinator.tick()
     assert len(learnt) == (1 if teaches else 0)

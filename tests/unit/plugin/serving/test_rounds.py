@@ -24,7 +24,7 @@ class Round:
         )
         self.bridge: Any = object.__new__(Bridge)
         self.bridge._unnamed = []
-        self.bridge._maker = SimpleNamespace(keep_pace=lambda waiting: None)
+        self.bridge._maker = SimpleNamespace(keep_pace=lambda waiting, running: None)
         self.bridge.saving = SimpleNamespace(is_busy=False, tick=lambda: None)
         self.bridge.restores = SimpleNamespace(
             tick=lambda: self.calls.append("tick"),
@@ -50,7 +50,7 @@ class Round:
 def test_the_pace_is_set_by_who_waits_before_restores_start() -> None:
     world = Round()
     world.bridge.restores.waiting.num_restoring = 3
-    world.bridge._maker.keep_pace = lambda waiting: world.calls.append(f"pace {waiting.num_restoring}")
+    world.bridge._maker.keep_pace = lambda waiting, _: world.calls.append(f"pace {waiting.num_restoring}")
     assert world.round() == ["pace 3", "tick"]
 
 
