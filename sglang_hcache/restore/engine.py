@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -88,16 +87,15 @@ class RestoreEngine:
             outcome, job.error = RestoreState.FAILED, error
         job.ended = time.monotonic()
         job.seconds = job.ran_s(job.ended)
-        steps: list[Callable[[], None]] = [partial(self._report, job, outcome)]
-        steps += [block.close for block in job.blocks]
-        for step in steps:
-            try:
-                step()
-            except Exception:  # or every request that finds something would wait for ever
-                if self._may_trace():
-                    logger.exception("hcache: a restore did not end as it should")
-                self._observer.count("restore.errors")
-        job.state = outcome  # last: whoever sees it may use the slots again
+        try:
+            job.let_go()
+            self._report(job, outcome)
+        except Exception:
+            if self._may_trace():
+                logger.exception("hcache: a restore did not end as it should")
+            self._observer.count("restore.errors")
+        finally:  # or every request that finds something would wait for ever
+            job.state = outcome  # last: whoever sees it may use the slots again
 
     def _report(self, job: RestoreJob, outcome: RestoreState) -> None:
         logger.debug(

@@ -140,9 +140,13 @@ class RestoreJob:
             if not has_begun:
                 self.state = RestoreState.CANCELLED
         if not has_begun:  # what others may want must not wait for the jobs before this one
-            with contextlib.ExitStack() as leases:  # all of them, also if one raises
-                for block in self.blocks:
-                    leases.callback(block.close)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close its leases: all of them, also if one raises."""
+        with contextlib.ExitStack() as leases:
+            for block in self.blocks:
+                leases.callback(block.close)
 
     def check(self) -> float:
         """Whether the job may go on: the seconds left until its deadline.

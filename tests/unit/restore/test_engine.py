@@ -261,15 +261,17 @@ def test_a_disk_that_hangs_does_not_hold_up_restores_from_host_memory(
     assert job.state is RestoreState.DONE
 
 
-def test_a_lease_that_cannot_be_closed_does_not_hold_the_job(bench: Bench) -> None:
-    lease = bench.tiers.lease(bench.keys[:1])
-    lease._holds.callback(lambda: 1 / 0)
-    job = RestoreJob((lease,), 0, torch.arange(CHUNK_TOKENS), PATIENCE_S, (0,))
+def test_leases_that_cannot_be_closed_do_not_hold_the_job_nor_each_other(bench: Bench) -> None:
+    leases = tuple(bench.tiers.lease(bench.keys[index : index + 1]) for index in range(2))
+    for lease in leases:
+        lease._holds.callback(lambda: 1 / 0)
+    job = RestoreJob(leases, 0, torch.arange(2 * CHUNK_TOKENS), PATIENCE_S, (0,))
     bench.engine.submit(job)
     assert bench.over.wait(PATIENCE_S)
     assert job.state is RestoreState.DONE
     bench.over.clear()
     assert bench.run().state is RestoreState.DONE
+    bench.assert_nothing_is_pinned()
 
 
 def test_a_job_whose_end_cannot_be_reported_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
