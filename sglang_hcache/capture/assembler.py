@@ -146,7 +146,8 @@ class Assembler:
             case TiersCleared():
                 self.beginnings.clear()
                 # Of what earlier events have sealed since; only memory, as the first time.
-                self._tiers.clear(event.tell)
+                self._tiers.clear()
+                event.is_done = True
 
     def _taken(self, event: RowsCaptured) -> PassRows:
         tokens, span = array("q", event.tokens.tolist()), event.span

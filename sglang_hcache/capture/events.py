@@ -13,7 +13,6 @@ from sglang_hcache.capture.staging import RowSpan
 from sglang_hcache.core.keys import Namespace
 from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import Mark
-from sglang_hcache.tier.demoter import ClearedTold
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +71,12 @@ class RequestEnds:
     rid: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TiersCleared:
-    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep.
+    """Both tiers were emptied: what earlier events bring to them goes too, and what unfinished chunks keep."""
 
-    Args:
-        tell: as for ``TieredStore.clear``.
-    """
-
-    tell: ClearedTold | None = None
+    is_done: bool = False
+    """Set by the assembler; not if an error kept it from that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, WriteBudgetError
 from sglang_hcache.core.keys import ChunkKey
@@ -32,9 +31,6 @@ _MOST_WAITING_TOKENS = 2**22  # 32 MiB of evicted prefixes
 
 ChunkSource = Callable[[], Iterable[ChunkKey]]
 """Computes the keys of chunks to demote; called on the demoter's thread."""
-
-ClearedTold: TypeAlias = Callable[[], object]
-"""Told once that everything is cleared, for good."""
 
 
 class Demoter:
@@ -67,7 +63,6 @@ class Demoter:
         self._busy = False
         self._clear_at: float | None = None
         """When clearing is tried next, by the monotonic clock; 0 before the first try, None: all is cleared."""
-        self._tell_cleared: list[ClearedTold] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="hcache-demoter", daemon=True)
         self._thread.start()
@@ -140,19 +135,14 @@ class Demoter:
         time.sleep(max(0.0, resting_until - time.monotonic()))
         return time.monotonic() < until
 
-    def clear_disk(self, tell: ClearedTold | None = None) -> None:
+    def clear_disk(self) -> None:
         """Empty the disk, also if :meth:`close` comes first, and forget what was asked before. Never waits.
 
         While no directory takes the note of it, it is tried again and again.
-
-        Args:
-            tell: on the demoter's thread.
         """
         with self._changed:
             self._forget_requests()
             self._clear_at = self._clear_at or 0.0
-            if tell is not None:
-                self._tell_cleared.append(tell)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -224,10 +214,7 @@ class Demoter:
         if not is_first_try:
             logger.info("hcache: the clear is durable now")
         with self._changed:
-            # Whoever asked meanwhile is served, too: nobody else writes to the disk.
-            told, self._tell_cleared, self._clear_at = self._tell_cleared, [], None
-        for tell in told:
-            tell()
+            self._clear_at = None  # whoever asked meanwhile is served, too: nobody else writes to the disk
 
     def _forget_requests(self) -> None:
         self._requests.clear()

@@ -27,7 +27,7 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.core.stretches import stretches
 from sglang_hcache.store import DiskStore, ReadLease, StoreStats
 from sglang_hcache.tier.chunk import ChunkInfo, Ghosts
-from sglang_hcache.tier.demoter import ChunkSource, ClearedTold, Demoter
+from sglang_hcache.tier.demoter import ChunkSource, Demoter
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.late_disk import LateDisk
 from sglang_hcache.tier.promotion import Promoter, Promotion
@@ -349,23 +349,17 @@ class TieredStore:
                 return False
         return True
 
-    def clear(self, tell: ClearedTold | None = None) -> None:
+    def clear(self) -> None:
         """Empty both tiers. The disk's chunks are misses at once; the demoter removes their files.
 
-        Args:
-            tell: called when nothing can be back after a restart, from any thread; never if that is only known of a
-                disk tier that is left out.
+        Until nothing can be back after a restart, :attr:`is_clearing` is true.
         """
         self.host.forget_all()  # first: what is still there when the disk has been cleared may be written to it
         with self._attaching:
             if self._demoter is not None:
-                self._demoter.clear_disk(tell)
-                return
-            self._clears_late = self._left_out is not None
-            if self._clears_late:
-                return
-        if tell is not None:
-            tell()
+                self._demoter.clear_disk()
+            else:
+                self._clears_late = self._left_out is not None
 
     def close(self) -> None:
         """Stop the demoter after the run it writes and close the disk tier. Idempotent; bounded if the disk hangs."""

@@ -6,11 +6,9 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from sglang_hcache import __version__
@@ -206,16 +204,16 @@ class Bridge:
             self.restores.stop()
             self.saving.end_all()
 
-    def clear(self) -> Future[None]:
+    def clear(self) -> Callable[[], bool]:
         """Empty both tiers. What they hold is a miss at once.
 
         Returns:
-            Done when a restart cannot bring back what was on disk.
+            Whether a restart cannot bring back what was on disk.
         """
-        cleared = Future[None]()
         self.tiers.clear()  # here as well: misses at once, whatever the assembler is at
-        self.saving.tiers_cleared(partial(cleared.set_result, None))
-        return cleared
+        event = self.saving.tiers_cleared()
+        # In this order: what earlier events brought is being cleared by the time that this one is done.
+        return lambda: event.is_done and not self.tiers.is_clearing
 
     def close(self) -> None:
         """Write to disk what exists only in host memory, within the configured time, and stop. Idempotent."""

@@ -204,9 +204,11 @@ class Saving:
         """What is computed from now on is of other weights."""
         self._assembler.publish(WeightsReplaced())
 
-    def tiers_cleared(self, tell: Callable[[], object]) -> None:
-        """What was computed before is cleared with the tiers; ``tell`` is called once that is durable."""
-        self._assembler.publish(TiersCleared(tell))
+    def tiers_cleared(self) -> TiersCleared:
+        """What was computed before is cleared with the tiers; the event knows whether that is done."""
+        event = TiersCleared()
+        self._assembler.publish(event)
+        return event
 
     @property
     def is_busy(self) -> bool:

@@ -646,29 +646,26 @@ def test_clear_empties_both(tiers: TieredStore) -> None:
 def test_a_clear_says_when_it_is_for_good(tiers: TieredStore) -> None:
     put(tiers, 1)
     assert tiers.flush(60)
-    said: list[int] = []
-    tiers.clear(lambda: said.append(1))
-    wait_for(lambda: said == [1])
+    tiers.clear()
+    wait_for(lambda: not tiers.is_clearing)
     assert tiers.disk is not None
+    assert not tiers.disk.contains(key(1))
     go_on = held_up(tiers)
     tiers.clear()
-    tiers.clear(lambda: said.append(2))
-    tiers.clear(lambda: said.append(3))
-    assert said == [1]
+    tiers.clear()
+    assert tiers.is_clearing
     go_on.set()
-    wait_for(lambda: said == [1, 2, 3])
-    TieredStore(tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1).clear(
-        lambda: said.append(4)
-    )
-    assert said == [1, 2, 3, 4], "without a disk nothing can come back"
+    wait_for(lambda: not tiers.is_clearing)
+    without = TieredStore(tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1)
+    without.clear()
+    assert not without.is_clearing, "without a disk nothing can come back"
     left_out = StoreStats.not_opened(tiers.disk._config, "no reason")
     without = TieredStore(
         tiers.host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=1, left_out=left_out
     )
     assert not without.is_clearing
-    without.clear(lambda: said.append(5))
-    assert said[4:] == [], "at the next start it would be there"
-    assert without.is_clearing
+    without.clear()
+    assert without.is_clearing, "at the next start it would be there"
 
 
 def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
@@ -679,26 +676,23 @@ def test_a_clear_that_fails_is_tried_again_before_it_says_anything(
     assert tiers.flush(60)
     put(tiers, 2)
     assert tiers.disk is not None
-    clear, tried, said = tiers.disk.clear, list[str](), list[str]()
+    clear, tried = tiers.disk.clear, list[str]()
 
     def fail() -> None:
         tried.append("in vain")
         raise StoreIOError("no directory takes the note")
 
     monkeypatch.setattr(tiers.disk, "clear", fail)
-    tiers.clear(lambda: said.append("it is for good"))
+    tiers.clear()
     wait_for(lambda: len(tried) == 2)
     assert tiers.is_clearing
-    assert not said
     assert tiers.disk.contains(key(1))
     assert key(1) not in tiers, "a miss all the same"
     for name in range(11, 19):  # more than there are slots: what is new is saved all the same
         put(tiers, name)
     assert tiers.flush(60)
     monkeypatch.setattr(tiers.disk, "clear", clear)
-    wait_for(lambda: bool(said))
-    assert said == ["it is for good"]
-    assert not tiers.is_clearing
+    wait_for(lambda: not tiers.is_clearing)
     assert not any(tiers.disk.contains(key(name)) for name in (1, *range(11, 19)))
     assert caplog.text.count("the clear is tried again until it is durable: no directory takes the note") == 1
     assert "the clear is durable now" in caplog.text
@@ -759,8 +753,8 @@ def test_nothing_is_written_behind_a_clear(tmp_path: Path, monkeypatch: pytest.M
         put(tiers, name)
     clear_disk = tiers._demoter.clear_disk
 
-    def clear_and_go_on(*tell: Any) -> None:
-        clear_disk(*tell)
+    def clear_and_go_on() -> None:
+        clear_disk()
         wait_until_saved(tiers)
         tiers._demoter._resting_until = 0.0
         wait_until_saved(tiers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
 """An idle scheduler gives so much for the answer: SGLang may sleep for a second before it looks again."""
+_LOOK_EVERY_S = 0.001
 _PATIENCE_S = 20.0
 """So long files may take to be deleted, and a directory to be well again and take the note."""
 
@@ -27,12 +28,17 @@ _OUTCOMES = (False, None, True)
 @dataclass(slots=True, eq=False)
 class _Call:
     request: ClearHiCacheReqInput
-    cleared: Future[None]
+    is_durable: Callable[[], bool]
     began: float = field(default_factory=time.monotonic)
+
+    def pause(self) -> None:
+        """A moment, which is mostly enough."""
+        while not self.is_durable() and time.monotonic() < self.began + _PAUSE_S:
+            time.sleep(_LOOK_EVERY_S)
 
     def outcome(self, tiers: TieredStore) -> bool | None:
         """What to answer; None: nothing yet."""
-        if self.cleared.done():
+        if self.is_durable():
             return True
         waited_s = time.monotonic() - self.began
         is_left_out = tiers.disk is None and tiers.is_clearing
@@ -77,7 +83,7 @@ class ClearCalls:
             call = _Call(request, bridge.clear())
             self._calls.append(call)
             if may_pause:
-                wait([call.cleared], _PAUSE_S)
+                call.pause()
         success = _agreed(call.outcome(bridge.tiers), bridge.ranks)
         if success is None:
             return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ class Server:
     """A scheduler without a model: requests go in, answers come out."""
 
     def __init__(self) -> None:
-        self.clearings: list[Future[None]] = []
+        self.clearings: list[threading.Event] = []
         self.sent: list[tuple[bool, Any]] = []
         self.tiers = SimpleNamespace(is_clearing=False, disk_stats=None, disk=object())
         self.reaped = 0
@@ -42,9 +43,9 @@ class Server:
         )
         self.scheduler._request_dispatcher = lambda request: hooks._clear(self.scheduler, request)
 
-    def clear(self) -> Future[None]:
-        self.clearings.append(Future())
-        return self.clearings[-1]
+    def clear(self) -> Callable[[], bool]:
+        self.clearings.append(threading.Event())
+        return self.clearings[-1].is_set
 
     def reap(self) -> None:
         self.reaped += 1
@@ -67,19 +68,18 @@ def test_a_call_is_answered_when_it_is_over() -> None:
     assert server.round(second) == []
     assert server.round() == []
     assert len(server.clearings) == 2, "each clears once"
-    server.clearings[1].set_result(None)
+    server.clearings[1].set()
     ((success, request),) = server.round()
     assert (success, request is second) == (True, True)
-    server.clearings[0].set_result(None)
+    server.clearings[0].set()
     ((success, request),) = server.round()
     assert (success, request is first) == (True, True)
     assert server.round() == []
 
 
 def test_one_that_is_over_at_once_is_answered_at_once() -> None:
-    server, done = Server(), Future[None]()
-    done.set_result(None)
-    server.scheduler.tree_cache.bridge.clear = lambda: done
+    server = Server()
+    server.scheduler.tree_cache.bridge.clear = lambda: lambda: True
     assert [success for success, _ in server.round(ClearHiCacheReqInput())] == [True]
 
 
@@ -89,7 +89,7 @@ def test_without_a_disk_tier_it_may_take_a_while_too() -> None:
     server.tiers.disk = None
     assert server.round(ClearHiCacheReqInput()) == []
     assert server.round() == []
-    server.clearings[0].set_result(None)
+    server.clearings[0].set()
     assert [success for success, _ in server.round()] == [True]
 
 

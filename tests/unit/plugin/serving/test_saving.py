@@ -20,6 +20,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore
 from sglang_hcache.testing.stored_chunks import small_config
 from tests.unit.plugin.serving.test_weights_in_use import LAYOUT, Served
+from tests.waiting import wait_until
 
 TOKENS = torch.arange(64)
 
@@ -95,3 +96,31 @@ def test_a_stop_does_not_wait_for_a_device_that_hangs(
     assert bridge.counters["host.chunks_sealed"] == 1
     assert bridge.counters["capture.chunks_dropped_host_full"] == 1, "of the second request"
     assert bridge.counters["capture.errors"] == 0
+
+
+def test_a_clear_is_durable_when_what_was_on_its_way_is_gone_too(tmp_path: Path) -> None:
+    bridge: Any = Served(disk=DiskStore.open(small_config(tmp_path), Counters())).bridge
+    goes_on = threading.Event()
+    hangs: Any = SimpleNamespace(wait=partial(goes_on.wait, 60))
+    bridge.saving._assembler.publish(RowsCaptured((), torch.zeros(0, dtype=torch.int64), None, hangs))
+    is_durable = bridge.clear()
+    wait_until(lambda: not bridge.tiers.is_clearing)
+    assert not is_durable(), "what was computed before may be sealed and written still"
+    goes_on.set()
+    wait_until(is_durable)
+    bridge.close()
+
+
+def test_a_clear_that_failed_is_never_taken_for_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge: Any = Served(disk=DiskStore.open(small_config(tmp_path), Counters())).bridge
+    with monkeypatch.context() as broken:
+        broken.setattr(bridge.saving._assembler.beginnings, "clear", fail)
+        is_durable = bridge.clear()
+        wait_until(lambda: not bridge.saving.is_busy)
+    assert bridge.counters["capture.errors"] == 1
+    assert not bridge.tiers.is_clearing
+    assert not is_durable()
+    wait_until(bridge.clear())
+    bridge.close()
