@@ -30,7 +30,7 @@ from sglang_hcache.cli.server.client import (
 )
 from sglang_hcache.cli.signals import terminated_as_interrupted
 from sglang_hcache.cli.terminal import redraws
-from sglang_hcache.cli.unwell import ERRORS, directory_problems, directory_text, is_well, other_problems
+from sglang_hcache.cli.unwell import ERRORS, directory_problems, directory_text, other_problems
 from sglang_hcache.core.errors import ConfigError, HCacheError
 from sglang_hcache.core.metrics import events_of
 from sglang_hcache.core.units import format_bytes
@@ -286,9 +286,13 @@ def _sizes(state: Mapping[str, Any], *, only_unwell: bool = False) -> Group:
     _add_tier(table, "disk", disk["bytes"], disk["cap_bytes"], disk["chunks"], note)
     # Below the table, as wide as the window: long paths are folded there, not cut.
     directories = [
-        Text(f"      {directory_text(directory)}", "" if is_well(directory) else "bold red", overflow="fold")
+        Text(
+            f"      {directory_text(directory)}",
+            "" if directory["takes_writes"] else "bold red",
+            overflow="fold",
+        )
         for directory in disk["directories"]
-        if not (only_unwell and is_well(directory))
+        if not (only_unwell and directory["takes_writes"])
     ]
     return Group(table, *directories)
 

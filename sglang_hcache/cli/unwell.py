@@ -15,11 +15,6 @@ _WHY_NOTHING_IS_SAVED = {
 """But for ``method``, which is what was asked for."""
 
 
-def is_well(directory: Mapping[str, Any]) -> bool:
-    """Whether one of the disk tier's directories is healthy and takes what is new."""
-    return directory["condition"] == "healthy" and not directory["reason"]
-
-
 def directory_text(directory: Mapping[str, Any]) -> str:
     """How it is, and why."""
     reason = f": {directory['reason']}" if directory["reason"] else ""
@@ -29,7 +24,7 @@ def directory_text(directory: Mapping[str, Any]) -> str:
 def directory_problems(state: Mapping[str, Any]) -> Iterator[str]:
     """One line for each directory of the disk tier that is not healthy, or stores nothing new."""
     directories = state["disk"]["directories"] if state["disk"] else ()
-    yield from (directory_text(directory) for directory in directories if not is_well(directory))
+    yield from (directory_text(directory) for directory in directories if not directory["takes_writes"])
 
 
 def other_problems(state: Mapping[str, Any]) -> Iterator[str]:

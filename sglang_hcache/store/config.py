@@ -156,6 +156,11 @@ class DirectoryStats:
     io_errors: int = 0
     """Operations on it that failed, likewise."""
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether it is healthy and stores what is new."""
+        return self.condition == "healthy" and not self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:

@@ -140,9 +140,9 @@ class TierGauges:
             self._set("disk_write_budget_bytes", disk["write_budget_bytes"])
         self._set("clearing_pending", disk["clearing_pending"])
         for directory in disk["directories"]:
-            path, is_healthy = directory["path"], directory["condition"] == "healthy"
-            self._set("directory_healthy", is_healthy, directory=path)
-            self._set("directory_takes_writes", is_healthy and not directory["reason"], directory=path)
+            path = directory["path"]
+            self._set("directory_healthy", directory["condition"] == "healthy", directory=path)
+            self._set("directory_takes_writes", directory["takes_writes"], directory=path)
 
     def _set_tier(self, tier: str, chunks: int, used: int, capacity: int) -> None:
         self._set("tier_chunks", chunks, tier=tier)

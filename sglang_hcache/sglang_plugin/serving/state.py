@@ -31,7 +31,10 @@ def tier_state(tiers: TieredStore) -> dict[str, Any]:
             "quarantined": disk.quarantined,
             "clearing_pending": tiers.is_clearing,
             "engine": disk.engine,
-            "directories": [{**asdict(item), "path": str(item.path)} for item in disk.directories],
+            "directories": [
+                {**asdict(item), "path": str(item.path), "takes_writes": item.takes_writes}
+                for item in disk.directories
+            ],
         },
     }
 

@@ -23,6 +23,7 @@ from sglang_hcache.core.config import environment_with
 from sglang_hcache.core.errors import ConfigError, HCacheError
 
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
+FULL = {"reason": "nothing new is stored", "takes_writes": False}
 
 
 def state(**counters: int) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def state(**counters: int) -> dict[str, Any]:
             "clearing_pending": False,
             "engine": "posix",
             "directories": [
-                {"path": "/a", "condition": "healthy", "reason": ""},
-                {"path": "/b", "condition": "out", "reason": "EIO"},
+                {"path": "/a", "condition": "healthy", "reason": "", "takes_writes": True},
+                {"path": "/b", "condition": "out", "reason": "EIO", "takes_writes": False},
             ],
         },
         "requests": {"pending": 2, "running": 0},
@@ -162,7 +163,7 @@ def test_a_check_names_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
         "unexpected errors since the start: 2 in capture, 1 in store; the log has them, please report",
     ]
     assert json.loads(checked(monkeypatch, "--json").stdout) == {"problems": ["/b: out: EIO"]}
-    told["disk"]["directories"] = [{"path": "/a", "condition": "healthy", "reason": "nothing new is stored"}]
+    told["disk"]["directories"] = [state()["disk"]["directories"][0] | FULL]
     told["disk"]["clearing_pending"] = False
     result = checked(monkeypatch, disk=told["disk"])
     assert (result.exit_code, result.stdout) == (1, "/a: healthy: nothing new is stored\n")
@@ -178,7 +179,7 @@ def test_a_directory_that_takes_nothing_new_is_told_in_full() -> None:
     """In a low window too, and with a path that is longer than a line."""
     told = state()
     path = "/mnt/" + "x" * 150
-    told["disk"]["directories"][0] |= {"path": path, "reason": "nothing new is stored"}
+    told["disk"]["directories"][0] |= {"path": path, **FULL}
     for console in (Console(width=80, highlight=False), Console(width=80, height=12, highlight=False)):
         lines = picture(console, Sample(0.0, told), None, window=console)
         assert f"{path}:healthy:nothingnewisstored" in "".join(lines).replace(" ", "")

@@ -109,7 +109,7 @@ def test_the_tier() -> None:
 
 def test_a_directory_that_takes_nothing_new_is_told() -> None:
     tier = state()
-    tier["disk"]["directories"][0]["reason"] = "<nothing> new is stored"
+    tier["disk"]["directories"][0] |= {"reason": "<nothing> new is stored", "takes_writes": False}
     html = tier_html(tier_look(tier=tier))
     assert '<p class="lack">/a: healthy: &lt;nothing&gt; new is stored</p>' in html
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver, TierGau
 from sglang_hcache.sglang_plugin.serving.state import tier_state
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.store import DiskStore, StoreStats
+from sglang_hcache.store.config import DirectoryStats
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.host import HostTier
 from sglang_hcache.tier.tiered import DISK, HOST, TieredStore
@@ -139,6 +141,24 @@ def test_all_metrics_are_there_from_the_start(tiers: TieredStore) -> None:
         assert f"# TYPE {metric.name.removesuffix('_total')}" in text, metric
     assert 'sglang:hcache_restores_total{model_name="m",result="late",tp_rank="0"} 0.0' in text
     assert 'sglang:hcache_tier_capacity_bytes{model_name="m",tier="host",tp_rank="0"} 16384.0' in text
+
+
+def test_a_directory_without_room_is_healthy_and_takes_no_writes(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiers.disk is not None
+    ways = ("healthy", ""), ("healthy", "no room"), ("read-only", "full"), ("out", "gone")
+    directories = tuple(DirectoryStats(Path(f"/{number}"), *way) for number, way in enumerate(ways))
+    stats = replace(tiers.disk.stats(), directories=directories)
+    monkeypatch.setattr(tiers.disk, "stats", lambda: stats)
+    registry = CollectorRegistry()
+    TierGauges(LABELS, lambda: state_of(tiers), Counters(), registry).close()
+
+    def values(name: str) -> list[float | None]:
+        paths = ({**LABELS, "directory": str(item.path)} for item in directories)
+        return [registry.get_sample_value(f"sglang:hcache_directory_{name}", labels) for labels in paths]
+
+    assert (values("healthy"), values("takes_writes")) == ([1, 1, 0, 0], [1, 0, 0, 0])
 
 
 def test_directories_of_a_disk_tier_that_is_left_out_are_not_healthy(tmp_path: Path) -> None:
