@@ -44,8 +44,10 @@ class Reconciler:
             if lost:
                 self._observer.count("store.runs_lost", len(segment.runs))
                 self._remover.retire(segment, only_unpinned=False)
-            elif volume.stripe in segment.members and segment.sealed:
-                self._trim(segment, volume, files[segment.number].size)
+            elif volume.stripe in segment.members:
+                segment.note(volume.stripe, files[segment.number])
+                if segment.sealed:
+                    self._trim(segment, volume, files[segment.number].size)
         known = [*self._catalog.segments(), *self._remover.leftovers]
         expected = {item.number for item in known if item.left >> volume.stripe & 1}
         for number in sorted(files.keys() - expected):

@@ -57,13 +57,9 @@ class Segment:
         self.sealed = True
         """Takes no more runs: all but the one that is being filled."""
         self.begun_s = 0.0
-        """When this process began it, by a clock that nobody sets (``time.monotonic``), ..."""
-        self.begun_at = 0.0
-        """... and by the one that goes on while the machine sleeps, seconds since 1970."""
+        """When this process began it, seconds since 1970."""
         self.written_s = 0.0
-        """When those of its files that were asked were written to last, seconds since 1970, ..."""
-        self.asked = 0
-        """... and in which directories those are, as bits."""
+        """When it was written to last, seconds since 1970: by this process, or as its files were listed; 0: unknown."""
         self.found: dict[int, SegmentFile] = {}
         """Its files as a listing found them, by directory, until :meth:`tidy`."""
         self.accounted = dict.fromkeys(members, 0)
@@ -117,7 +113,7 @@ class Segment:
                 call that hangs may still create.
         """
         self.accounted = dict.fromkeys(self.members, self.file_bytes + FILE_SLACK_BYTES)
-        self.begun_s, self.begun_at = time.monotonic(), time.time()
+        self.begun_s = time.time()
         self.sealed = False
         try:
             for stripe in self.members:
@@ -197,7 +193,6 @@ class Segment:
         """What a listing says of its file in one directory."""
         self.accounted[stripe] = file.taken_bytes + FILE_SLACK_BYTES
         self.written_s = max(self.written_s, file.written_s)
-        self.asked |= 1 << stripe
 
     def file(self, stripe: int) -> OpenFile:
         """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""

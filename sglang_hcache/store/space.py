@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sglang_hcache.core.errors import (
@@ -106,6 +107,7 @@ class Space:
                 offsets=tuple(segment.used),
             )
             segment.take(place)
+            segment.written_s = max(segment.written_s, time.time())  # never back: the clock may be set
             return StoredRun(place, segment, self._catalog.take_run_number())
 
     def abandon(self, run: StoredRun, error: BaseException) -> None:

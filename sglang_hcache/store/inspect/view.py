@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from sglang_hcache.store.format.superblock import StoreIdentity
 from sglang_hcache.store.format.values import read_value
 from sglang_hcache.store.index import LOAD_S, Index
 from sglang_hcache.store.notes import Notes
-from sglang_hcache.store.retention import written_s
 from sglang_hcache.store.tally import Tally, errors_of
 from sglang_hcache.store.volumes.health import Condition
 from sglang_hcache.store.volumes.lock import LockHolder
@@ -233,7 +233,13 @@ class StoreView:
 
     def written_at(self, place: RunPlace) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
-        return written_s(place.segment, place.shape.members, self.volumes) or None
+        files = self._files.of(place.segment)
+        times = [files[stripe].written_s for stripe in place.shape.members if stripe in files]
+        return max(times, default=0.0) or None
+
+    @cached_property
+    def _files(self) -> Files:
+        return Files.listed(self.identity.first_segment, self.volumes)
 
     def _told_health(self) -> dict[int, tuple[str, str]]:
         """What the running server thinks of its directories, by stripe."""

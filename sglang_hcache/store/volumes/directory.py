@@ -196,13 +196,6 @@ class StoreDirectory:
         except FileNotFoundError:
             return 0
 
-    def segment_time(self, segment: int) -> float:
-        """When a file was last written to, seconds since 1970; 0 if it is gone. Raises OSError."""
-        try:
-            return self.segment_path(segment).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
-
     def limit_segment_time(self, segment: int, latest_s: float) -> None:
         """A file that says it was written later than ``latest_s`` says then; it may be gone. Raises OSError."""
         path = self.segment_path(segment)

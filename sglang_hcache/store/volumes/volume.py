@@ -135,10 +135,6 @@ class Volume:
     def segment_sizes(self) -> dict[int, int]:
         return {number: file.size for number, file in self.segment_files().items()}
 
-    def segment_time(self, segment: int) -> float:
-        ask = partial(self.directory.segment_time, segment)
-        return self.call(ask, "cannot ask for a segment file's time", blame=False)
-
     def limit_segment_time(self, segment: int, latest_s: float) -> None:
         limit = partial(self.directory.limit_segment_time, segment, latest_s)
         self.call(limit, "cannot set a segment file's time", writing=True, blame=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -13,12 +14,15 @@ import pytest
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store import retention as retention_module
+from sglang_hcache.store import segments as segments_module
+from sglang_hcache.store import space as space_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import kill, sick, wait_until
+from tests.unit.store.conftest import is_healthy, kill, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 
@@ -43,18 +47,15 @@ def grow_old(config: StoreConfig, days: float, files: list[Path] | None = None) 
 
 
 class Clock:
-    """In place of ``time`` in the module: wall clock and the time between looks go on as told."""
+    """In place of ``time`` in the modules that ask for it: the clock on the wall, as it is told to be."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
-        self.set_back_s = 0.0
-        monkeypatch.setattr(retention_module, "time", self)
+        for module in (retention_module, segments_module, space_module):
+            monkeypatch.setattr(module, "time", self)
 
     def time(self) -> float:
-        return time.time() + self.ahead_s - self.set_back_s
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
+        return time.time() + self.ahead_s
 
 
 @pytest.fixture
@@ -99,7 +100,6 @@ def test_chunks_of_a_server_that_runs(
     Inside(store).keeper.wake()
     wait_until(lambda: Inside(store).active is None)
     write_keys(store, NEW, LAYERS)
-    grow_old(config_of(tmp_path), -4, segment_files(config_of(tmp_path))[1::2])
     assert len(segment_files(config_of(tmp_path))) == 4
     clock.ahead_s = 28 * DAY
     Inside(store).keeper.wake()
@@ -112,28 +112,28 @@ def test_chunks_of_a_server_that_runs(
     wait_until(lambda: counters["store.chunks_expired"] == 8)  # counted when the files are gone
 
 
-def test_files_are_asked_for_their_time_once(
+@pytest.mark.usefixtures("no_keeper")
+def test_looks_ask_no_file(
     tmp_path: Path, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looks hold up writes: not each of them by as many calls as there are files."""
-    asked: list[int] = []
-    real = StoreDirectory.segment_time
-
-    def ask(self: StoreDirectory, segment: int) -> float:
-        asked.append(segment)
-        return real(self, segment)
-
-    monkeypatch.setattr(StoreDirectory, "segment_time", ask)
-    for day in range(4, 20):
-        clock.ahead_s = day * DAY
-        Inside(store).space.tend()
-    assert asked == [0, 0]
-    clock.set_back_s = 40 * DAY  # the files' time lies in the future now
-    clock.ahead_s += DAY
-    Inside(store).space.tend()
-    assert max(path.stat().st_mtime for path in segment_files(config_of(tmp_path))) < time.time()
-    clock.ahead_s += 31 * DAY
-    wait_until(lambda: Inside(store).space.tend() or not store.contains(OLD[0]))
+    """They hold up writes: not each of them by as many calls as there are files."""
+    space, files = Inside(store).space, segment_files(config_of(tmp_path))
+    clock.ahead_s = 4 * DAY
+    space.tend()
+    with monkeypatch.context() as patch:
+        patch.delattr(Volume, "attempt")
+        for day in range(4, 20):
+            clock.ahead_s = day * DAY
+            space._retention.enforce()
+    clock.ahead_s = -20 * DAY  # the files' time lies in the future now
+    space.tend()
+    assert max(path.stat().st_mtime for path in files) <= clock.time()
+    clock.ahead_s = 6 * DAY
+    space.tend()
+    assert match_keys(store, OLD) == 4
+    clock.ahead_s = 7 * DAY
+    space.tend()
+    assert match_keys(store, OLD) == 0
 
 
 def test_a_use_does_not_make_it_younger(tmp_path: Path, store: DiskStore, clock: Clock) -> None:
@@ -213,15 +213,19 @@ def test_who_only_looks_changes_no_time(tmp_path: Path, store: DiskStore) -> Non
     assert [path.stat().st_mtime for path in segment_files(config)] == before
 
 
-def test_a_segment_is_filled_no_longer_though_the_clock_is_set_back(store: DiskStore, clock: Clock) -> None:
-    clock.set_back_s = 50 * DAY
-    clock.ahead_s = 4 * DAY  # over a tenth of the age
-    Inside(store).keeper.wake()
-    wait_until(lambda: Inside(store).active is None)
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("days", [1, 50])
+def test_a_segment_is_filled_no_longer_when_the_clock_was_set_back(
+    store: DiskStore, clock: Clock, days: float
+) -> None:
+    clock.ahead_s = -days * DAY
+    write_keys(store, NEW, LAYERS)  # before a look notices it
+    Inside(store).space.tend()
+    assert Inside(store).active is None
 
 
 def test_a_segment_is_filled_no_longer_after_a_sleep(store: DiskStore, clock: Clock) -> None:
-    clock.set_back_s = -4 * DAY  # only the clock on the wall went on
+    clock.ahead_s = 4 * DAY  # only the clock on the wall went on, which is the only one there is here
     Inside(store).keeper.wake()
     wait_until(lambda: Inside(store).active is None)
 
@@ -236,28 +240,56 @@ def test_by_hand_without_a_server(tmp_path: Path, store: DiskStore) -> None:
     assert change.counts["store.chunks_expired"] == 4
 
 
-@pytest.mark.usefixtures("no_keeper")
-def test_files_are_asked_once_though_a_directory_is_out(
-    store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("days", "stays_days"), [(10, 16), (-100, 26)])
+def test_a_directory_that_is_back_may_have_the_newer_file(
+    tmp_path: Path,
+    open_store: OpenStore,
+    store: DiskStore,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    days: float,
+    stays_days: float,
 ) -> None:
-    asked: list[tuple[str, int]] = []
-    ask = StoreDirectory.segment_time
+    """It may even be of the future, and is of the present then."""
+    store.close()
+    config = config_of(tmp_path)
+    first, second = segment_files(config)
+    grow_old(config, 20, [first])
+    grow_old(config, days, [second])
+    with monkeypatch.context() as patch:
+        sick({"disk1"}, patch)
+        again = open_store(config)
+        [segment] = Inside(again).catalog.segments()
+        assert segment.written_s == first.stat().st_mtime
+    wait_until(lambda: is_healthy(again))
+    clock.ahead_s = stays_days * DAY
+    Inside(again).space.tend()
+    assert match_keys(again, OLD) == 4
+    assert second.stat().st_mtime <= time.time()
+    clock.ahead_s += DAY
+    Inside(again).space.tend()
+    assert match_keys(again, OLD) == 0
 
-    def segment_time(directory: StoreDirectory, segment: int) -> float:
-        asked.append((directory.path.name, segment))
-        return ask(directory, segment)
 
-    monkeypatch.setattr(StoreDirectory, "segment_time", segment_time)
-    inside = Inside(store)
+@pytest.mark.usefixtures("no_keeper")
+def test_a_time_in_the_future_is_set_once_that_works(
+    tmp_path: Path, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "for once")
+
+    inside, [first, second] = Inside(store), segment_files(config_of(tmp_path))
     [segment] = inside.catalog.segments()
-    segment.sealed = True
-    inside.volumes[1].health.take_out("gone for days")
-    for _ in range(3):
-        clock.ahead_s += 3600
-        inside.space._retention.enforce()
-    assert len(asked) == 1
-    inside.volumes[1].health.recover(inside.volumes[1].health.condition)
-    for _ in range(3):
-        clock.ahead_s += 3600
-        inside.space._retention.enforce()
-    assert len(asked) == 2, "its file may be the newer one"
+    clock.ahead_s = -5 * DAY
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "limit_segment_time", fail)
+        inside.space.tend()
+    assert segment.written_s > clock.time(), "a restart would find it so"
+    inside.volumes[1].health.failed(OSError(errno.EROFS, "read-only"), writing=True)
+    inside.space.tend()
+    assert segment.written_s == first.stat().st_mtime <= clock.time() < second.stat().st_mtime
+    inside.keeper.round()
+    assert second.stat().st_mtime > clock.time(), "it is not due"
+    inside.volumes[1].health._retry_at = 0.0
+    inside.keeper.round()
+    assert second.stat().st_mtime == segment.written_s <= clock.time(), "it takes writes again"

@@ -30,7 +30,7 @@ def test_what_is_taken_is_known_without_asking_for_the_segments(
     for first in range(0, 40, 8):
         write_keys(store, make_keys(first, 8), LAYERS)
     with monkeypatch.context() as patch:
-        for name in ("segment_bytes", "segment_sizes", "segment_time", "allocated_bytes"):
+        for name in ("segment_bytes", "segment_sizes", "allocated_bytes"):
             patch.delattr(StoreDirectory, name)
         Inside(store).keeper.round()
     full = store.stats().used_bytes
@@ -127,7 +127,6 @@ def test_a_start_asks_for_no_file_that_it_has_listed(
         trim(directory, segment, size)
 
     with monkeypatch.context() as patch:
-        patch.delattr(StoreDirectory, "segment_time")
         patch.setattr(StoreDirectory, "trim_segment", trim_segment)
         again = open_store(config)
     last = max(segment.number for segment in Inside(again).catalog.segments())
@@ -136,7 +135,7 @@ def test_a_start_asks_for_no_file_that_it_has_listed(
     assert abs(again.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL
     again.close()
     with monkeypatch.context() as patch:
-        for name in ("segment_bytes", "segment_time", "trim_segment"):
+        for name in ("segment_bytes", "trim_segment"):
             patch.delattr(StoreDirectory, name)
         again = open_store(config)
     assert abs(again.stats().used_bytes - physical_bytes(config.dirs)) <= SMALL
