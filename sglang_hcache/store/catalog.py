@@ -151,7 +151,7 @@ class Catalog:
     def set_floor(self) -> None:
         """At start: no segment's score is below the floor.
 
-        The last ones may lack a score, for it is saved after the first run: they count as used last, once.
+        The last ones may lack a score, for it is saved some time after the first run: they count as used last, once.
         """
         with self._lock:
             known = [segment for segment in self._segments.values() if segment.last_used]

@@ -177,8 +177,8 @@ class Index:
             quarantined = decode_quarantine(execute("SELECT run, chunk, reason FROM quarantine"))
         return IndexContents(runs, bad, recency, quarantined)
 
-    def insert(self, runs: Mapping[int, RunPlace], recency: Mapping[int, Recency]) -> None:
-        """Commit runs, by number, together with ``recency`` (at most 64 of both).
+    def insert(self, runs: Mapping[int, RunPlace]) -> None:
+        """Commit runs, at most 64, by number.
 
         Raises:
             StoreFullError: the index has reached its size.
@@ -189,7 +189,6 @@ class Index:
             self._connection.executemany(
                 f"INSERT INTO runs ({RUN_COLUMNS}) VALUES ({marks})", [encode(*item) for item in runs.items()]
             )
-            self._save_recency(recency)
 
     def quarantine(self, run: int, chunks: Mapping[int, str]) -> None:
         """Remember which chunks of a run are not served, and why. Raises StoreIOError or StoreFullError."""
@@ -230,10 +229,12 @@ class Index:
                 )
 
     def save_recency(self, recency: Mapping[int, Recency]) -> None:
-        """Store last uses and scores of segments. Raises StoreIOError or StoreFullError."""
-        for batch in batches(recency):
-            with self._transaction():
-                self._save_recency({segment: recency[segment] for segment in batch})
+        """Store last uses and scores of segments, at most 64. Raises StoreIOError or StoreFullError."""
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO segments VALUES (?, ?, ?)",
+                [(segment, item.last_used, item.score) for segment, item in recency.items()],
+            )
 
     def meta(self) -> dict[str, str]:
         """All named values. Raises StoreIOError."""
@@ -300,12 +301,6 @@ class Index:
             raise StoreFormatError("it belongs to another store")
         if meta.get("complete") != "1":
             raise StoreFormatError("its rebuild was interrupted")
-
-    def _save_recency(self, recency: Mapping[int, Recency]) -> None:
-        self._connection.executemany(
-            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?)",
-            [(segment, item.last_used, item.score) for segment, item in recency.items()],
-        )
 
     def _bound_log(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -92,12 +92,9 @@ class Ledger:
             raise StoreIOError(f"the index cannot be written: {self._home.path} is {health.condition}: {why}")
 
     def commit(self, run: StoredRun) -> None:
-        """Put a run, whose data is durable, into the index and the catalog, unless its segment is gone.
-
-        Some of what :meth:`save_recency` would write goes along, for it costs little here.
-        """
-        with self._catalog.unsaved_recency(BATCH_ROWS) as recency, self._lock:
-            self._call(lambda index: index.insert({run.number: run.place}, recency), kind=_COMMIT)
+        """Put a run, whose data is durable, into the index and the catalog, unless its segment is gone."""
+        with self._lock:
+            self._call(lambda index: index.insert({run.number: run.place}), kind=_COMMIT)
             if not self._catalog.add_run(run):  # clear() came in between
                 self.outdate(run)
 

@@ -234,7 +234,7 @@ class Recovery:
         kept: dict[int, RunPlace] = {}
         try:
             for batch in batches(sorted(runs.items(), reverse=True)):  # the newest first
-                put(partial(index.insert, dict(batch), {}))
+                put(partial(index.insert, dict(batch)))
                 kept.update(batch)
         except StoreFullError as error:
             logger.warning("hcache: not all stored runs fit the index: %s", error)

@@ -284,7 +284,7 @@ def test_a_failing_index_is_an_io_error_until_it_is_given_up_and_eviction_goes_o
     assert store.stats().directories[0].condition == "healthy"
 
 
-def broken_insert(index: Index, rows: object, recency: object) -> None:
+def broken_insert(index: Index, rows: object) -> None:
     raise StoreIOError("the index failed: disk I/O error")
 
 

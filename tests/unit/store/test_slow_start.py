@@ -164,9 +164,9 @@ def test_a_directory_that_hangs_while_the_index_is_written_is_left_out(
         hang.wait(path)
         return create(path, store_id, max_bytes)
 
-    def hanging_insert(self: Index, runs: dict[int, RunPlace], recency: dict[int, object]) -> None:
+    def hanging_insert(self: Index, runs: dict[int, RunPlace]) -> None:
         hang.wait(self._log_path)
-        insert(self, runs, recency)  # type: ignore[arg-type]
+        insert(self, runs)
 
     monkeypatch.setattr(Index, what, hanging_create if what == "create" else hanging_insert)
     hang.folder = config.dirs[0]
