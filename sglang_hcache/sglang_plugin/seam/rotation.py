@@ -16,14 +16,19 @@ def rotation_problem(model_config: Any, *, by_transformers: bool) -> str | None:
         by_transformers: whether SGLang's Transformers backend runs the model.
     """
     config = model_config.hf_text_config
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    name = scaling.get("rope_type", scaling.get("type"))
-    is_dynamic = name == "longrope" or (name == "dynamic" and by_transformers)
-    original = getattr(config, "original_max_position_embeddings", None)
-    original = original or scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    if not is_dynamic or model_config.context_len <= original:
-        return None
-    return (
-        f"{name} rotation beyond {original} tokens, where a token's K depends on what else is in its pass; "
-        f"--context-length {original} does without"
-    )
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # Some name one for each kind of layer.
+    for scaling in (given, *(each for each in given.values() if isinstance(each, dict))):
+        name = scaling.get("rope_type", scaling.get("type"))
+        if name != "longrope" and not (name == "dynamic" and by_transformers):
+            continue
+        original = getattr(config, "original_max_position_embeddings", None)
+        original = (
+            original or scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
+        if model_config.context_len > original:
+            return (
+                f"{name} rotation beyond {original} tokens, where a token's K depends on what else is in its pass; "
+                f"--context-length {original} does without"
+            )
+    return None

@@ -190,8 +190,11 @@ class Bridge:
         self.saving.tick()
         if self._unnamed:
             self._weights_in_use()
-            while self._unnamed:
-                self.queue(self._unnamed.pop(0))
+            prompts, self._unnamed = self._unnamed, []
+            waiting = {request.rid for request in self.restores.scheduler.waiting()}
+            for prompt in prompts:
+                if prompt.rid in waiting:
+                    self.queue(prompt)
         self._maker.keep_pace(self.restores.waiting, self.restores.running)
         self.restores.tick()
         self._idling.pause()

@@ -24,8 +24,8 @@ _REFUSED_LIMIT_S = 120.0
 class Ahead:
     """The requests before one in the queue, and what they will need when they are admitted.
 
-    What several of them begin with is counted once. What is on the device is counted too: nobody has locked it, and
-    it is worth more there than what would take its place.
+    What several of them begin with is counted once. What is on the device is counted too: mostly nobody has locked it,
+    and it is worth more there than what would take its place.
 
     Args:
         prefill_s: what computing so many tokens behind a prefix of so many takes, seconds.
@@ -82,9 +82,11 @@ class Line:
         self._first = None
 
     def is_behind(self, rid: str) -> bool:
-        """Whether a request comes later than the first."""
+        """Whether a request comes later than the first, which still waits."""
         first = self._first
-        return first is not None and rid != first.prompt.rid and rid not in self._before
+        if first is None or first.phase is not Phase.PENDING:
+            return False
+        return rid != first.prompt.rid and rid not in self._before
 
 
 class Overtaking:
@@ -97,6 +99,8 @@ class Overtaking:
     * who has much to compute. SGLang computes a long prompt in passes, one after the other, with no other prefill
       beside them: who is restored meanwhile would wait for all of them. All in all, a request is held back for that
       for at most as long as the first one in the queue waits for room.
+
+    Only until that restore is over: then SGLang does it.
 
     Args:
         may_overtake: how many tokens may be computed before one whose restore has so many seconds to go.
@@ -143,7 +147,10 @@ class Overtaking:
     def _who_fits(self) -> set[str] | None:
         """Those of SGLang's queue that there is room for beside all those before them; None: all of them."""
         ahead, left, fitting = Ahead(lambda *_: 0.0), self._room.left, set[str]()
-        for request, ticket in self._waiting.first_ones():
+        queue = list(self._waiting.first_ones())
+        if sum(request.num_tokens + request.new_tokens for request, _ in queue) <= left:
+            return None
+        for request, ticket in queue:
             ahead.add(request, ticket)
             if ahead.tokens > left:
                 return fitting

@@ -17,7 +17,7 @@ A request's ticket::
 When the tree has evicted something, or the disk's rest is over, a RESOLVED ticket is looked up again, unless it is so
 for good.
 
-* RESOLVED: nothing to wait for; the request may be admitted.
+* RESOLVED: no restore to wait for; the request may be admitted, if it does no earlier one wrong (``line.py``).
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
   the same chunks.
 * RUNNING: a job writes its slots; its device prefix is locked. An abort ends the ticket at once, the job later.
@@ -114,7 +114,7 @@ class RestoreCoordinator:
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
 
     def may_be_admitted(self, rid: str) -> bool:
-        """False while the request should wait for its restore."""
+        """False while the request should wait for its restore, or for that of an earlier one that it would harm."""
         ticket = self.waiting.get(rid)
         if self._starter.holds_back(rid, ticket):
             return False

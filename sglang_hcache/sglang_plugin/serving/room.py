@@ -27,7 +27,7 @@ class Room:
         self._reserved = 0
 
     def look(self) -> None:
-        """What running requests need may have changed: once a round."""
+        """What running requests need may have changed: before restores start."""
         self._reserved = self._scheduler.reserved_tokens()
 
     @property

@@ -13,7 +13,7 @@ from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 _LOOK_EVERY_S = 1.0
 _LONG_ROUND_S = 1.0
 _MOST_LOOKED_UP = 16  # at once: matching a long prompt takes time between passes of others
-_MOST_LOOKED_AT = 64  # so many are not all admitted before the next look
+_MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next look
 
 
 class Patience:

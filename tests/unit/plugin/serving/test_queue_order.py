@@ -246,6 +246,18 @@ def test_nobody_takes_the_room_that_a_restored_request_will_need(answer: int) ->
     )
 
 
+def test_short_prompts_wait_behind_who_found_no_room_as_long_as_that_one_waits() -> None:
+    world = world_for(recompute_s=2e-4)
+    world.scheduler.running, world.scheduler.reserved = True, CAPACITY - 3 * CHUNK_TOKENS
+    world.store(tokens(1, 4))
+    world.queue("none left", tokens(1, 4))
+    world.queue("short", tokens(2, 1)[:8])
+    world.coordinator.tick()
+    assert not world.coordinator.may_be_admitted("short")
+    world.coordinator.drop("none left")
+    assert world.coordinator.may_be_admitted("short")
+
+
 def test_with_room_for_all_nobody_waits() -> None:
     world = world_for(recompute_s=2e-4)
     start(world, "restored", tokens(1, 4))

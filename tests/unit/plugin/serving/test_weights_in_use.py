@@ -180,8 +180,10 @@ def test_requests_that_come_while_the_weights_are_away_are_looked_up_later(
     monkeypatch.setattr(served.bridge, "_idling", SimpleNamespace(pause=lambda: None))
     served.bridge.queue(Prompt("before", PREFIX, None))
     served.update("b")
-    for rid in ("one", "two"):
+    for rid in ("one", "aborted", "two"):
         served.bridge.queue(Prompt(rid, PREFIX, None))
+    waiting = [SimpleNamespace(rid=rid) for rid in ("one", "two")]
+    monkeypatch.setattr(served.bridge.restores, "scheduler", SimpleNamespace(waiting=lambda: waiting))
     assert [rid for rid, _ in queued] == ["before"]
     assert served.bridge.weights.namespace is None
     served.bridge.tick()
