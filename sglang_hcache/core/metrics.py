@@ -120,7 +120,8 @@ COUNTERS = (
         "lost_seconds",
         "Seconds that restores cost waiting requests. slower: a successful restore took this much longer than the "
         "predicted recompute time. All other reasons: its whole time, from decision to end. aborted: no request waited "
-        "any more, or a running request needed the room. saved_seconds minus lost_seconds is the net gain.",
+        "any more, or a running request needed the room. saved_seconds minus lost_seconds is what restores gain; what "
+        "saving costs and waits before a restore are not in it.",
         "seconds", "reason",
         {
             "restore.lost_seconds_slower": "slower", "restore.lost_seconds_late": "late",

@@ -16,7 +16,7 @@ from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
 
-_OVERHEAD_S = 0.002
+OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
 
 _WEIGHT = 0.2
@@ -94,7 +94,7 @@ class Decision:
     @property
     def restore_s(self) -> float:
         """From the decision until the request can be admitted."""
-        return self.job_s + _OVERHEAD_S
+        return self.job_s + OVERHEAD_S
 
     @property
     def waits_for_reads(self) -> bool:

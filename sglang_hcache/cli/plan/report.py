@@ -25,6 +25,7 @@ from sglang_hcache.plan.planner import (
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.plan.stored import PLANNED_TOKENS
+from sglang_hcache.restore.gate import OVERHEAD_S
 
 SHOWN_NAMES = {
     PlanKind.AUTO: "hcache",
@@ -174,11 +175,13 @@ class PlanReport:
         server = self.server
         decision = server.restore(self.tier, self.num_tokens)
         restore, recompute = text_ms(decision.restore_s), text_ms(decision.recompute_s)
+        overhead = f"{text_ms(OVERHEAD_S)} ms"
         does = (
-            f"recomputes {counted(decision.num_recompute, 'layer')} in this restore: {restore} ms with 2 ms of "
+            f"recomputes {counted(decision.num_recompute, 'layer')} in this restore: {restore} ms with {overhead} of "
             f"overhead; recomputing all {recompute} ms"
             if decision.pays()
-            else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, 2 ms of it overhead"
+            else f"recomputes this history in {recompute} ms: restoring would take {restore} ms, {overhead} of it "
+            "overhead"
         )
         pays_from = server.pays_from(self.tier)
         pays = (
