@@ -318,7 +318,8 @@ def _keys(args: argparse.Namespace) -> list[str]:
 
 def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
-    is_transformers = model.model_impl == "transformers"  # else known when the model is loaded
+    # Whether SGLang falls back to that backend is known when the model is loaded.
+    rotation = rotation_problem(model, by_transformers=model.model_impl == "transformers")
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
         (
@@ -328,7 +329,7 @@ def _model(model: Any) -> list[str]:
         (model.is_encoder_decoder, "an encoder"),
         (model.is_multimodal, "multimodal input"),
         (not model.is_generation, "no text generation"),
-        *((True, why) for why in [rotation_problem(model, by_transformers=is_transformers)] if why),
+        (rotation is not None, rotation),
     ]
     return [f"{_FLAG} does not support {arch}: {what}" for is_found, what in found if is_found]
 

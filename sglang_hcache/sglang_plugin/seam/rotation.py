@@ -22,10 +22,9 @@ def rotation_problem(model_config: Any, *, by_transformers: bool) -> str | None:
         name = scaling.get("rope_type", scaling.get("type"))
         if name != "longrope" and not (name == "dynamic" and by_transformers):
             continue
-        original = getattr(config, "original_max_position_embeddings", None)
-        original = (
-            original or scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-        )
+        name_of_original = "original_max_position_embeddings"
+        given_original = getattr(config, name_of_original, None) or scaling.get(name_of_original)
+        original = given_original or config.max_position_embeddings
         if model_config.context_len > original:
             return (
                 f"{name} rotation beyond {original} tokens, where a token's K depends on what else is in its pass; "

@@ -92,9 +92,8 @@ class Bridge:
         if not (self._captures and self._is_on):
             return
         if self.weights.namespace is None:
-            self._unnamed.append(
-                prompt
-            )  # SGLang takes requests also while it has lent the memory of the weights
+            # SGLang takes requests also while it has lent the memory of the weights.
+            self._unnamed.append(prompt)
             return
         keys = chunk_keys(self._namespace_of(prompt.tenant).root_key(), prompt.tokens)
         self.tiers.touch(keys)
@@ -189,12 +188,7 @@ class Bridge:
         """Once a scheduler round, before requests are admitted: the weights are there."""
         self.saving.tick()
         if self._unnamed:
-            self._weights_in_use()
-            prompts, self._unnamed = self._unnamed, []
-            waiting = {request.rid for request in self.restores.scheduler.waiting()}
-            for prompt in prompts:
-                if prompt.rid in waiting:
-                    self.queue(prompt)
+            self._queue_unnamed()
         self._maker.keep_pace(self.restores.waiting, self.restores.running)
         self.restores.tick()
         self._idling.pause()
@@ -249,6 +243,15 @@ class Bridge:
             "captured_requests": self.saving.open_requests,
             "in_flight_tokens": self.restores.running.tokens,
         }
+
+    def _queue_unnamed(self) -> None:
+        """Look up those that still wait of the requests that came when nobody knew what the weights are."""
+        self._weights_in_use()
+        prompts, self._unnamed = self._unnamed, []
+        waiting = {request.rid for request in self.restores.scheduler.waiting()}
+        for prompt in prompts:
+            if prompt.rid in waiting:
+                self.queue(prompt)
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         adapter = None

@@ -219,10 +219,14 @@ def test_a_full_host_tier_spills_to_disk_by_itself(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a slot does so however long the disk takes: others may use it."""
+    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store", slots=4)
     for name in range(1, 41):
         put(tiers, name, wait=True)
@@ -231,9 +235,9 @@ def test_a_burst_of_chunks_waits_for_the_demoter_instead_of_being_lost(
     tiers.close()
 
 
-def test_slots_that_restores_hold_are_no_spare_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("patient")
+def test_slots_that_restores_hold_are_no_spare_ones(tmp_path: Path) -> None:
     """Else chunks were dropped as long as a restore runs, although others could be written to make room."""
-    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
     tiers = open_tiers(tmp_path / "store", slots=16)
     for name in range(1, 17):
         put(tiers, name)
@@ -812,10 +816,8 @@ def test_a_device_takes_pieces_of_any_length_from_where_they_are() -> None:
     assert _pieces([5, None], 1) == ()
 
 
-def test_what_left_the_last_tier_for_want_of_room_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demoter, "_WAIT_FOR_SLOT_S", 60.0)  # others may use the disk
+@pytest.mark.usefixtures("patient")
+def test_what_left_the_last_tier_for_want_of_room_is_known(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path / "store", policy=WritePolicy.WRITE_THROUGH)
     assert tiers.disk is not None
     for name in range(1, 21):
