@@ -15,24 +15,15 @@ from sglang_hcache.plan.costs import LayerCosts
 from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
+from sglang_hcache.restore.drift import WEIGHT, Drift, Tries, bounded
 
 OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
-
-_WEIGHT = 0.2
-"""Weight of the latest observation in a running estimate: drift is followed, one outlier is not."""
 
 _SHORT_S = 0.004
 """What a restore took says something of how fast tier and device are, and something of the delay that every restore
 has. A restore whose work is predicted to take this long says as much of the one as of the other, a shorter one more of
 the delay: a few milliseconds of waiting must not make tier or device look slow."""
-
-_MOST_SURPRISE = 2.0
-"""An observation counts as at most this many times what was predicted, and as at least the inverse of it."""
-
-_FORGET = 0.99
-"""With each restore that is not started, the estimates' distance from the profile shrinks by this factor. Else
-estimates that are too high would stay: while no restore is started, nothing corrects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +109,11 @@ class Decision:
         return max(0.0, behind_s) + self.restore_s < self.recompute_s
 
     def deadline_s(self, backlog_s: float) -> float:
-        """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned."""
-        return backlog_s + max(_LEAST_PATIENCE_S, _PATIENCE * self.recompute_s)
+        """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned: one that is only
+        tried, as soon as recomputing would have been over.
+        """
+        patience = _PATIENCE if self.pays() else 1.0
+        return backlog_s + max(_LEAST_PATIENCE_S, patience * self.recompute_s)
 
 
 class RestoreGate:
@@ -150,7 +144,8 @@ class RestoreGate:
         self._pass_tokens = pass_tokens
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
-        self._drift = dict.fromkeys([*profile.tiers, _COMPUTE, _PREFILL], 1.0)
+        self._drift = Drift([*profile.tiers, _COMPUTE, _PREFILL])
+        self._tries = Tries()
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
@@ -164,7 +159,7 @@ class RestoreGate:
         for tier in parts.keys() - self.profile.tiers.keys():
             self._assume(tier)
         costs = self._costs(parts, start)
-        fixed_s = self._drift[_COMPUTE] * self.profile.compute.hidden.fixed_s
+        fixed_s = self._drift.factors[_COMPUTE] * self.profile.compute.hidden.fixed_s
         projecting_s = load.computing * fixed_s + load.projecting * (costs.compute_hidden_s - fixed_s)
         count = sum(parts.values())
         times = fastest_restore(
@@ -184,7 +179,7 @@ class RestoreGate:
         }
         slowest = max(
             unknown or parts,
-            key=lambda tier: self._drift[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
+            key=lambda tier: self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
         )
         return Decision(
             num_recompute=times.num_recompute,
@@ -197,7 +192,7 @@ class RestoreGate:
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
-            drift=dict(self._drift),
+            drift=dict(self._drift.factors),
         )
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
@@ -222,31 +217,42 @@ class RestoreGate:
         )
         return CHUNK_TOKENS * chunks[place] if place < len(chunks) else None
 
-    def declined(self) -> None:
-        """A restore that would not pay was not started."""
-        self._delay_s *= _FORGET
-        for name, drift in self._drift.items():
-            self._drift[name] = 1 + (drift - 1) * _FORGET
+    def is_due(self, decision: Decision) -> bool:
+        """Whether to try a restore that would not pay: else nothing would correct estimates that are too high. Asked
+        once for each that is not started otherwise.
+        """
+        return not decision.pays() and self._tries.is_due(decision.bottleneck)
 
-    def restored(self, decision: Decision, seconds: float, first_layers_s: float | None = None) -> None:
+    def restored(
+        self,
+        decision: Decision,
+        seconds: float,
+        first_layers_s: float | None = None,
+        *,
+        is_complete: bool = True,
+    ) -> None:
         """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
             first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
+            is_complete: False: it was stopped then, and would have taken longer.
         """
         if first_layers_s is not None:
-            surprise = _bounded(first_layers_s / decision.first_layers_s)
-            self._learn(_PREFILL, decision.drift[_PREFILL] * surprise)
+            self._drift.learn(_PREFILL, decision.drift[_PREFILL] * first_layers_s / decision.first_layers_s)
         name = decision.bottleneck
+        is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
+        self._tries.ended(name, was_tried=not decision.pays(), is_won=is_won)
+        if not is_complete and seconds < decision.job_s:
+            return  # that it would have taken longer was known
         if name in self._unknown:
             self._unknown.remove(name)
-            self._drift[name] *= max(1.0, seconds / decision.io_s)
+            self._drift.factors[name] *= max(1.0, seconds / decision.io_s)
         elif name != _PREFILL or first_layers_s is None:
-            surprise = _bounded(seconds / decision.job_s)
+            surprise = seconds / decision.job_s
             of_speed = decision.work_s / (decision.work_s + _SHORT_S)
-            self._learn(name, decision.drift[name] * surprise, _WEIGHT * of_speed)
-            delay_s = max(0.0, surprise * decision.job_s - decision.work_s)
-            self._delay_s += _WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
+            self._drift.learn(name, decision.drift[name] * surprise, of_speed)
+            delay_s = max(0.0, bounded(surprise) * decision.job_s - decision.work_s)
+            self._delay_s += WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:
         """The model computed ``num_tokens`` tokens from position ``start`` on in ``seconds``.
@@ -256,43 +262,31 @@ class RestoreGate:
         measured = self.profile.token_range
         if measured is not None and num_tokens < measured[0]:
             return
-        surprise = _bounded(seconds / self._pass_s(num_tokens, start))
-        self._learn(_PREFILL, self._drift[_PREFILL] * surprise)
+        surprise = seconds / self._pass_s(num_tokens, start)
+        self._drift.learn(_PREFILL, self._drift.factors[_PREFILL] * surprise)
 
     def _pass_s(self, num_tokens: int, start: int) -> float:
         layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
-        return len(self._stored) * self._drift[_PREFILL] * layer_s
+        return len(self._stored) * self._drift.factors[_PREFILL] * layer_s
 
     @property
     def _fixed_s(self) -> float:
         """Fixed seconds per layer of each pass."""
-        return self._drift[_PREFILL] * self.profile.compute.recompute.fixed_s
+        return self._drift.factors[_PREFILL] * self.profile.compute.recompute.fixed_s
 
     def _assume(self, tier: str) -> None:
         tiers = self.profile.tiers
         self.profile = replace(self.profile, tiers={**tiers, tier: next(iter(tiers.values()))})
-        self._drift[tier] = 1.0
+        self._drift.factors[tier] = 1.0
         self._unknown.add(tier)
 
-    def _learn(self, name: str, seen: float, weight: float = _WEIGHT) -> None:
-        """Move the drift towards ``seen``, the value that would have predicted this observation exactly.
-
-        Restores that were predicted with the same drift all lead towards it: they do not multiply each other's
-        corrections.
-        """
-        self._drift[name] = self._drift[name] ** (1 - weight) * seen**weight
-
     def _costs(self, parts: Mapping[str, int], start: int) -> LayerCosts:
-        costs = self.profile.costs(parts, start, self._drift)
+        factors = self._drift.factors
+        costs = self.profile.costs(parts, start, factors)
         more_passes = (sum(parts.values()) - 1) // self._pass_tokens
         return replace(
             costs,
-            compute_hidden_s=self._drift[_COMPUTE] * costs.compute_hidden_s,
-            compute_kv_s=self._drift[_COMPUTE] * costs.compute_kv_s,
-            compute_recompute_s=self._drift[_PREFILL] * costs.compute_recompute_s
-            + more_passes * self._fixed_s,
+            compute_hidden_s=factors[_COMPUTE] * costs.compute_hidden_s,
+            compute_kv_s=factors[_COMPUTE] * costs.compute_kv_s,
+            compute_recompute_s=factors[_PREFILL] * costs.compute_recompute_s + more_passes * self._fixed_s,
         )
-
-
-def _bounded(surprise: float) -> float:
-    return min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)

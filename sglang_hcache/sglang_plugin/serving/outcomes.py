@@ -54,7 +54,9 @@ class Outcomes:
             recomputation = restore.recomputation
             is_timed = recomputation is not None and recomputation.is_complete
             first_layers_s = recomputation.seconds if recomputation and is_timed else None
-            self._gate.restored(restore.decision, restore.seconds, first_layers_s)
+            self._gate.restored(
+                restore.decision, restore.seconds, first_layers_s, is_complete=restore.is_complete
+            )
 
     def _report_gain(self, restore: Restore, recompute_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""

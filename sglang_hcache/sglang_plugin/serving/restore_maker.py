@@ -34,7 +34,8 @@ class Verdict:
 
     decision: Decision | None
     """How it would go; None if nobody can tell."""
-    pays: bool
+    starts: bool
+    """Whether it pays, or is to be tried."""
     idle_s: float
     """For how long at least it would wait for its request to be admitted."""
 
@@ -90,7 +91,7 @@ class RestoreMaker:
 
     def decide(self, keys: Sequence[ChunkKey], start: int, behind_s: float) -> Verdict:
         """How to bring ``keys`` back, behind the prefix of ``start`` tokens, and whether to start: if it pays
-        (:meth:`Decision.pays`). The gate is told if it does not.
+        (:meth:`Decision.pays`), or is to be tried (:meth:`RestoreGate.is_due`).
         """
         (on_host,) = self._ranks.minimum(self._tiers.sources(keys)[HOST])  # the slowest counts
         return self._ranks.from_first(self._decide(len(keys), int(on_host), start, behind_s))
@@ -101,10 +102,10 @@ class RestoreMaker:
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
         idle_s = max(0.0, -behind_s - decision.restore_s)
-        pays = self._restores_all or decision.pays(behind_s)
-        if not pays:
-            self._gate.declined()
-        return Verdict(decision, pays, idle_s)
+        starts = (
+            self._restores_all or decision.pays(behind_s) or (behind_s <= 0 and self._gate.is_due(decision))
+        )
+        return Verdict(decision, starts, idle_s)
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:
         """Whether another request's restore, which takes ``left_s`` more, brings ``num_tokens`` from position ``start``

@@ -83,13 +83,19 @@ class Running:
 
     @property
     def _done_s(self) -> float:
-        """Those of the predicted seconds that have passed: restores run one after the other."""
+        """Those of the predicted seconds that have passed: restores run one after the other.
+
+        One that takes longer than predicted is expected to take as long again as it is late, up to its deadline: below
+        0 then. A disk that has become slow must not let those behind it start as if their turn came at once.
+        """
         first = next(iter(self._restores), None)
         if first is None:
             return 0.0
-        return min(
-            _predicted_s(first), max(0.0, time.monotonic() - max(first.job.started, first.job.fenced_until))
-        )
+        predicted_s, job = _predicted_s(first), first.job
+        elapsed_s = max(0.0, time.monotonic() - max(job.started, job.fenced_until))
+        late_s = elapsed_s - predicted_s
+        left_s = -late_s if late_s <= 0 else max(0.0, min(late_s, job.deadline_s - elapsed_s))
+        return predicted_s - left_s
 
     def newest(self) -> Restore | None:
         """The one that started last, of those that hold slots."""
@@ -176,7 +182,9 @@ def _has_failed(restore: Restore) -> bool:
 
 
 def _predicted_s(restore: Restore) -> float:
-    return 0.0 if restore.decision is None else restore.decision.restore_s
+    """One that is only tried is given up when recomputing would have been over."""
+    decision = restore.decision
+    return 0.0 if decision is None else min(decision.restore_s, decision.recompute_s)
 
 
 class DiskRest:

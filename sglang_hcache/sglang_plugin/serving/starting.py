@@ -201,7 +201,7 @@ class Starter:
         is_next = self._scheduler.looks_at_queue() and self._room.is_left(count + ahead.tokens)
         behind_s = backlog_s if is_next else 0.0
         verdict = self._maker.decide(keys, len(match), behind_s - ahead.seconds)
-        if not verdict.pays:
+        if not verdict.starts:
             self._observer.count("restore.declined_slower")
             ticket.note("not restored: %s, behind %.3f s of others", verdict.decision, behind_s)
             ticket.give_up()

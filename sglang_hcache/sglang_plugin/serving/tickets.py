@@ -122,7 +122,11 @@ class Restore:
     @property
     def is_late(self) -> bool:
         """Whether its job ran out of time, and not for waiting for others."""
-        job, expected_s = self.job, self.job.deadline_s / 2 if self.decision is None else self.decision.job_s
+        job, decision = self.job, self.decision
+        if decision is None:
+            expected_s = job.deadline_s / 2
+        else:
+            expected_s = decision.job_s if decision.pays() else decision.recompute_s / 2
         return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:

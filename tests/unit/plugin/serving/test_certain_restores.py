@@ -98,7 +98,7 @@ def hidden_world() -> World:
 def test_what_it_took_is_learnt_though_its_request_runs_by_then() -> None:
     """That the pace of restores changes then says nothing of it any more."""
     world, learnt = hidden_world(), []
-    world.maker._gate.restored = lambda *arguments: learnt.append(arguments)  # type: ignore[union-attr, method-assign]
+    world.maker._gate.restored = lambda *arguments, **_: learnt.append(arguments)  # type: ignore[union-attr, method-assign]
     begin(world)
     world.engine.ask()
     world.coordinator.tick()

@@ -69,6 +69,10 @@ def test_the_time_that_a_restore_has_run_does_not_count_against_the_next_one(
     assert world.coordinator.running.backlog_s == pytest.approx(0.1 * whole_s)
     start(world, "b", tokens(2, 5))
     assert world.counters["restore.declined_slower"] == 0
+    now += 0.3 * whole_s
+    assert world.coordinator.running.backlog_s == pytest.approx(5 * CHUNK_S + 0.2 * whole_s, rel=0.1), (
+        "one that is late is expected to take as long again"
+    )
     now += 10 * whole_s
     assert world.coordinator.running.backlog_s == pytest.approx(5 * CHUNK_S, rel=0.1), "not less than nothing"
 

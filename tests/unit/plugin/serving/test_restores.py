@@ -1088,6 +1088,29 @@ def test_all_there_is_is_restored_if_so_configured() -> None:
     assert world.counters["restore.declined_slower"] == 0
 
 
+def test_now_and_then_a_restore_that_would_not_pay_is_tried() -> None:
+    """It is lost here, so the next one comes later."""
+    world = World(gate_for(recompute_s=1e-5, may_recompute=False))
+    world.store(tokens(1, 2))
+    tried = []
+    for number in range(100):
+        world.queue(f"r{number}", tokens(1, 2))
+        world.coordinator._starter.look_again()
+        world.coordinator.tick()
+        if world.engine.jobs:
+            tried.append(number)
+            assert world.engine.jobs[0].deadline_s == 0.25
+            world.engine.end(RestoreState.FAILED, late_after_s=0.25)
+            world.coordinator.tick()
+        assert world.coordinator.may_be_admitted(f"r{number}")
+        world.coordinator.admitted(f"r{number}", 0)
+        world.scheduler.line.clear()
+    assert tried == [31, 95]
+    assert world.counters["restore.declined_slower"] == 98
+    assert world.counters["restore.late"] == 2
+    world.assert_clean()
+
+
 def test_in_a_burst_whoever_is_restored_sooner_is_restored() -> None:
     """A request that is not restored waits for the prefills before it, as a restore does for the restores."""
     world = World(gate_for(recompute_s=5e-4, may_recompute=False))
@@ -1208,7 +1231,8 @@ def test_only_restores_that_ended_or_were_late_say_how_fast_a_tier_is() -> None:
         job.error, job.seconds, job.started = error, seconds, time.monotonic() + 60
         world.engine.end(RestoreState.FAILED)
         world.coordinator.tick()
-        return max(gate._drift.values()) * min(gate._drift.values())
+        factors = gate._drift.factors.values()
+        return max(factors) * min(factors)
 
     assert drift(StoreIOError("damaged, at once"), 0.0) == 1
     assert drift(StoreIOError("damaged, in the end"), 5.0) == 1
@@ -1368,7 +1392,7 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     pace, learnt = Pace(no_stamp), []  # type: ignore[arg-type]
     layout = StateLayout((method,) * LAYERS, (1,) * LAYERS)
     gate = gate_for(10.0, may_recompute=False, methods=layout.methods, project_s=project_s)
-    gate.restored = lambda decision, seconds, _: learnt.append(decision)  # type: ignore[method-assign]
+    gate.restored = lambda decision, seconds, *_, **__: learnt.append(decision)  # type: ignore[method-assign]
     world = World(gate, pace=pace, layout=layout)
     world.scheduler.running = yields
     pace.turn(yields)

@@ -1,0 +1,76 @@
+"""How far the costs of a profile are from what is observed, and when to look again at what is no longer tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+WEIGHT = 0.2
+"""Weight of the latest observation in a running estimate: drift is followed, one outlier is not."""
+
+_MOST_SURPRISE = 2.0
+"""An observation counts as at most this many times what was known, and as at least the inverse of it, unless the one
+before was as far away on the same side: a disk that became 40 times slower would otherwise cost a restore for each 15 %
+of it."""
+
+_FIRST_TRY = 32
+_LONGEST_WAIT = 512
+"""Of so many restores that would not pay, one is tried. At worst it costs its request twice the time of recomputing."""
+
+
+class Drift:
+    """A factor for the cost of each tier and each kind of work, by which it is slower than in the profile."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.factors = dict.fromkeys(names, 1.0)
+        self._last: dict[str, float] = {}
+
+    def learn(self, name: str, seen: float, share: float = 1.0) -> None:
+        """Move the factor towards ``seen``, the one that would have predicted this observation exactly.
+
+        Restores that were predicted with the same factor all lead towards it: they do not multiply each other's
+        corrections.
+
+        Args:
+            share: how much of the observation, 0 to 1, is about this cost.
+        """
+        known = self.factors[name]
+        counted = known * bounded(seen / known)
+        self.factors[name] = known * (counted / known) ** (WEIGHT * share)
+        if share <= 0.5:
+            return
+        last = self._last.get(name, known)
+        if counted != seen and known * bounded(last / known) == counted:
+            self.factors[name] = min(last, seen, key=lambda factor: abs(math.log(factor / known)))
+        self._last[name] = seen
+
+
+class Tries:
+    """When a restore is tried that would not pay by what is known: else nothing would ever correct that.
+
+    One in 32, of those for which the same tier or work decides and during which none was restored. Each that was lost
+    doubles that number; after one that was won the next is tried at once.
+    """
+
+    def __init__(self) -> None:
+        self._wait: dict[str, int] = {}
+        self._refused: dict[str, int] = {}
+
+    def is_due(self, name: str) -> bool:
+        """A restore for which ``name`` decides would not pay: whether to try it nevertheless."""
+        refused = self._refused.get(name, 0) + 1
+        is_due = refused >= self._wait.get(name, _FIRST_TRY)
+        self._refused[name] = 0 if is_due else refused
+        return is_due
+
+    def ended(self, name: str, *, was_tried: bool, is_won: bool) -> None:
+        """A restore was observed, which ``was_tried`` or was to pay."""
+        self._refused[name] = 0
+        if was_tried:
+            wait = self._wait.get(name, _FIRST_TRY)
+            self._wait[name] = 0 if is_won else min(max(_FIRST_TRY, 2 * wait), _LONGEST_WAIT)
+
+
+def bounded(surprise: float) -> float:
+    """``surprise``, as far as it counts."""
+    return min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
