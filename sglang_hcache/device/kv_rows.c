@@ -27,8 +27,8 @@ static inline float load_f32(float x) { return x; }
 static inline float store_f32(float x) { return x; }
 static inline float round_f32(float x) { return x; }
 
-/* Past the caches: nobody reads the pool before all layers are there, and a line that is written whole need not be
- * read first. */
+/* Past the caches: nobody reads what is written before all layers are there, and a line that is written whole need not
+ * be read first. */
 static inline void write_past_caches(void *restrict to, const void *restrict from, int64_t size) {
 #ifdef __SSE2__
     if ((((uintptr_t)to | (uintptr_t)size) & 15) == 0) {
@@ -94,8 +94,9 @@ void gather_rows(char *restrict into, const char *const *keys, const char *const
                  const int64_t *restrict slots, int64_t row_bytes, int64_t layers, int64_t count) {
     for (int64_t layer = 0; layer < layers; layer++) {
         for (int64_t row = 0; row < count; row++, into += 2 * row_bytes) {
-            memcpy(into, keys[layer] + slots[row] * row_bytes, row_bytes);
-            memcpy(into + row_bytes, values[layer] + slots[row] * row_bytes, row_bytes);
+            write_past_caches(into, keys[layer] + slots[row] * row_bytes, row_bytes);
+            write_past_caches(into + row_bytes, values[layer] + slots[row] * row_bytes, row_bytes);
         }
     }
+    finish_writes();
 }
