@@ -11,6 +11,7 @@ from pathlib import Path
 from sglang_hcache.core.config import IOEngineName
 from sglang_hcache.core.errors import StoreFormatError, StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.paths import ranks_named_by
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.erasure import Erased
 from sglang_hcache.store.format.names import LOCK_NAME, SUPERBLOCK_NAME, SUPERBLOCK_TMP_NAME
@@ -175,7 +176,7 @@ def look_for_own(dirs: Sequence[Path]) -> list[OwnFiles]:
 
     Raises:
         StoreLockedError: a server runs.
-        StoreFormatError: no store is in one of them.
+        StoreFormatError: no store is or was in one of them.
         StoreIOError: one is missing or sick.
     """
     with _locked(dirs):
@@ -189,7 +190,7 @@ def wipe(dirs: Sequence[Path]) -> list[OwnFiles]:
 
     Raises:
         StoreLockedError: a server runs.
-        StoreFormatError: no store is in one of them; nothing is deleted.
+        StoreFormatError: no store is or was in one of them; nothing is deleted.
         StoreIOError: one is missing or sick, or a file cannot be deleted.
     """
     with _locked(dirs):
@@ -222,13 +223,17 @@ def _own(path: Path) -> dict[Path, int]:
     """The store's files in a directory with allocated bytes, but for the lock.
 
     Raises:
-        StoreFormatError: there are such files but no superblock: they may be of another program.
+        StoreFormatError: there are such files but no superblock: they may be of another program. Or no store was ever
+            here, or those of ranks are below.
         OSError: it cannot be asked.
     """
     directory = StoreDirectory(path)
-    names = {entry.name for entry in path.iterdir()} - {*directory.strangers(), LOCK_NAME}
+    strangers, names = directory.strangers(), {entry.name for entry in path.iterdir()}
+    ranks = [path / name for name in strangers if ranks_named_by(name) is not None]
+    if any(_own(rank) for rank in ranks if rank.is_dir()):
+        raise StoreFormatError(f"{path} holds stores of ranks ({ranks[0].name} and so on); name those")
     files: dict[Path, int] = {}
-    for name in names:
+    for name in names - {*strangers, LOCK_NAME}:
         found = (path / name).lstat()
         if stat.S_ISREG(found.st_mode):
             files[path / name] = found.st_blocks * 512
@@ -236,6 +241,10 @@ def _own(path: Path) -> dict[Path, int]:
         raise StoreFormatError(
             f"{path} has no {SUPERBLOCK_NAME}: are its files of a store? Delete them by hand"
         )
+    # A wiped store leaves its lock. Without it this may be a disk that is not mounted, which would pass for purged.
+    if not files and not ranks and LOCK_NAME not in names:
+        why = "it is empty: is its disk mounted?" if directory.is_empty() else "is it the right directory?"
+        raise StoreFormatError(f"{path} holds no store; {why}")
     return files
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store import DiskStore
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 
@@ -78,3 +80,31 @@ def test_a_store_in_use_stays(hcache: Hcache, tmp_path: Path) -> None:
     assert (code, "is in use by" in err) == (2, True)
     assert [names(path) for path in config.dirs] == before
     store.close()
+
+
+def test_where_no_store_ever_was_nothing_passes_for_deleted(
+    hcache: Hcache, dirs: tuple[Path, ...], tmp_path: Path
+) -> None:
+    unmounted = tmp_path / "unmounted"
+    (unmounted / "lost+found").mkdir(parents=True)
+    before = [names(path) for path in dirs]
+    for wrong, why in ((unmounted, "it is empty: is its disk mounted?"), (tmp_path, "the right directory?")):
+        code, _, err = hcache("clear", "--any-format", "--yes", *dirs, wrong)
+        assert code == 2
+        assert f"{wrong} holds no store; " in err
+        assert why in err
+    assert [names(path) for path in dirs] == before
+
+
+def test_what_ranks_stored_does_not_pass_for_deleted(hcache: Hcache, tmp_path: Path) -> None:
+    ranks = [tmp_path / rank_dir(Path("tp"), rank, 2) for rank in range(2)]
+    for path in ranks:
+        DiskStore.open(replace(small_config(tmp_path), dirs=(path,)), Counters()).close()
+        (path / "superblock.json").rename(path / "kept")
+    code, _, err = hcache("clear", "--any-format", "--yes", tmp_path / "tp")
+    assert (code, "has no superblock.json: are its files of a store?" in err) == (2, True)
+    for path in ranks:
+        (path / "kept").rename(path / "superblock.json")
+    assert hcache("clear", "--any-format", "--yes", tmp_path / "tp")[0] == 0
+    assert [names(path) for path in ranks] == [{"lock"}] * 2
+    assert hcache("clear", "--any-format", "--yes", tmp_path / "tp")[0] == 0, "again, as after a kill"
