@@ -170,6 +170,12 @@ def test_a_stop_of_the_unit_is_no_failure_and_a_crash_restarts_it() -> None:
     assert directory.is_relative_to(settings["RequiresMountsFor"])
 
 
+def test_what_a_shell_of_the_units_user_profiles_the_server_finds() -> None:
+    home = re.search(r"useradd .*--home-dir (\S+)", UNIT.read_text())[1]
+    found = re.findall(r"\b(HOME|XDG_\w+)=(\S+)", UNIT.read_text())
+    assert found == [("HOME", home)]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     program = shlex.split(unit_settings()["ExecStart"])[0]
