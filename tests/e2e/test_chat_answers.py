@@ -102,6 +102,27 @@ def test_send_sends_what_stands_in_the_field(tab: Tab, script: ScriptedServer) -
     assert script.asked[-1] == "newer"
 
 
+def test_the_enter_of_an_input_method_neither_sends_nor_renames(tab: Tab, script: ScriptedServer) -> None:
+    script.answer = "Yes."
+    as_safari_says = {"key": "Enter", "keyCode": 229}
+    tab.field.fill("にほん")
+    tab.field.dispatch_event("keydown", as_safari_says)
+    tab.field.press("End")
+    tab.field.type("ご")
+    tab.field.press("Enter")
+    tab.answer(0)
+    assert script.asked[-1] == "にほんご"
+
+    tab.page.get_by_role("button", name="Rename or delete this conversation").click()
+    tab.page.get_by_text("Rename", exact=True).click()
+    title = tab.page.get_by_label("Title")
+    title.fill("に")
+    title.dispatch_event("keydown", as_safari_says)
+    title.fill("にほん")
+    title.press("Enter")
+    expect(tab.conversation("にほん")).to_be_visible()
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200), ("chat.test", 200), ("a.b", 400)],

@@ -6,16 +6,15 @@ from nicegui import events, ui
 
 from sglang_hcache.cli.chat.conversation import Conversation
 from sglang_hcache.cli.chat.figures import trouble_text
-from sglang_hcache.cli.chat.page.parts import labelled
+from sglang_hcache.cli.chat.page.parts import IS_ENTER, labelled
 from sglang_hcache.cli.chat.session import Session
 from sglang_hcache.cli.chat.watch import Watch
 
-# Not while an input method composes a character: its Enter means something else.
-_ON_ENTER = """(event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+_ON_ENTER = f"""(event) => {{
+    if (event.shiftKey || !({IS_ENTER})) return;
     event.preventDefault();
     emit(event.target.value);
-}"""
+}}"""
 # What stands in the field now: what the server knows of it may be older.
 _ON_CLICK = """() => emit(document.querySelector(".composer textarea").value)"""
 _HINT = "Enter sends, Shift+Enter starts a new line."

@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 from nicegui import ui
 
+# Not while an input method composes a character: its Enter means something else. Safari says 229, not isComposing.
+IS_ENTER = 'event.key === "Enter" && !event.isComposing && event.keyCode !== 229'
+"""Of a ``keydown`` event, in JavaScript."""
+
 
 def labelled(element: ui.element, label: str) -> None:
     """Say what ``element`` is to who cannot see it."""

@@ -9,7 +9,7 @@ from functools import partial
 from nicegui import ui
 
 from sglang_hcache.cli.chat.conversation import Conversation
-from sglang_hcache.cli.chat.page.parts import labelled, submitted
+from sglang_hcache.cli.chat.page.parts import IS_ENTER, labelled, submitted
 from sglang_hcache.cli.chat.session import Session
 
 
@@ -94,7 +94,9 @@ class Sidebar:
             field = (
                 ui.input("Title", value=conversation.title).props("autofocus outlined dense").classes("field")
             )
-            field.on("keydown.enter", lambda: dialog.submit(field.value))
+            field.on(
+                "keydown", lambda: dialog.submit(field.value), js_handler=f"event => {IS_ENTER} && emit()"
+            )
             with ui.element("div").classes("buttons"):
                 ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
                 ui.button("Rename", on_click=lambda: dialog.submit(field.value)).props("unelevated no-caps")
