@@ -123,6 +123,32 @@ def test_the_enter_of_an_input_method_neither_sends_nor_renames(tab: Tab, script
     expect(tab.conversation("にほん")).to_be_visible()
 
 
+def test_two_tabs_of_one_browser(tab: Tab, script: ScriptedServer, chat: ChatProcess) -> None:
+    script.answer = "Yes."
+    tab.send("one")
+    tab.answer(0)
+    other = Tab(tab.page.context.new_page())
+    other.open(chat.url())
+    expect(other.exchanges).to_have_count(1)  # as after a reload
+    other.new()
+    other.send("two")
+    other.answer(0)
+    tab.send("three")
+    tab.answer(1)
+    expect(tab.exchanges.first).to_contain_text("one")
+    expect(other.exchanges).to_have_count(1)
+    for each, title in ((tab, "one"), (other, "two")):
+        expect(each.conversation(title)).to_have_attribute("aria-current", "true")
+        expect(each.page.get_by_text("new answer")).to_have_count(0)  # some tab shows it
+
+    other.new()
+    tab.page.get_by_role("button", name="Rename or delete this conversation").last.click()
+    tab.page.get_by_text("Delete", exact=True).click()
+    tab.page.get_by_role("button", name="Delete", exact=True).click()
+    expect(tab.page.get_by_text("Ask something")).to_be_visible()
+    expect(other.conversation("one")).to_have_count(0)
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200), ("chat.test", 200), ("a.b", 400)],

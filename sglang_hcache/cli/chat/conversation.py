@@ -120,7 +120,7 @@ class Conversation:
     is_cleared: bool = False
     """Whether the GPU cache was cleared since the last question."""
     is_unread: bool = False
-    """Whether an answer ended while another conversation was shown."""
+    """Whether an answer ended that no tab has shown yet."""
 
     @property
     def open_exchange(self) -> Exchange | None:
@@ -160,6 +160,7 @@ class Conversations:
         self._numbers = itertools.count(1)
         self._items: list[Conversation] = []
         self.selected = self.new()
+        """The one chosen last, in whichever tab: a new tab shows it."""
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._items)
@@ -177,16 +178,18 @@ class Conversations:
         return empty
 
     def select(self, conversation: Conversation) -> None:
-        """Show another one."""
-        conversation.is_unread = False
-        self.selected = conversation
+        """Choose another one, unless it was deleted meanwhile."""
+        if conversation in self._items:
+            self.selected = conversation
 
     def rename(self, conversation: Conversation, title: str) -> None:
         """Change a title; nothing but blanks changes nothing."""
         conversation.title = title_of(title) if title.strip() else conversation.title
 
     def delete(self, conversation: Conversation) -> None:
-        """Forget one. Its neighbour is shown instead, or a new one."""
+        """Forget one, unless another tab did. Its neighbour is shown instead, or a new one."""
+        if conversation not in self._items:
+            return
         place = self._items.index(conversation)
         self._items.remove(conversation)
         if conversation is self.selected:
@@ -211,6 +214,26 @@ class Conversations:
                 conversation.exchanges[length].mark_cleared()
             elif length:
                 conversation.is_cleared = True
+
+
+class Selection:
+    """Which conversation one tab shows: what another tab chooses does not change it."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+        self._chosen = conversations.selected
+
+    @property
+    def current(self) -> Conversation:
+        """The one chosen in this tab; once it is deleted, the one chosen last in any."""
+        if self._chosen not in self._conversations:
+            self._chosen = self._conversations.selected
+        return self._chosen
+
+    def choose(self, conversation: Conversation) -> None:
+        """Show another one."""
+        self._conversations.select(conversation)
+        self._chosen = conversation
 
 
 def title_of(text: str) -> str:

@@ -61,7 +61,9 @@ class Session:
 
     def retry(self, conversation: Conversation, exchange: Exchange) -> None:
         """Ask again for an answer that failed or was stopped. Only of the last exchange."""
-        if conversation.open_exchange is None and exchange is conversation.exchanges[-1]:
+        # The tab may show another conversation by now, and an empty one.
+        last = conversation.exchanges[-1] if conversation.exchanges else None
+        if conversation.open_exchange is None and exchange is last:
             exchange.begin_again()
             self._start(conversation, exchange)
 
@@ -125,7 +127,7 @@ class Session:
             exchange.end(Phase.FAILED, f"The page failed: {error!r}")
         if self._answering.get(conversation.number) is task:
             del self._answering[conversation.number]
-        conversation.is_unread = conversation is not self.conversations.selected
+        conversation.is_unread = True
         self._watch.hurry()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nicegui import events, ui
 
-from sglang_hcache.cli.chat.conversation import Conversation
+from sglang_hcache.cli.chat.conversation import Conversation, Selection
 from sglang_hcache.cli.chat.figures import trouble_text
 from sglang_hcache.cli.chat.page.parts import IS_ENTER, labelled
 from sglang_hcache.cli.chat.session import Session
@@ -24,11 +24,13 @@ class Composer:
     """The draft is the conversation's: it stays when another one is shown, and over a reload.
 
     Args:
+        selection: the tab's.
         note: shown below the field; empty for none.
     """
 
-    def __init__(self, session: Session, watch: Watch, note: str) -> None:
+    def __init__(self, session: Session, selection: Selection, watch: Watch, note: str) -> None:
         self._session = session
+        self._selection = selection
         self._watch = watch
         self._shown: Conversation | None = None
         with ui.element("div").classes("trouble").props("role=alert") as self._trouble:
@@ -52,7 +54,7 @@ class Composer:
 
     def refresh(self) -> None:
         """Show the selected conversation's draft, what can be done, and what is wrong."""
-        conversation = self._session.conversations.selected
+        conversation = self._selection.current
         if conversation is not self._shown:
             self._shown = conversation
             self._field.value = conversation.draft
@@ -69,10 +71,10 @@ class Composer:
             self._shown.draft = event.value or ""
 
     def _on_text(self, event: events.GenericEventArguments) -> None:
-        if self._session.send(self._session.conversations.selected, str(event.args)):
+        if self._session.send(self._selection.current, str(event.args)):
             self._field.value = ""
             ui.run_javascript("hcacheToEnd(); hcacheFocus('.composer textarea')")
 
     def _on_stop(self) -> None:
-        self._session.stop(self._session.conversations.selected)
+        self._session.stop(self._selection.current)
         ui.run_javascript("hcacheFocus('.composer textarea')")

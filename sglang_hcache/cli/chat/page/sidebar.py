@@ -8,7 +8,7 @@ from functools import partial
 
 from nicegui import ui
 
-from sglang_hcache.cli.chat.conversation import Conversation
+from sglang_hcache.cli.chat.conversation import Conversation, Selection
 from sglang_hcache.cli.chat.page.parts import IS_ENTER, labelled, submitted
 from sglang_hcache.cli.chat.session import Session
 
@@ -25,11 +25,13 @@ class Sidebar:
     """Rows are changed in place: one that is built anew would lose the keyboard's focus.
 
     Args:
+        selection: the tab's, which this changes.
         on_change: draws the page again, at once: what is typed next belongs to the conversation that was chosen.
     """
 
-    def __init__(self, session: Session, on_change: Callable[[], None]) -> None:
+    def __init__(self, session: Session, selection: Selection, on_change: Callable[[], None]) -> None:
         self._session = session
+        self._selection = selection
         self._on_change = on_change
         self._rows: dict[int, _Row] = {}
         with ui.element("div").classes("sidebar-top"):
@@ -53,7 +55,7 @@ class Sidebar:
             self._update(row, conversation)
 
     def _update(self, row: _Row, conversation: Conversation) -> None:
-        is_selected = conversation is self._session.conversations.selected
+        is_selected = conversation is self._selection.current
         is_answering = conversation.open_exchange is not None
         if row.title.text != conversation.title:
             row.title.text = conversation.title
@@ -80,12 +82,12 @@ class Sidebar:
         return _Row(item, button, title, state)
 
     def _select(self, conversation: Conversation) -> None:
-        self._session.conversations.select(conversation)
+        self._selection.choose(conversation)
         self._on_change()
         ui.run_javascript("hcacheCloseDrawers()")
 
     def _new(self) -> None:
-        self._session.conversations.new()
+        self._selection.choose(self._session.conversations.new())
         self._on_change()
         ui.run_javascript("hcacheCloseDrawers(); hcacheFocus('.composer textarea')")
 

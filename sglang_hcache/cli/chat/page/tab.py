@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nicegui import ui
 from nicegui.elements.drawer import Drawer
 
+from sglang_hcache.cli.chat.conversation import Selection
 from sglang_hcache.cli.chat.figures import tier_html
 from sglang_hcache.cli.chat.page.composer import Composer
 from sglang_hcache.cli.chat.page.parts import icon_button, labelled
@@ -63,6 +64,7 @@ class ChatPage:
         clear_gpu_cache: Callable[[Session], Awaitable[None]],
     ) -> None:
         self._session = session
+        self._selection = Selection(session.conversations)
         self._watch = watch
         self._clear_gpu_cache = clear_gpu_cache
         self._noticed = session.notice.number
@@ -72,16 +74,16 @@ class ChatPage:
             self._header()
         with self._drawer(ui.left_drawer, 270) as self._left:
             with ui.element("nav") as navigation:
-                self._sidebar = Sidebar(session, self._refresh)
+                self._sidebar = Sidebar(session, self._selection, self._refresh)
             labelled(navigation, "Conversations")
         with self._drawer(ui.right_drawer, 320) as self._right:
             with ui.element("section") as region:
                 self._panel()
             labelled(region, "Tier")
-        self._thread = Thread(session, texts.starters, texts.note)
+        self._thread = Thread(session, self._selection, texts.starters, texts.note)
         ui.skip_link("Skip to the conversation", target=self._thread.root)
         with ui.footer().classes("composer"):
-            self._composer = Composer(session, watch, texts.note)
+            self._composer = Composer(session, self._selection, watch, texts.note)
         self._refresh()
         ui.timer(_REFRESH_S, self._refresh)
 
@@ -114,6 +116,7 @@ class ChatPage:
 
     def _refresh(self) -> None:
         self._watch.seen()
+        self._selection.current.is_unread = False
         self._sidebar.refresh()
         self._thread.refresh()
         self._composer.refresh()

@@ -7,7 +7,7 @@ from functools import partial
 
 from nicegui import ui
 
-from sglang_hcache.cli.chat.conversation import Conversation, Exchange, Phase
+from sglang_hcache.cli.chat.conversation import Conversation, Exchange, Phase, Selection
 from sglang_hcache.cli.chat.figures import exchange_html
 from sglang_hcache.cli.chat.page.answer_html import GrowingAnswer
 from sglang_hcache.cli.chat.page.parts import labelled
@@ -26,12 +26,16 @@ class Thread:
     """Shows the selected conversation. Changed in place while an answer comes.
 
     Args:
+        selection: the tab's.
         starters: texts that a new conversation offers.
         note: shown in a new conversation; empty for none.
     """
 
-    def __init__(self, session: Session, starters: Sequence[Starter], note: str) -> None:
+    def __init__(
+        self, session: Session, selection: Selection, starters: Sequence[Starter], note: str
+    ) -> None:
         self._session = session
+        self._selection = selection
         self._starters = starters
         self._note = note
         self._shown: Conversation | None = None
@@ -42,7 +46,7 @@ class Thread:
 
     def refresh(self) -> None:
         """Show the conversation as it is now."""
-        conversation = self._session.conversations.selected
+        conversation = self._selection.current
         if conversation is not self._shown or len(conversation.exchanges) < len(self._views):
             self._clear(conversation)
         if conversation.exchanges and not self._views:
@@ -81,11 +85,11 @@ class Thread:
                         button.on_click(partial(self._ask, starter.text))
 
     def _ask(self, text: str) -> None:
-        self._session.send(self._session.conversations.selected, text)
+        self._session.send(self._selection.current, text)
         ui.run_javascript("hcacheToEnd()")
 
     def _retry(self, exchange: Exchange) -> None:
-        self._session.retry(self._session.conversations.selected, exchange)
+        self._session.retry(self._selection.current, exchange)
 
     def _say(self, exchange: Exchange) -> None:
         """For who listens: how an answer ended, not each of its words."""

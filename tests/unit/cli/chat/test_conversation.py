@@ -14,6 +14,7 @@ from sglang_hcache.cli.chat.conversation import (
     Exchange,
     Measures,
     Phase,
+    Selection,
     title_of,
 )
 from sglang_hcache.cli.server.client import StreamReader, TokenSources
@@ -152,11 +153,27 @@ def test_new_select_delete() -> None:
     answered(first, "one", "1")
     second = conversations.new()
     assert list(conversations) == [second, first]
-    first.is_unread = True
     conversations.select(first)
-    assert not first.is_unread
     conversations.delete(first)
+    assert conversations.selected is second
+    for late in (conversations.select, conversations.delete):  # in a tab that still shows it
+        late(first)
     assert conversations.selected is second
     conversations.delete(second)
     assert len(conversations) == 1
     assert conversations.selected.number not in (first.number, second.number)
+
+
+def test_each_tab_shows_what_was_chosen_in_it() -> None:
+    conversations = Conversations()
+    first = conversations.selected
+    answered(first, "one", "1")
+    one_tab, other_tab = Selection(conversations), Selection(conversations)
+    second = conversations.new()
+    other_tab.choose(second)
+    assert (one_tab.current, other_tab.current) == (first, second)
+    assert Selection(conversations).current is second  # as after a reload
+    conversations.delete(first)
+    assert one_tab.current is second
+    one_tab.choose(first)  # before the tab has shown that it is gone
+    assert one_tab.current is second

@@ -6,6 +6,7 @@ import asyncio
 
 from sglang_hcache.cli.chat import session
 from sglang_hcache.cli.chat.client import AnswerOptions, AsyncChatClient
+from sglang_hcache.cli.chat.conversation import Phase
 from sglang_hcache.cli.chat.session import Session, Sessions
 from sglang_hcache.cli.chat.watch import Watch
 
@@ -41,8 +42,18 @@ def test_who_says_something_in_a_page_that_was_open_for_long_is_known_when_it_co
         assert tab.send(tab.conversations.selected, "Good morning.")
         number_of_conversations = tab.conversations.selected.number
         await tab.close()
+        assert tab.conversations.selected.is_unread, "until a tab shows it"
         del tab
         assert not sessions.of("tab").is_empty
         assert sessions.of("tab").conversations.selected.number == number_of_conversations
 
     asyncio.run(talk())
+
+
+def test_trying_again_in_a_tab_that_shows_another_conversation_by_now_does_nothing() -> None:
+    server = AsyncChatClient("http://127.0.0.1:9", AnswerOptions())
+    session = Session(server, Watch(server))
+    failed = session.conversations.selected.ask("Good morning.")
+    failed.end(Phase.FAILED, "no server")
+    session.retry(session.conversations.new(), failed)
+    assert failed.phase is Phase.FAILED
