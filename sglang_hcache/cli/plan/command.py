@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the rest is imported where it is used, to keep `hcache --he
 _Value = TypeVar("_Value")
 
 _TOKENS = 4096
+_KEEP = "10m"
 _SIZED = ("auto", "hidden", "kv")
 """Methods that store something whatever the machine's rates are."""
 _MOST = 10**9
@@ -99,9 +100,10 @@ TokensPerS = Annotated[
     ),
 ]
 Keep = Annotated[
-    str,
+    str | None,
     typer.Option(
-        metavar="TIME", help="With --tokens-per-s: how long to keep them: your users' longest pause."
+        metavar="TIME",
+        help=f"With --tokens-per-s: how long to keep them: your users' longest pause. Default: {_KEEP}.",
     ),
 ]
 DriveSize = Annotated[
@@ -133,7 +135,7 @@ def plan(
     kv_cache_dtype: KVCacheDtypeName = "auto",
     pass_tokens: PassTokens = 8192,
     tokens_per_s: TokensPerS = None,
-    keep: Keep = "10m",
+    keep: Keep = None,
     drive_size: DriveSize = "",
     as_json: AsJson = False,
     png: Picture = None,
@@ -210,13 +212,18 @@ def _check_between(least: float, most: float, **values: float | None) -> None:
             raise ConfigError(f"{flag}: {value} is not allowed; give a number between {least:g} and {most:g}")
 
 
-def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str, drive_size: str) -> Sizing:
+def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str | None, drive_size: str) -> Sizing:
     from sglang_hcache.cli.plan.capacity import Sizing
 
-    keep_s = _read("--keep", parse_duration, keep)
+    keep_s = _read("--keep", parse_duration, _KEEP if keep is None else keep)
     drive_bytes = _read("--drive-size", parse_size, drive_size) if drive_size else None
     if drive_bytes == 0:
         raise ConfigError("--drive-size: 0 is not allowed; leave it out, or give the drives' capacity")
+    for flag, value in (("--keep", keep), ("--drive-size", drive_bytes)):
+        if value is not None and tokens_per_s is None:
+            raise ConfigError(
+                f"{flag}: it counts only with --tokens-per-s; give that as well, or leave it out"
+            )
     return Sizing(pass_tokens, tokens_per_s, keep_s, drive_bytes)
 
 

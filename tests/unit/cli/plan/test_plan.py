@@ -352,6 +352,8 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         (["llama2-7b", *RATES, "--keep", "10"], "--keep: '10' is not a time; write a number with a unit"),
         (["llama2-7b", *RATES, "--drive-size", "4 T"], "--drive-size: '4 T' is not a size; write a number"),
         (["llama2-7b", *RATES, "--drive-size", "0"], "--drive-size: 0 is not allowed; leave it out, or"),
+        (["llama2-7b", "--drive-size", "4TB"], "--drive-size: it counts only with --tokens-per-s"),
+        (["llama2-7b", *RATES, "--keep", "10m"], "--keep: it counts only with --tokens-per-s"),
         (["llama2-7b", *RATES, "--tokens-per-s", "0"], "--tokens-per-s: 0.0 is not allowed; give a number"),
         (["llama2-7b", *RATES, "--pass-tokens", "0"], "--pass-tokens: 0 is not allowed; give a number"),
         (["llama2-7b", *RATES, "--tier", "host"], "--tier: 'host' is not in the profile; it has disk"),
