@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -37,6 +37,7 @@ from sglang_hcache.core.units import format_bytes
 
 _BAR_WIDTH = 16
 _LONGEST_S = 3600
+_PATIENCE_S = 10.0
 _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("requests that looked", "lookup.requests", ""),
     ("  found something", "lookup.hits", ""),
@@ -85,7 +86,14 @@ class Sample:
 def top(
     url: ServerUrl = "http://127.0.0.1:30000",
     api_key: ApiKey = None,
-    interval: Annotated[float, typer.Option(help="Seconds between samples.", min=0.1, max=_LONGEST_S)] = 2.0,
+    interval: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between samples. An answer may take as long, or 10 seconds if that is longer.",
+            min=0.1,
+            max=_LONGEST_S,
+        ),
+    ] = 2.0,
     once: Annotated[
         bool,
         typer.Option(
@@ -105,7 +113,8 @@ def top(
 
     Reads `/server_info`, so `--enable-metrics` is not needed. In a short window, problems come first. Restore times
     are averages since the last sample, or since startup if no restore has ended since. With `--json` each sample is
-    the whole state on one line.
+    the whole state on one line. A later answer that fails or takes too long is reported, and the next one is
+    tried; with `--once` and `--check`, and at the first one, the command ends with exit status 2.
 
     `--check` is for monitoring. It reports a directory that is unhealthy or has no room, saving that has stopped
     (unless the method stores nothing), a clear that a restart would undo, and unexpected errors since startup. Exit
@@ -113,7 +122,7 @@ def top(
     """
     if math.isnan(interval):  # which is neither below the least nor above the most
         raise ConfigError(f"--interval: {interval} is not allowed; from 0.1 to {_LONGEST_S} seconds")
-    with ChatClient(url, api_key=api_key, timeout_s=max(10.0, interval)) as client:
+    with ChatClient(url, api_key=api_key, timeout_s=max(_PATIENCE_S, interval)) as client:
         url = shown_address(url)
         first = _first_look(client)
         if check:
@@ -165,26 +174,32 @@ def _check(state: Mapping[str, Any], *, as_json: bool) -> None:
 
 def _print_json(client: ChatClient, sample: Sample, interval: float | None) -> None:
     print(json.dumps(sample.state), flush=True)
-    try:
-        while interval is not None:
-            time.sleep(interval)
-            print(json.dumps(_look(client).state), flush=True)
-    except KeyboardInterrupt:
-        return
+    if interval is not None:
+        with suppress(KeyboardInterrupt):
+            for later in _later_looks(client, interval):
+                print(json.dumps(later.state), flush=True)
 
 
 def _print_looks(client: ChatClient, url: str, interval: float, last: Sample) -> None:
     """Into a pipe or a file, until Ctrl-C: a picture that is drawn over would show nothing before its end."""
     print_report([render(url, last, None)])
-    try:
-        while True:
-            time.sleep(interval)
-            sample = _look(client)
+    with suppress(KeyboardInterrupt):
+        for sample in _later_looks(client, interval):
             print_report([Text(), render(url, sample, last)])
             sys.stdout.flush()
             last = sample
-    except KeyboardInterrupt:
-        return
+
+
+def _later_looks(client: ChatClient, interval: float) -> Iterator[Sample]:
+    """Without end. A server that does not answer may come back."""
+    while True:
+        time.sleep(interval)
+        try:
+            sample = _look(client)
+        except ChatError as error:
+            print(f"hcache: {error}", file=sys.stderr, flush=True)
+            continue
+        yield sample
 
 
 def _watch(client: ChatClient, url: str, interval: float, last: Sample) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sglang_hcache.cli.main import app
+from sglang_hcache.cli.server.client import ChatError
 from sglang_hcache.cli.top import Sample, render
 from sglang_hcache.core.config import environment_with
 from sglang_hcache.core.errors import ConfigError, HCacheError
@@ -257,6 +258,29 @@ def test_into_a_pipe_each_look_is_printed(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(app, ["top", "--interval", "0.1"])
     assert result.exit_code == 0
     assert result.stdout.count("restores done") == 3
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_answer_that_does_not_come_does_not_end_what_looks_again(
+    monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    server, looks = Server(looks=3), [lost := ChatError("no answer within 10 s")]
+    answer = server.tier_state
+
+    def tier_state() -> dict[str, Any]:
+        if server.looks == 2 and looks:
+            raise looks.pop()
+        return answer()
+
+    monkeypatch.setattr(server, "tier_state", tier_state)
+    monkeypatch.setattr("sglang_hcache.cli.top.ChatClient", lambda *_, **__: server)
+    result = CliRunner().invoke(app, ["top", "--interval", "0.1", *options])
+    assert result.exit_code == 0
+    assert result.stderr == f"hcache: {lost}\n"
+    assert result.stdout.count("restore.done" if options else "restores done") == 3
+    server.looks, looks[:] = 2, [lost]
+    result = CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", *options])
+    assert result.exception is lost, "status 2"
 
 
 def test_where_no_server_is_the_way_to_name_one_is_told() -> None:
