@@ -30,8 +30,8 @@ directories, the command runs for each rank in turn, and --json prints `{"ranks"
 stat, ls, verify and fsck (without --rebuild) only read and can run while a server uses the store. gc, clear and fsck
 --rebuild change the store: they refuse to run while a server uses it, and say which process that is.
 
-Exit status: 0 no problems; 1 something is damaged; 2 the command did not run; 130 stopped by Ctrl-C, SIGTERM or SIGHUP.
-With several ranks it is the worst of them.
+Exit status: 0 no problems; 1 something is damaged; 2 it did not run, or could not do all of it; 130 stopped by Ctrl-C,
+SIGTERM or SIGHUP. With several ranks it is the worst of them.
 """,
     no_args_is_help=True,
 )
