@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from rich.console import Console
 from rich.table import Table
 
 from sglang_hcache.cli.options import AsJson
+from sglang_hcache.cli.report import print_report
 from sglang_hcache.core.config import (
     COMMAND_LINE_FLAGS,
     CONFIG_FLAG,
@@ -69,7 +69,7 @@ def flags(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(setting) for setting in describe()], indent=2))
         return
-    Console().print(settings_table(describe()))
+    print_report([settings_table(describe())])
 
 
 def settings_table(settings: Iterable[Setting]) -> Table:

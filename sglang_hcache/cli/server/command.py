@@ -5,27 +5,29 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Group
+from rich.text import Text
 
 from sglang_hcache.cli.flags import describe, settings_table
+from sglang_hcache.cli.report import print_report
 from sglang_hcache.cli.server import tier_flags
 from sglang_hcache.cli.server.arguments import values_of
 from sglang_hcache.core.errors import ConfigError
+
+_INTRODUCTION = """Usage: hcache serve --model-path MODEL [SGLANG_ARGUMENTS]...
+
+Takes the arguments of python -m sglang.launch_server and replaces itself with that server, with the tier switched on. \
+On a machine without a GPU it adds --device cpu --attention-backend torch_native --disable-overlap-schedule and \
+whatever else SGLang needs there.
+"""
+_END = "\nSGLang's own arguments: python -m sglang.launch_server --help"
 
 
 def _print_help(wanted: bool) -> None:
     if not wanted:
         return
-    console = Console()
-    console.print("Usage: hcache serve --model-path MODEL [SGLANG_ARGUMENTS]...\n", markup=False)
-    console.print(
-        "Takes the arguments of python -m sglang.launch_server and replaces itself with that server, with the tier "
-        "switched on. On a machine without a GPU it adds --device cpu --attention-backend torch_native "
-        "--disable-overlap-schedule and whatever else SGLang needs there.\n",
-        markup=False,
-    )
-    console.print(settings_table(setting for setting in describe() if setting.flag is not None))
-    console.print("\nSGLang's own arguments: python -m sglang.launch_server --help", markup=False)
+    table = settings_table(setting for setting in describe() if setting.flag is not None)
+    print_report([Group(Text(_INTRODUCTION), table, Text(_END))])  # in a group texts are wrapped as well
     raise typer.Exit
 
 

@@ -47,3 +47,9 @@ def test_output_that_is_closed_is_not_missed() -> None:
         ["sh", "-c", 'exec "$@" >&-', "sh", *HCACHE, "flags"], stderr=subprocess.PIPE, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("command", [["flags"], ["serve", "--help"]], ids=" ".join)
+def test_where_nobodys_window_limits_them_tables_are_wide(command: list[str]) -> None:
+    done = subprocess.run([*HCACHE, *command], stdout=subprocess.PIPE, text=True, check=True)
+    assert max(map(len, done.stdout.splitlines())) > 120
