@@ -65,6 +65,7 @@ def test_tags_of_a_model_are_text(tab: Tab, script: ScriptedServer) -> None:
     expect(text.locator("td").last).to_have_css("border-top-width", "1px")
     expect(text.locator("li")).to_have_css("list-style-type", "disc")
     expect(text.locator("pre .k").first).to_have_css("color", "rgb(0, 128, 0)")
+    expect(tab.exchanges.first.locator(".thoughts")).to_have_css("overflow-wrap", "anywhere")  # hidden here
     expect(text.get_by_role("link")).to_have_attribute("href", "http://a.b/")
     tab.page.reload()  # where a page that cannot be built shows
     expect(text).to_contain_text("the end")
