@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,8 @@ class Session:
         if not text.strip() or conversation.open_exchange is not None:
             return False
         self.on_said(self)
-        self._start(conversation, conversation.ask(text.strip()))
+        # Blank lines around it go, and not what the first line begins with: code is indented.
+        self._start(conversation, conversation.ask(re.sub(r"\A\s*\n", "", text.rstrip())))
         return True
 
     def retry(self, conversation: Conversation, exchange: Exchange) -> None:

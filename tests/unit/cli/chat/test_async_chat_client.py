@@ -108,7 +108,7 @@ def test_an_answer() -> None:
     async def run() -> None:
         async with session_of(handler, max_tokens=7, system="Be brief.") as session:
             conversation = session.conversations.selected
-            assert session.send(conversation, " Hi \n")
+            assert session.send(conversation, "\nHi \n")
             assert not session.send(conversation, "again")  # one answer at a time
             await until(lambda: conversation.open_exchange is None)
             (exchange,) = conversation.exchanges

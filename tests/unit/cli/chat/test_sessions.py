@@ -50,6 +50,20 @@ def test_who_says_something_in_a_page_that_was_open_for_long_is_known_when_it_co
     asyncio.run(talk())
 
 
+def test_code_keeps_what_its_first_line_begins_with() -> None:
+    async def talk() -> None:
+        server = AsyncChatClient("http://127.0.0.1:9", AnswerOptions())
+        session = Session(server, Watch(server))
+        conversation = session.conversations.selected
+        assert not session.send(conversation, " \n")
+        assert session.send(conversation, "\n  \n    if x:\n        y()\n \n")
+        await session.close()
+        assert conversation.exchanges[0].question == "    if x:\n        y()"
+        assert conversation.title == "if x: y()"
+
+    asyncio.run(talk())
+
+
 def test_trying_again_in_a_tab_that_shows_another_conversation_by_now_does_nothing() -> None:
     server = AsyncChatClient("http://127.0.0.1:9", AnswerOptions())
     session = Session(server, Watch(server))
