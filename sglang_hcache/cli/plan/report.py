@@ -17,7 +17,6 @@ from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.plan.planner import (
     Plan,
     Split,
-    closed_form,
     plan_stored,
     search,
     stored_bytes,
@@ -56,8 +55,6 @@ class PlanReport:
     plans: Mapping[PlanKind, Plan]
     stored: tuple[Method, ...]
     """What each layer has to store so that restores of every length can be planned."""
-    paper_split: Split | None
-    """[HCache §4.1.2]'s closed form; None where it does not apply."""
     why_not_hidden: str | None
     """Why no plan has hidden states; None: some may have them."""
     sizing: Sizing
@@ -116,7 +113,6 @@ class PlanReport:
                 "pays_from_tokens": self.server.pays_from(self.tier),
             },
             "sizes": self.sizing.data(self._server_bytes),
-            "closed_form": _counts(self.paper_split) if self.paper_split else None,
         }
 
     def parts(self) -> list[RenderableType]:
@@ -160,16 +156,14 @@ class PlanReport:
 
     def _lines(self) -> list[str]:
         timeline = self.plan.timeline
-        lines = [
+        return [
             f"Layers    {_ranges_text(self.plan.methods)}",
             f"Compute   busy {text_ms(timeline.compute_s)} ms, idle {text_ms(timeline.compute_idle_s)} ms",
             f"I/O       busy {text_ms(timeline.io_s)} ms, idle {text_ms(timeline.io_idle_s)} ms",
             *self._storage(),
+            *self._server(),
+            *self.sizing.lines(self._server_bytes),
         ]
-        if self.kind is PlanKind.AUTO and self.paper_split is not None:
-            split = split_text(self.paper_split)
-            lines.append(f"Paper     its closed form, without the pipeline's fill: {split}")
-        return [*lines, *self._server(), *self.sizing.lines(self._server_bytes)]
 
     def _server(self) -> list[str]:
         server = self.server
@@ -228,10 +222,6 @@ def make_report(
     kinds = [each for each in PlanKind if each is not PlanKind.HIDDEN or why_not_hidden is None]
     plans = {each: search(costs, num_layers, each) for each in kinds}
     stored = plan_stored(costs, num_layers, kind)
-    try:
-        paper_split = closed_form(costs, num_layers) if why_not_hidden is None else None
-    except ValueError:  # K and V are no larger than hidden states
-        paper_split = None
     return PlanReport(
         profile=profile,
         tier=tier,
@@ -239,7 +229,6 @@ def make_report(
         kind=kind,
         plans=plans,
         stored=stored,
-        paper_split=paper_split,
         why_not_hidden=why_not_hidden,
         sizing=sizing,
     )
