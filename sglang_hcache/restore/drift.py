@@ -48,27 +48,27 @@ class Drift:
 class Tries:
     """When a restore is tried that would not pay by what is known: else nothing would ever correct that.
 
-    One in 32, of those for which the same tier or work decides and during which none was restored. Each that was lost
-    doubles that number; after one that was won the next is tried at once.
+    One in 32 of those from a tier, while none is restored from there. Each that was lost doubles that number; after one
+    that was won the next is tried at once.
     """
 
     def __init__(self) -> None:
         self._wait: dict[str, int] = {}
         self._refused: dict[str, int] = {}
 
-    def is_due(self, name: str) -> bool:
-        """A restore for which ``name`` decides would not pay: whether to try it nevertheless."""
-        refused = self._refused.get(name, 0) + 1
-        is_due = refused >= self._wait.get(name, _FIRST_TRY)
-        self._refused[name] = 0 if is_due else refused
+    def is_due(self, tier: str) -> bool:
+        """A restore from ``tier`` would not pay: whether to try it nevertheless."""
+        refused = self._refused.get(tier, 0) + 1
+        is_due = refused >= self._wait.get(tier, _FIRST_TRY)
+        self._refused[tier] = 0 if is_due else refused
         return is_due
 
-    def ended(self, name: str, *, was_tried: bool, is_won: bool) -> None:
+    def ended(self, tier: str, *, was_tried: bool, is_won: bool) -> None:
         """A restore was observed, which ``was_tried`` or was to pay."""
-        self._refused[name] = 0
+        self._refused[tier] = 0
         if was_tried:
-            wait = self._wait.get(name, _FIRST_TRY)
-            self._wait[name] = 0 if is_won else min(max(_FIRST_TRY, 2 * wait), _LONGEST_WAIT)
+            wait = self._wait.get(tier, _FIRST_TRY)
+            self._wait[tier] = 0 if is_won else min(max(_FIRST_TRY, 2 * wait), _LONGEST_WAIT)
 
 
 def bounded(surprise: float) -> float:

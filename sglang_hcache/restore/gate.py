@@ -72,8 +72,10 @@ class Decision:
     """Part of the restore: a pass through its first layers."""
     io_s: float
     """Part of the restore: reading alone."""
+    tier: str
+    """The one whose reads take longest."""
     bottleneck: str
-    """The tier whose reads, or the work whose time, decides."""
+    """That tier, or the work whose time decides."""
     drift: Mapping[str, float]
     """By which the costs were multiplied."""
 
@@ -149,8 +151,13 @@ class RestoreGate:
         self._delay_s = 0.0
         self._unknown: set[str] = set()
 
-    def decide(self, tokens: Mapping[str, int], start: int, load: Load = IDLE) -> Decision:
+    def decide(
+        self, tokens: Mapping[str, int], start: int, load: Load = IDLE, *, is_try: bool = False
+    ) -> Decision:
         """The fastest restore of ``tokens`` (tier -> count, multiples of 64) from position ``start`` on.
+
+        Args:
+            is_try: without recomputing, from which nothing would be learnt of the tier.
 
         Raises:
             ValueError: there are none.
@@ -166,7 +173,7 @@ class RestoreGate:
             self._stored,
             replace(costs.scaled(compute=load.computing), compute_hidden_s=projecting_s),
             num_blocks=-(-count // self._block_tokens),
-            max_recompute=self._max_recompute,
+            max_recompute=0 if is_try else self._max_recompute,
             least_gain=_RECOMPUTING_GAINS,
         )
         unknown = self._unknown & parts.keys()
@@ -188,6 +195,7 @@ class RestoreGate:
             recompute_s=self.prefill_s(count, start),
             first_layers_s=work_s[_PREFILL],
             io_s=times.io_s,
+            tier=slowest,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
@@ -221,7 +229,7 @@ class RestoreGate:
         """Whether to try a restore that would not pay: else nothing would correct estimates that are too high. Asked
         once for each that is not started otherwise.
         """
-        return not decision.pays() and self._tries.is_due(decision.bottleneck)
+        return not decision.pays() and self._tries.is_due(decision.tier)
 
     def restored(
         self,
@@ -241,7 +249,7 @@ class RestoreGate:
             self._drift.learn(_PREFILL, decision.drift[_PREFILL] * first_layers_s / decision.first_layers_s)
         name = decision.bottleneck
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
-        self._tries.ended(name, was_tried=not decision.pays(), is_won=is_won)
+        self._tries.ended(decision.tier, was_tried=not decision.pays(), is_won=is_won)
         if not is_complete and seconds < decision.job_s:
             return  # that it would have taken longer was known
         if name in self._unknown:

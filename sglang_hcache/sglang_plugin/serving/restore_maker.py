@@ -101,10 +101,10 @@ class RestoreMaker:
             return Verdict(None, True, 0.0)
         tokens = {HOST: CHUNK_TOKENS * on_host, DISK: CHUNK_TOKENS * (num_chunks - on_host)}
         decision = self._gate.decide(tokens, start, self._load())
+        starts = self._restores_all or decision.pays(behind_s)
+        if not starts and behind_s <= 0 and self._gate.is_due(decision):
+            decision, starts = self._gate.decide(tokens, start, self._load(), is_try=True), True
         idle_s = max(0.0, -behind_s - decision.restore_s)
-        starts = (
-            self._restores_all or decision.pays(behind_s) or (behind_s <= 0 and self._gate.is_due(decision))
-        )
         return Verdict(decision, starts, idle_s)
 
     def is_worth_awaiting(self, num_tokens: int, start: int, left_s: float) -> bool:

@@ -319,6 +319,15 @@ def test_short_restores_are_not_tried_while_longer_ones_are_started() -> None:
         assert not any(short)
 
 
+def test_one_that_is_only_tried_shows_how_fast_the_tier_is() -> None:
+    """And not how long the layers take that would be recomputed meanwhile."""
+    slow = gate(disk=1e-2, may_recompute=True)
+    decision = slow.decide({"disk": 1024}, 0)
+    assert decision.num_recompute == LAYERS - 1
+    tried = slow.decide({"disk": 1024}, 0, is_try=True)
+    assert (tried.num_recompute, tried.bottleneck) == (0, "disk")
+
+
 def test_one_that_is_only_tried_is_stopped_when_recomputing_would_be_over() -> None:
     slow = gate(disk=1e-2, run=per_token(2e-4))
     decision = decide(slow, 0, 1024)
