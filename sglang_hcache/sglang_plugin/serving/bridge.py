@@ -245,13 +245,16 @@ class Bridge:
         }
 
     def _queue_unnamed(self) -> None:
-        """Look up those that still wait of the requests that came when nobody knew what the weights are."""
-        self._weights_in_use()
-        prompts, self._unnamed = self._unnamed, []
+        """Look up those that still wait of the requests that came when nobody knew what the weights are.
+
+        If none does, the weights may still be away: nobody reads them.
+        """
         waiting = {request.rid for request in self.restores.scheduler.waiting()}
+        prompts, self._unnamed = [prompt for prompt in self._unnamed if prompt.rid in waiting], []
+        if prompts:
+            self._weights_in_use()
         for prompt in prompts:
-            if prompt.rid in waiting:
-                self.queue(prompt)
+            self.queue(prompt)
 
     def _namespace_of(self, tenant: str | None) -> Namespace:
         adapter = None

@@ -24,8 +24,9 @@ _REFUSED_LIMIT_S = 120.0
 class Ahead:
     """The requests before one in the queue, and what they will need when they are admitted.
 
-    What several of them begin with is counted once. What is on the device is counted too: mostly nobody has locked it,
-    and it is worth more there than what would take its place.
+    What several of them begin with is counted once. What is on the device is counted too: if nobody has locked it, it
+    needs room, and is worth more there than what would take its place. If running requests have, which would have to be
+    asked for each request in each round, this is too much: the request may be held back for as long as a restore takes.
 
     Args:
         prefill_s: what computing so many tokens behind a prefix of so many takes, seconds.

@@ -136,6 +136,7 @@ class RestoreCoordinator:
         ticket.note("admitted with %d cached tokens", prefix_tokens)
         self._tell_if_slow(ticket)
         self.waiting.let_go(ticket)
+        ticket.enter(Phase.RESOLVED)  # if it was another request's, of the same ID, nobody waits for its room
         return Admission(host, disk, ticket.life)
 
     def drop(self, rid: str) -> None:

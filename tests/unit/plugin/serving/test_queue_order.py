@@ -250,7 +250,8 @@ def test_nobody_takes_the_room_that_a_restored_request_will_need(answer: int) ->
     )
 
 
-def test_short_prompts_wait_behind_who_found_no_room_as_long_as_that_one_waits() -> None:
+@pytest.mark.parametrize("leaves_by", ["abort", "admission"])
+def test_short_prompts_wait_behind_who_found_no_room_as_long_as_that_one_waits(leaves_by: str) -> None:
     world = world_for(recompute_s=2e-4)
     world.scheduler.running, world.scheduler.reserved = True, CAPACITY - 3 * CHUNK_TOKENS
     world.store(tokens(1, 4))
@@ -258,7 +259,10 @@ def test_short_prompts_wait_behind_who_found_no_room_as_long_as_that_one_waits()
     world.queue("short", tokens(2, 1)[:8])
     world.coordinator.tick()
     assert not world.coordinator.may_be_admitted("short")
-    world.coordinator.drop("none left")
+    if leaves_by == "abort":
+        world.coordinator.drop("none left")
+    else:  # another request of the same ID
+        world.coordinator.admitted("none left", 0)
     assert world.coordinator.may_be_admitted("short")
 
 

@@ -192,6 +192,18 @@ def test_requests_that_come_while_the_weights_are_away_are_looked_up_later(
     assert [key == queued[0][1] for _, key in queued] == [True, False, False, False]
 
 
+def test_weights_that_are_away_are_not_read_for_requests_that_were_aborted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.bridge, "_idling", SimpleNamespace(pause=lambda: None))
+    served.update("b")
+    served.bridge.queue(Prompt("aborted", PREFIX, None))
+    monkeypatch.setattr(served.bridge.restores, "scheduler", SimpleNamespace(waiting=list))
+    served.bridge.tick()
+    assert served.bridge.weights.namespace is None
+    assert not served.bridge._unnamed
+
+
 def test_what_is_restored_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
