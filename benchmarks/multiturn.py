@@ -35,6 +35,7 @@ from common.options import (
     parse_numbers,
     prepare_out,
 )
+from common.precision import tame
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from serving import multiturn_report
@@ -98,7 +99,12 @@ class Settings:
         layers, hidden = (6, 384) if self.quick else (8, 768)
         vocab = 512 if self.dataset is None else 8192
         return TinyModel(
-            layers=layers, hidden=hidden, heads=hidden // 64, vocab=vocab, max_position=self.max_tokens + 64
+            layers=layers,
+            hidden=hidden,
+            heads=hidden // 64,
+            vocab=vocab,
+            max_position=self.max_tokens + 64,
+            initializer_range=tame(hidden),
         )
 
 
