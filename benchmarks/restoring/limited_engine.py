@@ -19,14 +19,15 @@ class LimitedEngine:
         self.name = inner.name
         self._inner = inner
         self._bytes_per_s = bytes_per_s
-        self._reads: queue.SimpleQueue[tuple[Batch, int] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[tuple[Batch, int, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hcache-limit", daemon=True)
         self._thread.start()
 
     def submit(self, batch: Batch, indices: Iterable[int]) -> None:
+        now = time.monotonic()
         for index in indices:
             if batch.ops[index].kind is IOKind.READ:
-                self._reads.put((batch, index))
+                self._reads.put((batch, index, now))
             else:
                 self._inner.submit(batch, [index])
 
@@ -38,7 +39,8 @@ class LimitedEngine:
     def _run(self) -> None:
         free_at = 0.0
         while (item := self._reads.get()) is not None:
-            batch, index = item
-            free_at = max(free_at, time.monotonic()) + batch.ops[index].size / self._bytes_per_s
+            batch, index, asked_at = item
+            # From when it was asked: a device that has more to do does not pause where a sleep ends late.
+            free_at = max(free_at, asked_at) + batch.ops[index].size / self._bytes_per_s
             time.sleep(max(0.0, free_at - time.monotonic()))
             self._inner.submit(batch, [index])
