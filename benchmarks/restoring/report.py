@@ -15,6 +15,10 @@ from restoring.figures import draw
 if TYPE_CHECKING:
     from sglang_hcache.cli.tiny_model.model import TinyModel
 
+RATIOS = tuple(
+    f"{name}{end}" for name in ("x_kv", "x_recompute", "over_floor") for end in ("", "_low", "_high")
+)
+"""Medians of the rounds' ratios, and the ends of their 95 % intervals."""
 FIELDS = (
     "tier",
     "length",
@@ -25,6 +29,7 @@ FIELDS = (
     "io_s",
     "compute_s",
     "efficiency",
+    *RATIOS,
     "num_recompute",
     "stored",
 )
@@ -56,19 +61,20 @@ def show(data: dict[str, Any], console: Console) -> None:
             if not of_length:
                 continue
             table = Table(
-                title=f"{length:,} tokens from {tier}", title_justify="left", box=None, pad_edge=False
+                title=f"{length:,} tokens from {tier} (I/O, compute: what these need alone)",
+                title_justify="left",
+                box=None,
+                pad_edge=False,
             )
-            for name in ("", "ms", "tokens/s", "x kv", "x recompute", "predicted", "I/O alone", "compute alone",
-                         "efficiency", "recomputed", "stores"):  # fmt: skip
+            for name in ("", "ms", "tokens/s", "x kv", "x recompute", "predicted", "I/O", "compute",
+                         "over floor (95 %)", "recomputed", "stores"):  # fmt: skip
                 table.add_column(name, justify="left" if name in ("", "stores") else "right")
             for row in of_length.values():
                 table.add_row(
                     row["variant"], f"{1e3 * row['seconds']:.1f}", f"{row['tokens_per_s']:,.0f}",
-                    f"{of_length['kv']['seconds'] / row['seconds']:.2f}",
-                    f"{of_length['recompute']['seconds'] / row['seconds']:.2f}",
+                    f"{row['x_kv']:.2f}", f"{row['x_recompute']:.2f}",
                     *(_ms(value) for value in (row["predicted_s"], row["io_s"], row["compute_s"])),
-                    "" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
-                    _recomputed(row), row["stored"],
+                    _over_floor(row), _recomputed(row), row["stored"],
                 )  # fmt: skip
             console.print(table)
             console.print()
@@ -82,6 +88,12 @@ def write(folder: Path, data: dict[str, Any]) -> None:
     model = data["model"]
     heads = f"{model['heads']} heads, {model['kv_heads']} KV heads"
     draw(folder / "restore_speed.png", rows, f"{model['layers']} layers, {model['hidden']} wide, {heads}")
+
+
+def _over_floor(row: dict[str, Any]) -> str:
+    if row["over_floor"] is None:
+        return ""
+    return f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f}-{row['over_floor_high']:.2f})"
 
 
 def _recomputed(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from common.gathered import Gathered
+from common.statistics import median_with_interval
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
 from restoring.counted_disk import disk_config, posix_engine
+from restoring.report import RATIOS
 from restoring.rig import Rig, Variant, gate_of
 from restoring.settings import PIECE, Settings, split_tier
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
@@ -41,6 +43,9 @@ class Row:
     num_recompute: int = 0
     stored: str = ""
     times: list[float] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    """Within the rounds: ``x_kv`` and ``x_recompute``, how many times as fast; ``over_floor``, the time over that of
+    the slower resource alone. Each with its 95 % interval, ``_low`` and ``_high``."""
 
     @property
     def efficiency(self) -> float | None:
@@ -50,8 +55,13 @@ class Row:
         return max(self.io_s, self.compute_s) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        speed = self.length / self.seconds
-        return asdict(self) | {"tokens_per_s": speed, "efficiency": self.efficiency}
+        fields = asdict(self)
+        ratios = dict.fromkeys(RATIOS) | fields.pop("ratios")
+        return fields | {
+            "tokens_per_s": self.length / self.seconds,
+            "efficiency": self.efficiency,
+            **ratios,
+        }
 
 
 def measure(settings: Settings, folder: Path, found: Gathered) -> None:
@@ -124,30 +134,46 @@ def _measure_length(
     step: Callable[[], None],
 ) -> list[Row]:
     rows = {name: Row(tier, length, name, 0.0) for name in ("recompute", *variants, "ideal")}
-    floors: dict[str, list[float]] = {name: [] for name in variants}
-    computes: list[float] = []
     for variant in variants.values():
         variant.restore(length, check=True)
         variant.read_alone(length)
     rig.bare_products(range(1), [length])
     rig.question(length)
+
+    def restore(name: str) -> float:
+        seconds, decision = variants[name].restore(length)
+        if decision is not None:
+            rows[name].predicted_s, rows[name].num_recompute = decision.restore_s, decision.num_recompute
+        return seconds
+
+    turns: dict[str, Callable[[], float]] = {
+        "recompute": partial(rig.recompute, length),
+        **{name: partial(restore, name) for name in variants},
+        "ideal": partial(rig.question, length),
+        # Turns of their own: right behind its floor a restore would find its bytes in the processor's cache.
+        **{f"floor of {name}": partial(variant.read_alone, length) for name, variant in variants.items()},
+        "products": partial(rig.bare_products, range(rig.num_layers), [length]),
+    }
+    times: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(settings.rounds):
-        computes.append(rig.bare_products(range(rig.num_layers), [length]))
-        for name in in_turn(rows, number):
-            row = rows[name]
-            if name in variants:
-                floors[name].append(variants[name].read_alone(length))
-                seconds, decision = variants[name].restore(length)
-                if decision is not None:
-                    row.predicted_s, row.num_recompute = decision.restore_s, decision.num_recompute
-            else:
-                seconds = rig.recompute(length) if name == "recompute" else rig.question(length)
-            row.times.append(seconds)
+        for name in in_turn(turns, number):
+            times[name].append(turns[name]())
         step()
     for name, row in rows.items():
-        row.stored = describe(variants[name].stored) if name in variants else ""
-        row.seconds = statistics.median(row.times)
+        row.times, row.seconds = times[name], statistics.median(times[name])
+        if name in variants:
+            row.stored = describe(variants[name].stored)
         if name in variants and not row.num_recompute:
             share = variants[name].stored.count(Method.HIDDEN) / rig.num_layers
-            row.io_s, row.compute_s = statistics.median(floors[name]), share * statistics.median(computes)
+            reads, products = times[f"floor of {name}"], [share * each for each in times["products"]]
+            row.io_s, row.compute_s = statistics.median(reads), statistics.median(products)
+            row.ratios |= _spread("over_floor", row.times, list(map(max, reads, products)))
+        for baseline in ("kv", "recompute"):
+            row.ratios |= _spread(f"x_{baseline}", times[baseline], row.times)
     return list(rows.values())
+
+
+def _spread(name: str, times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """The median of the rounds' ratios as ``name``, and the ends of its 95 % interval."""
+    ratios = [one / other for one, other in zip(times, others, strict=True)]
+    return dict(zip((name, f"{name}_low", f"{name}_high"), median_with_interval(ratios), strict=True))

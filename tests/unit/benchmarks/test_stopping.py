@@ -219,7 +219,7 @@ def test_reports_take_what_there_is(bench: Callable[[str], Any], tmp_path: Path)
         "stored": "",
         "efficiency": None,
     }
-    row |= dict.fromkeys(("predicted_s", "io_s", "compute_s"))
+    row |= dict.fromkeys(("predicted_s", "io_s", "compute_s", *bench("restoring.report").RATIOS))
     model = {"layers": 2, "hidden": 64, "heads": 1, "kv_heads": 1}
     data = {"model": model, "rows": [{**row, "variant": variant} for variant in variants]}
     bench("restoring.report").write(tmp_path, data)
