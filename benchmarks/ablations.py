@@ -29,6 +29,7 @@ from ablation.settings import FULL, QUICK, Section, Sizes, Way
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
 from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_numbers, prepare_out
+from restoring.counted_disk import disk_facts
 from restoring.report import header_of
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import parse_tiers
@@ -129,9 +130,10 @@ def run(
     section: Section, model: TinyModel, sizes: Sizes, kv_layers: int | None, folder: Path, found: Gathered
 ) -> None:
     """Measure what was asked for."""
+    disk = disk_facts(folder, sizes.tiers if section in (Section.PARTITION, Section.ALL) else ())
     from ablation.run import Run  # takes seconds
 
-    found.header = header_of("ablations", model, sizes.rounds) | {"settings": asdict(sizes)}
+    found.header = header_of("ablations", model, sizes.rounds) | disk | {"settings": asdict(sizes)}
     Run(section, model, sizes, kv_layers, folder, found).measure()
 
 

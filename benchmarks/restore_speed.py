@@ -27,6 +27,7 @@ from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
 from common.options import AsJson, Dtype, Folder, Out, Quick, parse_whole_numbers, prepare_out
 from restoring import report
+from restoring.counted_disk import disk_facts
 from restoring.runtime import restart_with_cpu_runtime
 from restoring.settings import Settings, Sweep, parse_tiers
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -102,10 +103,11 @@ def main(
 
 def run(settings: Settings, folder: Path, found: Gathered) -> None:
     """Measure everything."""
+    disk = disk_facts(folder, settings.all_tiers)
     from restoring.speed import measure  # takes seconds
 
     header = report.header_of("restore_speed", settings.model, settings.rounds)
-    found.header = header | {"settings": asdict(settings)}
+    found.header = header | disk | {"settings": asdict(settings)}
     measure(settings, folder, found)
 
 

@@ -17,7 +17,7 @@ import typer
 
 from common.command import ENDED_EARLY, carry_out, errors_told, new_app
 from common.gathered import Gathered
-from common.header import make_header
+from common.header import file_system_of, make_header
 from common.options import AsJson, Out, Quick, parse_bytes, prepare_out
 from common.terminal import new_progress
 from sglang_hcache.store.io.nixl import nixl_problem
@@ -53,12 +53,10 @@ def make_plan(
 
 def header_of(folder: Path, plan: Plan) -> dict[str, Any]:
     """What one must know to believe the numbers."""
-    found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    mounts = sorted((line[1], line[2]) for line in found if folder.is_relative_to(line[1]))
     return {
         **make_header("store_io"),
         "nixl": nixl_problem() or metadata.version("nixl"),
-        "file_system": mounts[-1][1] if mounts else None,
+        "file_system": file_system_of(folder),
         "plan": asdict(plan),
         "disturbed_rounds": 0,
         "floors": FLOORS,
@@ -71,7 +69,7 @@ def run(plan: Plan, folder: Path, found: Gathered) -> None:
     Raises:
         HCacheError, OSError: it cannot be measured here.
     """
-    found.header = header_of(folder.resolve(), plan)
+    found.header = header_of(folder, plan)
     with new_progress() as progress:
         Bench(folder, plan, found).run(progress)
 

@@ -59,6 +59,14 @@ def versions() -> dict[str, str]:
     }
 
 
+def file_system_of(folder: Path) -> str | None:
+    """Its type, such as ``ext4``; None if it cannot be told."""
+    folder = folder.resolve()
+    found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = sorted((line[1], line[2]) for line in found if folder.is_relative_to(line[1]))
+    return mounts[-1][1] if mounts else None
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else ():

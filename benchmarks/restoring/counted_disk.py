@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from common.header import file_system_of
 from restoring.limited_engine import LimitedEngine
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind
 from sglang_hcache.store.io.posix import PosixEngine
+from sglang_hcache.store.io.probing import takes_direct_writes
 
 
 class CountingEngine:
@@ -41,6 +45,22 @@ class CountingEngine:
             found = self._count, self._bytes
             self._count = self._bytes = 0
             return found
+
+
+def disk_facts(folder: Path, tiers: Container[str]) -> dict[str, Any]:
+    """What a header says of the disk tiers in ``folder``.
+
+    Raises:
+        ConfigError: one of ``tiers`` is a disk as fast as it goes, and it would be memory that is measured.
+    """
+    file_system, direct = file_system_of(folder), takes_direct_writes(folder)
+    if "disk" in tiers and not direct:
+        raise ConfigError(
+            f"--dir: the file system there ({file_system}) has no O_DIRECT, so that the tier disk would be read from "
+            "the page cache; choose another folder, or --tiers with host and disks that have a limit, such as "
+            "disk:500MB"
+        )
+    return {"file_system": file_system, "direct": direct}
 
 
 def disk_config(folder: Path) -> StoreConfig:

@@ -1,14 +1,16 @@
-"""The throttle of ``disk:500MB``, on a clock of its own."""
+"""Disk tiers of ``restore_speed.py``: the throttle of ``disk:500MB``, on a clock of its own, and what is refused."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.store.io.engine import IOKind
 
 
@@ -62,3 +64,17 @@ def test_a_limited_disk_that_was_idle_has_nothing_to_make_up_for(
     engine.submit(batch, [0])
     assert engine.close(10.0)
     assert started[1] >= asked + 0.005
+
+
+def test_memory_is_not_measured_as_a_disk(
+    bench: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = bench("restoring.counted_disk")
+    monkeypatch.setattr(module, "takes_direct_writes", lambda _: False)
+    assert module.disk_facts(tmp_path, ("host", "disk:500MB"))["direct"] is False
+    with pytest.raises(ConfigError, match=r"--dir: .* has no O_DIRECT"):
+        module.disk_facts(tmp_path, ("host", "disk"))
+    monkeypatch.setattr(module, "takes_direct_writes", lambda _: True)
+    found = module.disk_facts(tmp_path, ("disk",))
+    assert found["direct"] is True
+    assert found["file_system"]
