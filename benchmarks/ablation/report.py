@@ -131,6 +131,7 @@ def _saving(rows: Sequence[dict[str, Any]]) -> list[Table]:
     tables = []
     for load, title, first, unit in (
         ("prefill", f"Saving during a prefill {_INTERVAL}", "tokens", "ms a prompt"),
+        ("prefills", f"Prefills in a row, until all of them are saved {_INTERVAL}", "tokens", "ms a prompt"),
         ("decode", f"Saving while requests decode {_INTERVAL}", "requests", "TBT ms"),
     ):
         table = _table(
@@ -252,7 +253,7 @@ def _saving_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     for row in rows:
         if row["variant"] != OFF:
             series.setdefault(row["variant"], []).append((row["ratio"], row["ratio_low"], row["ratio_high"]))
-    groups = [f"{row['load']},\n{row['size']:,} {'tokens' if row['load'] == 'prefill' else 'requests'}"
+    groups = [f"{row['load']},\n{row['size']:,} {'requests' if row['load'] == 'decode' else 'tokens'}"
               for row in rows if row["variant"] == OFF]  # fmt: skip
     return [("Passes that are saved", "time over that of passes that are not", groups, series)]
 

@@ -40,6 +40,8 @@ each turn every request completes one chunk, in the middle of it: what is done w
 of the turn, as in a server."""
 PREFILLS = 3
 """Prompts of each variant in a round where prefill is measured."""
+IN_A_ROW = 6
+"""Prefills of a turn that are measured until all of them are saved: what saving defers is part of the time there."""
 
 
 @dataclass
@@ -47,7 +49,8 @@ class SavingRow:
     """One way to save at one load, in seconds."""
 
     load: str
-    """``prefill`` or ``decode``."""
+    """``prefill`` (one pass, without what goes on behind it), ``prefills`` (several in a row, until all is saved) or
+    ``decode``."""
     size: int
     """Tokens of the prompt, or requests that decode together."""
     variant: str
@@ -65,7 +68,7 @@ class SavingRow:
     tokens: int = 0
     """Computed meanwhile: all of them are to be saved."""
     drain_s: float = 0.0
-    """From the end of a turn until nothing is being saved; at most."""
+    """From the end of a turn until nothing is being saved; at most. 0 for ``prefills``: it is part of their time."""
     dropped: int = 0
     """Rows that were not saved because staging was full, in all rounds."""
     digest: str = ""
@@ -89,13 +92,15 @@ class SavingSettings:
     @property
     def loads(self) -> list[tuple[str, int]]:
         """What is measured, and its size."""
-        return [("prefill", self.prefill), *(("decode", batch) for batch in self.batches)]
+        prefills = [("prefill", self.prefill), ("prefills", self.prefill)]
+        return [*prefills, *(("decode", batch) for batch in self.batches)]
 
     @property
     def room(self) -> int:
-        """Most tokens in the KV pool: the requests of all variants are in it together."""
+        """Most tokens in the KV pool: the requests of all variants are in it together, prefills in a row by variant."""
         per_request = self.prompt + self.steps + CHUNK_TOKENS
-        return (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
+        together = (1 + len(self.ways)) * max(self.prefill, max(self.batches) * per_request)
+        return max(together, IN_A_ROW * self.prefill)
 
 
 def measure_saving(
@@ -156,6 +161,11 @@ def _measure_load(
             for _ in range(PREFILLS):
                 with _sessions(rig, savers, prompts, 0, rows) as sessions:
                     turn(sessions, lambda session: [session.prefill()])
+        elif load == "prefills":
+            for name in in_turn(savers, next(turns)):
+                with _sessions(rig, {name: savers[name]}, prompts, 0, rows) as sessions:
+                    passes[name].append(sessions[name].prefill_each() / IN_A_ROW)
+                    rows[name].times.append(passes[name][-1])
         else:
             with _sessions(rig, savers, prompts, settings.steps, rows) as sessions:
                 for session in sessions.values():
@@ -178,6 +188,8 @@ def _prompts(rig: Rig, settings: SavingSettings, load: str, size: int) -> list[l
     if load == "prefill":
         return [rig.tokens[:size].tolist()]
     numbers = random.Random(size)
+    if load == "prefills":
+        return [numbers.choices(range(rig.model.vocabulary), k=size) for _ in range(IN_A_ROW)]
     # Lengths differ, so that not all requests fill their chunks in the same step, and none in the last one of a turn.
     lengths = [settings.prompt + (2 * index + 1) * CHUNK_TOKENS // (2 * size) for index in range(size)]
     return [numbers.choices(range(rig.model.vocabulary), k=length) for length in lengths]
@@ -240,6 +252,16 @@ class Session:
             result, seconds = self._timed(rows, new, partial(extend, self._requests, self._rig.runner))
         self._next_ids, _, self._batch = result
         return seconds
+
+    def prefill_each(self) -> float:
+        """Seconds of a pass for each prompt, one right behind the other, until all of them are saved."""
+        began = time.monotonic()
+        with self._watched():
+            for rid, request, prompt in zip(self._rids, self._requests, self._prompts, strict=True):
+                run = partial(extend, [request], self._rig.runner)
+                self._timed([RequestRows(rid, 0, 0, len(prompt))], array("q", prompt), run)
+        self.settle()
+        return time.monotonic() - began
 
     def decode(self, steps: int) -> list[float]:
         """Seconds of each of the next passes."""

@@ -27,6 +27,8 @@ _SHORT_PROMPT = 128
 """Tokens of prompts of requests that decode together."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
+_IN_A_ROW = 6
+"""Prefills that are measured until all of them are saved: what saving defers is part of the time there."""
 _PIECE = 4096
 """Tokens of a history that is to come back which are computed at a time."""
 
@@ -118,13 +120,31 @@ class PairedRequests:
         return times
 
     async def _prefill(self) -> list[dict[str, Any]]:
-        rounds = self._settings.short_rounds
-        prompts = {n: self._prompt(self._settings.prompt) for n in range(-self._settings.warm_up, rounds)}
+        rounds, size = self._settings.short_rounds, self._settings.prompt
+        numbers = range(-self._settings.warm_up, rounds)
+        prompts = {n: self._prompt(size) for n in numbers}
+        in_a_row = {n: [self._prompt(size) for _ in range(_IN_A_ROW)] for n in numbers}
 
         async def once(client: TokenClient, number: int) -> float:
             return (await client.ask(prompts[number], max_tokens=1)).ttft_s
 
-        return [paired_row(f"prefill of {self._settings.prompt} tokens", await self._alternate(rounds, once))]
+        async def several(client: TokenClient, number: int) -> float:
+            began = time.perf_counter()
+            for prompt in in_a_row[number]:
+                await client.ask(prompt, max_tokens=1)
+            await client.settle()
+            return (time.perf_counter() - began) / _IN_A_ROW
+
+        ones = await self._alternate(rounds, once)
+        before = await self._saved_rows()
+        each = await self._alternate(self._settings.rounds, several)
+        saved = await self._saved_rows() - before
+        count = (self._settings.rounds + self._settings.warm_up) * _IN_A_ROW
+        return [
+            paired_row(f"prefill of {size} tokens", ones),
+            paired_row(f"prefills of {size} tokens, {_IN_A_ROW} in a row with all saving", each)
+            | {"saved_rows": saved / count},
+        ]
 
     async def _decode(self, batch: int) -> list[dict[str, Any]]:
         """Mean times between tokens, over whole chunks: what is saved of a chunk is worked on when it is complete."""

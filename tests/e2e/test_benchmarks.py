@@ -157,7 +157,7 @@ def test_overhead(tmp_path: Path) -> None:
     data = run("overhead", tmp_path, *sizes, "--rounds", "1", "--chunks", "2000", named="what")
     rows = {row["what"]: row for row in data["rows"]}
     compared = [row for row in rows.values() if "ratio" in row]
-    assert len(compared) == 6
+    assert len(compared) == 7
     for row in compared:
         assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     on_device = rows["512 tokens on the device, 64 are new: TTFT"]
