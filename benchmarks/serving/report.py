@@ -95,9 +95,10 @@ def print_equality(console: Console, rows: Sequence[Row]) -> None:
         console.print("Answers were compared with nobody's: fewer than two methods were measured.")
         return
     largest = max((row.get("largest_logprob_difference") or 0.0 for row in rows), default=0.0)
+    ties = sum(row["ties"] for row in rows if row["requests"])
     console.print(
-        f"All {compared} answers equal those of {reference_of(methods)}: same tokens, largest difference of logprobs "
-        f"{largest:.1e} (allowed {precision().logprob_tolerance:g}).",
+        f"All {compared} answers equal those of {reference_of(methods)}: same tokens ({ties} only up to a tie), "
+        f"largest difference of logprobs {largest:.1e} (allowed {precision().logprob_tolerance:g}).",
         highlight=False,
     )
 

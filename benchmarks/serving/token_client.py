@@ -30,6 +30,8 @@ class TokenAnswer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    runners_up: tuple[tuple[int, float], ...]
+    """At each place the most probable token but the one that was taken, and its logprob."""
     sources: TokenSources
     ttft_s: float
     """From sending the request to the arrival of the first token, seconds."""
@@ -45,7 +47,7 @@ class Comparison:
 
     is_equal: bool
     is_tie: bool
-    """Both took the most probable token at some place, and there the two are equally probable. Not compared beyond."""
+    """They part at some place where, to each of them, both tokens are equally probable. Not compared beyond."""
     logprob: float
     """Largest difference between logprobs."""
 
@@ -54,14 +56,23 @@ def compare(one: TokenAnswer, other: TokenAnswer, logprob_tolerance: float) -> C
     """Token by token; greedy answers are equal but for rounding."""
     largest = 0.0
     pairs = zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=False)
-    for token, logprob, other_token, other_logprob in pairs:
+    for place, (token, logprob, other_token, other_logprob) in enumerate(pairs):
         difference = abs(logprob - other_logprob)
         if not difference <= logprob_tolerance:  # NaN as well
             return Comparison(False, False, math.inf if math.isnan(difference) else difference)
         largest = max(largest, difference)
         if token != other_token:
-            return Comparison(True, True, largest)
+            # Equal logprobs of different tokens say little: a server that computes another answer may be as sure of it.
+            sides = ((one, other_token), (other, token))
+            is_tie = all(_is_as_probable(side, place, its, logprob_tolerance) for side, its in sides)
+            return Comparison(is_tie, is_tie, largest)
     return Comparison(bool(one.tokens) and len(one.tokens) == len(other.tokens), False, largest)
+
+
+def _is_as_probable(answer: TokenAnswer, place: int, token: int, tolerance: float) -> bool:
+    """Whether ``token`` would have done as well as the one that ``answer`` has at ``place``."""
+    second, logprob = answer.runners_up[place]
+    return second == token and abs(logprob - answer.logprobs[place]) <= tolerance
 
 
 class TokenClient:
@@ -87,6 +98,7 @@ class TokenClient:
             "input_ids": list(prompt),
             "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
+            "top_logprobs_num": 2,
             "stream": True,
         }
         reader = _Reader()
@@ -183,6 +195,7 @@ class _Reader:
         self._arrivals: list[float] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._runners_up: list[tuple[int, float]] = []
         self._meta: dict[str, Any] = {}
 
     def take(self, line: str) -> None:
@@ -202,6 +215,8 @@ class _Reader:
             self._arrivals.append(before + (now - before) * number / len(fresh))
             self._tokens.append(token)
             self._logprobs.append(logprob)
+        for (_, token, *_), best in zip(fresh, self._meta.get("output_top_logprobs") or (), strict=True):
+            self._runners_up.append(next((other, its) for its, other, *_ in best if other != token))
 
     def answer(self) -> TokenAnswer:
         """The whole answer.
@@ -218,6 +233,7 @@ class _Reader:
         return TokenAnswer(
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
+            runners_up=tuple(self._runners_up),
             sources=TokenSources(
                 device=device,
                 host=host,

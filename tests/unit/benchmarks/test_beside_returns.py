@@ -113,6 +113,7 @@ def answer_of(bench: Import) -> Callable[[int, int], Any]:
         return token_answer(
             tokens=(1,) * tokens,
             logprobs=(0.0,) * tokens,
+            runners_up=((2, -9.0),) * tokens,
             sources=SimpleNamespace(restored=restored, device=0),
             ttft_s=0.001,
             gaps_s=(0.001,) * (tokens - 1),

@@ -20,6 +20,7 @@ Import = Callable[[str], Any]
 def answer(bench: Import, **changes: Any) -> Any:
     sources = TokenSources(device=10, host=20, disk=30, recomputed=40)
     fields = {"tokens": (1, 2, 3), "logprobs": (-1.0, -2.0, -3.0), "sources": sources, "ttft_s": 2.0}
+    fields["runners_up"] = ((9, -2.0),) * 3
     return bench("serving.token_client").TokenAnswer(
         **{**fields, "gaps_s": (0.1, 0.3), "total_s": 2.5, **changes}
     )
@@ -33,7 +34,6 @@ def answer(bench: Import, **changes: Any) -> Any:
         ((1, 2, 3), (-1.0, -2.01, -3.0), False, False),
         ((1, 2, 3), (-1.0, math.nan, -3.0), False, False),
         ((1, 2), (-1.0, -2.0), False, False),
-        ((1, 9, 9), (-1.0, -2.0, -9.0), True, True),  # two tokens as probable as each other
         ((1, 9, 3), (-1.0, -2.5, -3.0), False, False),
         ((), (), False, False),
     ],
@@ -45,6 +45,36 @@ def test_answers_are_compared_token_by_token(
         answer(bench, tokens=tokens, logprobs=logprobs), answer(bench), 1e-3
     )
     assert (found.is_equal, found.is_tie) == (equal, tie)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "is_tie"),
+    [
+        ((2, -2.0004), (9, -2.0004), True),  # each has the other's token right behind its own
+        ((2, -2.5), (9, -2.0004), False),
+        ((2, -2.0004), (9, -2.5), False),
+        ((7, -2.0004), (9, -2.0004), False),
+        ((2, -2.0004), (7, -2.0004), False),
+    ],
+)
+def test_a_tie_is_one_to_both(bench: Import, own: Any, others: Any, is_tie: bool) -> None:
+    """Where answers part, each as sure of its own token, one of them is wrong if it does not know the other's."""
+    one = answer(bench, tokens=(1, 9, 9), logprobs=(-1.0, -2.0, -9.0), runners_up=((5, -3.0), own, (5, -9.5)))
+    other = answer(bench, runners_up=((5, -3.0), others, (5, -3.5)))
+    found = bench("serving.token_client").compare(one, other, 1e-3)
+    assert (found.is_equal, found.is_tie) == (is_tie, is_tie)
+
+
+def test_the_second_choice_is_read_with_the_answer(bench: Import) -> None:
+    reader = bench("serving.token_client")._Reader()
+    for tokens, best in (
+        ([[-0.1, 4, None]], [[[-0.1, 4], [-2.0, 6]]]),
+        ([[-1.0, 5, None]], [[[-1.0, 8], [-1.0, 5]]]),
+    ):
+        meta = {"output_token_logprobs": tokens, "output_top_logprobs": best, "completion_tokens": 2}
+        reader.take("data: " + json.dumps({"meta_info": {**meta, "prompt_tokens": 3}}))
+    found = reader.answer()
+    assert (found.tokens, found.runners_up) == ((4, 5), ((6, -2.0), (8, -1.0)))
 
 
 def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:
@@ -142,7 +172,7 @@ def test_results_are_shown_and_written(
     bench(report).show(data, console)
     text = console.export_text()
     assert "hicache: not available here: why" in text
-    assert "All 6 answers equal those of recompute" in text
+    assert "All 6 answers equal those of recompute: same tokens (0 only up to a tie)" in text
     bench(report).write(tmp_path, data)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == data
     with (tmp_path / f"{name}.csv").open(newline="") as file:
