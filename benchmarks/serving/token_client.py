@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 import httpx
 
 from sglang_hcache.cli.server.client import KEEPALIVE_S, ChatError, TokenSources
-from sglang_hcache.cli.server.process import ServerProcess
+from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 
 T = TypeVar("T")
 
 _TIMEOUT_S = 300.0
 _SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
+_DEATH_S = 2.0
+_LOG_LINES = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,12 @@ class TokenClient:
 def ask_servers(
     servers: Mapping[str, ServerProcess], ask: Callable[[dict[str, TokenClient]], Awaitable[T]]
 ) -> T:
-    """What ``ask`` finds out with a client for each server, in an event loop of its own."""
+    """What ``ask`` finds out with a client for each server, in an event loop of its own.
+
+    Raises:
+        ServerProcessError: a server died meanwhile.
+        ChatError: one refused a request, or failed while answering it.
+    """
 
     async def connected() -> T:
         async with AsyncExitStack() as stack:
@@ -184,7 +191,27 @@ def ask_servers(
             }
             return await ask(clients)
 
-    return asyncio.run(connected())
+    try:
+        return asyncio.run(connected())
+    except ChatError:
+        _tell_who_died(servers)
+        raise
+
+
+def _tell_who_died(servers: Mapping[str, ServerProcess]) -> None:
+    """
+    Raises:
+        ServerProcessError: a server's process is over, or soon is: its connections end a moment earlier.
+    """
+    deadline = time.monotonic() + _DEATH_S
+    while True:
+        for name, server in servers.items():
+            if not server.is_running:
+                lines = [f"  | {line}" for line in server.log_text().splitlines()[-_LOG_LINES:]]
+                raise ServerProcessError("\n".join([f"{name}: the server died; its log ends with:", *lines]))
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
 
 
 class _Reader:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
+from sglang_hcache.cli.server.client import ChatError
+from sglang_hcache.cli.server.process import ServerProcessError
+
 Import = Callable[[str], Any]
 
 
@@ -73,3 +76,37 @@ def test_only_what_measures_nothing_starts_beside_another(
         monkeypatch.setattr(overhead, "has_gpu", lambda gpu=gpu: gpu)
         together = [kind for kind in ("auto", "hybrid", "hidden", "kv") if overhead._start_together(kind)]
         assert together == (["hidden", "kv"] if gpu else [])
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_died_is_told_with_the_end_of_its_log(
+    bench: Import, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    client = bench("serving.token_client")
+    monkeypatch.setattr(client, "_DEATH_S", 0.1)
+    log = "".join(f"line {number}\n" for number in range(99))
+
+    class Server:
+        url = "http://127.0.0.1:1"
+
+        def __init__(self, alive: int) -> None:
+            self._alive = alive
+
+        @property
+        def is_running(self) -> bool:
+            """For so many questions."""
+            self._alive -= 1
+            return self._alive >= 0
+
+        def log_text(self) -> str:
+            return log
+
+    async def ask(_clients: Any) -> None:
+        raise ChatError("http://127.0.0.1:1: ConnectError")
+
+    servers = {"recompute": Server(1000), "kv": Server(1 if dies else 1000)}
+    with pytest.raises(ServerProcessError if dies else ChatError) as caught:
+        client.ask_servers(servers, ask)
+    if dies:
+        assert str(caught.value).startswith("kv: the server died; its log ends with:\n  | line 74\n")
+        assert str(caught.value).endswith("  | line 98")
