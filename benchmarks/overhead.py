@@ -116,7 +116,7 @@ def run(
                     found.add(START, _starts([started]))
 
             def ask(clients: dict[str, TokenClient]) -> Awaitable[None]:
-                requests = PairedRequests(settings, model, clients)
+                requests = PairedRequests(settings, model, clients, tiny.dtype)
                 return measure(requests, pair, settings, wanted, progress, found)
 
             ask_servers(pair, ask)

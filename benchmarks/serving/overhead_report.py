@@ -23,6 +23,13 @@ _FIELDS = (
     "low",
     "high",
     "restored_tokens",
+    "host_tokens",
+    "disk_tokens",
+    "compared",
+    "differ",
+    "ties",
+    "largest_logprob_difference",
+    "unequal",
     "saved_rows",
     "device_tokens_off",
     "device_tokens_tier",
@@ -48,12 +55,18 @@ def show(data: dict[str, Any], console: Console) -> None:
             "not measured" if "not_measured" in row else _text(row["tier"], row["unit"]),
             f"{row['ratio']:.3f}" if "ratio" in row else "",
             interval,
-            f"{row['restored_tokens']:,.0f}" if "restored_tokens" in row else "",
+            _restored(row),
         )
     console.print(table)
     for row in data["rows"]:
         if "not_measured" in row:
             console.print(f"{row['what']}: not measured: {row['not_measured']}")
+        if "compared" in row:
+            console.print(
+                f"{row['what']}: {row['differ']} of {row['compared']} answers differ ({row['ties']} ties), logprobs by "
+                f"{row['largest_logprob_difference']:.1e} at most",
+                highlight=False,
+            )
 
 
 def write(folder: Path, data: dict[str, Any]) -> None:
@@ -78,6 +91,12 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
     axis.axvline(1.0, color="#777777")
     axis.set_xlabel("time with the tier / time without it (1: no difference)")
     figure.savefig(path, dpi=120)
+
+
+def _restored(row: dict[str, Any]) -> str:
+    """Tokens, and from where if that is known."""
+    parts = [f"{row[f'{tier}_tokens']:,.0f} {tier}" for tier in ("host", "disk") if row.get(f"{tier}_tokens")]
+    return " + ".join(parts) or (f"{row['restored_tokens']:,.0f}" if "restored_tokens" in row else "")
 
 
 def _text(value: float | None, unit: str) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from common.model import BenchModel
+from common.precision import EXACT, FINEST_ON_GPU
 from common.statistics import median_with_interval
 from common.turns import in_turn
 from serving.pair import OFF, TIER
-from serving.token_client import TokenAnswer, TokenClient
+from serving.token_client import TokenAnswer, TokenClient, compare
 from sglang_hcache.core.layout import CHUNK_TOKENS
 
 _COMPANY = 4
@@ -87,10 +88,14 @@ class PairedRequests:
 
     Args:
         clients: ``TIER`` and ``OFF``.
+        dtype: in which both compute.
     """
 
-    def __init__(self, settings: Settings, model: BenchModel, clients: dict[str, TokenClient]) -> None:
+    def __init__(
+        self, settings: Settings, model: BenchModel, clients: dict[str, TokenClient], dtype: str
+    ) -> None:
         self._settings = settings
+        self._dtype = dtype
         self.clients = clients
         self._prompt = partial(model.random_prompt, np.random.default_rng(settings.seed))
 
@@ -183,20 +188,22 @@ class PairedRequests:
         return [row | {f"device_tokens_{name}": statistics.median(found) for name, found in device.items()}]
 
     async def _returning(self, length: int) -> list[dict[str, Any]]:
-        history = self._prompt(length)
-        restored = []
+        history, rounds = self._prompt(length), self._settings.rounds
+        new = {number: self._prompt(64) for number in range(-self._settings.warm_up, rounds)}
+        answers: dict[TokenClient, list[TokenAnswer]] = {client: [] for client in self.clients.values()}
 
         async def once(client: TokenClient, number: int) -> float:
             await self._have_saved(client, history)
             await client.empty(tiers=False)
-            answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
-            if client is self.clients[TIER] and number >= 0:
-                restored.append(answer.sources.restored)
+            answer = await client.ask([*history, *new[number]], max_tokens=2)
+            if number >= 0:
+                answers[client].append(answer)
             return answer.ttft_s
 
-        times = await self._alternate(self._settings.rounds, once)
+        times = await self._alternate(rounds, once)
         row = paired_row(f"{length} tokens return, 64 are new: TTFT", times)
-        return [row | {"restored_tokens": statistics.median(restored)}]
+        with_tier, without = answers[self.clients[TIER]], answers[self.clients[OFF]]
+        return [row | _sources(with_tier) | compared(with_tier, without, self._dtype)]
 
     async def _company(self) -> list[dict[str, Any]]:
         """TBT of others: alone, and while a returning request's history comes back.
@@ -260,6 +267,33 @@ class PairedRequests:
             for gap in gaps_within(began + other.ttft_s, other.gaps_s, asked, came_back)
         ]
         return alone, beside, answer
+
+
+def _sources(answers: Sequence[TokenAnswer]) -> dict[str, float]:
+    """Tokens of a prompt that came back, and from where: medians."""
+    return {
+        f"{name}_tokens": statistics.median(getattr(answer.sources, name) for answer in answers)
+        for name in ("restored", "host", "disk")
+    }
+
+
+def compared(
+    answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer], dtype: str
+) -> dict[str, float | None]:
+    """How many answers differ. They are ``unequal``, which is an error, in float32 only: elsewhere rounding alone may
+    make it, the more so with dummy weights, to which most tokens are equally probable.
+    """
+    is_exact = dtype == EXACT.dtype
+    allowed = (EXACT if is_exact else FINEST_ON_GPU).logprob_tolerance
+    found = [compare(one, other, allowed) for one, other in zip(answers, expected, strict=True)]
+    differ = sum(not item.is_equal for item in found)
+    return {
+        "compared": len(found),
+        "differ": differ,
+        "ties": sum(item.is_tie for item in found),
+        "largest_logprob_difference": max(item.logprob for item in found),
+        "unequal": differ if is_exact else None,
+    }
 
 
 def gaps_within(first: float, gaps: Sequence[float], begin: float, end: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,7 @@ def answer_of(bench: Import) -> Callable[[int, int], Any]:
             tokens=(1,) * tokens,
             logprobs=(0.0,) * tokens,
             runners_up=((2, -9.0),) * tokens,
-            sources=SimpleNamespace(restored=restored, device=0),
+            sources=SimpleNamespace(restored=restored, host=restored, disk=0, device=0),
             ttft_s=0.001,
             gaps_s=(0.001,) * (tokens - 1),
             total_s=0.001 * tokens,
@@ -125,7 +126,7 @@ def answer_of(bench: Import) -> Callable[[int, int], Any]:
 
 def asking(bench: Import, settings: Any, pair: dict[str, Any]) -> Any:
     model = SimpleNamespace(random_prompt=lambda generator, n: list(generator.integers(0, 1000, n)))
-    return bench("serving.overhead_requests").PairedRequests(settings, model, pair)
+    return bench("serving.overhead_requests").PairedRequests(settings, model, pair, "float32")
 
 
 @pytest.mark.parametrize(("most", "is_measured"), [(5000, True), (3000, False)])
@@ -155,7 +156,30 @@ def test_what_was_restored_is_that_of_the_rounds_that_count(bench: Import) -> No
     pair = {"off": Client(answer, 5000), "tier": Deciding(answer, 5000)}
     asked = asking(bench, SimpleNamespace(rounds=1, warm_up=2, seed=0), pair)
     (row,) = asyncio.run(asked._returning(LENGTH))
-    assert row["restored_tokens"] == LENGTH
+    assert row["restored_tokens"] == row["host_tokens"] == LENGTH
+    assert (row["disk_tokens"], row["compared"], row["unequal"]) == (0, 1, 0)
+
+
+def test_answers_after_a_return_are_compared(bench: Import) -> None:
+    """Other new tokens for each server would have other answers."""
+    answer = answer_of(bench)
+
+    class Echoing(Client):
+        def __init__(self, by: int) -> None:
+            super().__init__(answer, 5000)
+            self._by = by
+
+        async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+            await asyncio.sleep(0)
+            return replace(answer(0, max_tokens), tokens=(prompt[-1] + self._by,) * max_tokens)
+
+    settings = SimpleNamespace(rounds=3, warm_up=1, seed=0)
+    for by, unequal in ((0, 0), (1, 3)):
+        pair = {"off": Echoing(0), "tier": Echoing(by)}
+        (row,) = asyncio.run(asking(bench, settings, pair)._returning(LENGTH))
+        assert (row["compared"], row["differ"], row["unequal"]) == (3, unequal, unequal)
+    rounded = bench("serving.overhead_requests").compared([answer(0, 2)], [answer(0, 2)], "bfloat16")
+    assert (rounded["differ"], rounded["unequal"]) == (0, None)
 
 
 def test_only_what_is_named_is_measured(bench: Import) -> None:
