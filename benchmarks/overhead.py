@@ -39,7 +39,7 @@ from serving import overhead_report
 from serving.lookup import measure_lookup
 from serving.options import Disk
 from serving.overhead_requests import PairedRequests, Settings, paired_row, section_names
-from serving.pair import OFF, TIER, Pair, make_pair, running, start_alone, unique_bytes
+from serving.pair import OFF, TIER, Pair, host_memory_bytes, make_pair, running, start_alone, unique_bytes
 from serving.servers import measures_at_start
 from serving.token_client import TokenClient, ask_servers
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
@@ -67,7 +67,7 @@ async def measure(
                 found.add(name, await section())
     if MEMORY in wanted:
         with while_doing(progress, MEMORY):
-            found.add(MEMORY, await _memory(settings, pair, requests.clients[TIER]))
+            found.add(MEMORY, _memory(settings, pair))
 
 
 def run(
@@ -163,18 +163,16 @@ def _lookups(settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
-async def _memory(settings: Settings, pair: Pair, tier: TokenClient) -> list[dict[str, Any]]:
-    """Bytes that belong to each server alone, after the same requests; the host tier counts as far as it is filled, but
-    where it is pinned, as a whole.
+def _memory(settings: Settings, pair: Pair) -> list[dict[str, Any]]:
+    """Bytes that belong to each server alone, after the same requests. Of --hcache-host-size counts what is resident:
+    subtracting what no request has used yet would hide as much of anything else.
     """
-    state = await tier.tier_state()
-    assert state is not None
-    host = state["host"]
-    filled = settings.host_bytes - (0 if has_gpu() else host["free"] * host["chunk_bytes"])
     used = {name: float(size) for name, size in unique_bytes(pair).items()}
-    beyond = used[TIER] - used[OFF] - filled
+    host = settings.host_bytes if has_gpu() else host_memory_bytes(pair[TIER])  # pinned as a whole on a GPU
+    beyond = used[TIER] - used[OFF] - host
     return [
         {"what": "memory", "unit": "bytes", **used},
+        {"what": "memory in --hcache-host-size", "unit": "bytes", OFF: 0.0, TIER: float(host)},
         {"what": "memory beyond --hcache-host-size", "unit": "bytes", OFF: 0.0, TIER: beyond},
     ]
 

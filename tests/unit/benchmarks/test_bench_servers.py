@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from rich.progress import Progress
 
 from sglang_hcache.cli.server.client import ChatError
 from sglang_hcache.cli.server.process import ServerProcessError
+from sglang_hcache.device.memory import host_buffer
 
 Import = Callable[[str], Any]
 
@@ -110,3 +113,14 @@ def test_who_died_is_told_with_the_end_of_its_log(
     if dies:
         assert str(caught.value).startswith("kv: the server died; its log ends with:\n  | line 74\n")
         assert str(caught.value).endswith("  | line 98")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+def test_of_host_memory_counts_what_is_resident(bench: Import) -> None:
+    resident = bench("serving.pair").host_memory_bytes
+    me = SimpleNamespace(pid=os.getpid())
+    before = resident(me)
+    buffer = host_buffer(64 * 2**20)
+    assert resident(me) == before
+    buffer[: 8 * 2**20] = 1
+    assert 8 * 2**20 <= resident(me) - before <= 12 * 2**20  # in huge pages, of which two are touched in part
