@@ -11,6 +11,7 @@ from sglang_hcache.store.format.geometry import BLOCK, round_up
 from sglang_hcache.store.format.record import bad_chunks, check_header, parse_header
 from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.memory import ByteArray, ScratchPool, is_aligned
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.transfers import Transfers, check_complete
 
 PIECE_BYTES = 512 * 2**10
@@ -109,14 +110,19 @@ class LayerReader:
     ) -> tuple[list[_Job], list[SliceFailure]]:
         wanted: list[tuple[RunSlice, int, ByteArray, OpenFile, _Plan]] = []
         failures: list[SliceFailure] = []
+        # Asked for once, however many slices want it: one file is not several failures of its directory in a row.
+        refused: dict[tuple[Segment, int], StoreError] = {}
         for layer, out in into.items():
             for item, target in _targets(slices, layer, out):
-                try:
-                    file = item.run.segment.file(item.run.place.shape.stripe(layer))
-                except StoreError as error:
-                    failures.append(SliceFailure(item, layer, error, opening=True))
-                    continue
-                wanted.append((item, layer, target, file, _plan(item, layer, target, file)))
+                segment, stripe = item.run.segment, item.run.place.shape.stripe(layer)
+                if (segment, stripe) not in refused:
+                    try:
+                        file = segment.file(stripe)
+                        wanted.append((item, layer, target, file, _plan(item, layer, target, file)))
+                        continue
+                    except StoreError as error:
+                        refused[segment, stripe] = error.with_traceback(None)
+                failures.append(SliceFailure(item, layer, refused[segment, stripe], opening=True))
         scratch = self._scratch.take(sum(BLOCK + plan.scratch_bytes for *_, plan in wanted))
         jobs: list[_Job] = []
         for item, layer, target, file, plan in wanted:

@@ -74,7 +74,8 @@ class Segment:
         self._deleted = 0
         self._volumes = volumes
         self._file_lock = threading.Lock()
-        self._files: dict[int, OpenFile] = {}
+        self._files: dict[tuple[int, bool], OpenFile] = {}
+        """By directory, and whether for writing."""
 
     @property
     def accounted_bytes(self) -> int:
@@ -194,12 +195,13 @@ class Segment:
         self.accounted[stripe] = file.taken_bytes + FILE_SLACK_BYTES
         self.written_s = max(self.written_s, file.written_s)
 
-    def file(self, stripe: int) -> OpenFile:
+    def file(self, stripe: int, *, writing: bool = False) -> OpenFile:
         """The open file in directory ``stripe``; the caller holds a pin. Raises StoreError."""
+        name = (stripe, writing)
         with self._file_lock:
-            if stripe not in self._files:
-                self._files[stripe] = self._volumes[stripe].open_segment(self.number)
-            return self._files[stripe]
+            if name not in self._files:
+                self._files[name] = self._volumes[stripe].open_segment(self.number, writing=writing)
+            return self._files[name]
 
     def forget_files(self) -> None:
         """Let the open files go: nothing pins the segment, or its directory came back as another one.
@@ -208,5 +210,5 @@ class Segment:
         """
         with self._file_lock:
             files, self._files = self._files, {}
-        for stripe in list(files):
-            self._volumes[stripe].let_go(files, stripe)
+        for name in list(files):
+            self._volumes[name[0]].let_go(files, name)

@@ -39,7 +39,7 @@ class RunWriter:
         for layers in _batches(run.place):
             self._write_layers(run, layers, payload)
         touched = [stripe for stripe, size in enumerate(part_bytes) if size]
-        syncs = [IOOp(IOKind.SYNC, stripe, run.segment.file(stripe)) for stripe in touched]
+        syncs = [IOOp(IOKind.SYNC, stripe, run.segment.file(stripe, writing=True)) for stripe in touched]
         self._run(syncs, max(part_bytes))
 
     def _write_layers(self, run: StoredRun, layers: Sequence[int], payload: Payload) -> None:
@@ -60,7 +60,7 @@ class RunWriter:
             digests = tuple(digest(chunk.data) for chunk in chunks)
             extent[:BLOCK] = np.frombuffer(pack_header(ExtentHeader(place, layer, digests)), np.uint8)
             stripe = shape.stripe(layer)
-            file = run.segment.file(stripe)
+            file = run.segment.file(stripe, writing=True)
             buffers = _buffers(extent, chunks, chunk_bytes, file.direct)
             ops.append(IOOp(IOKind.WRITE, stripe, file, place.extent_offset(layer), buffers))
         self._run(ops)

@@ -158,17 +158,9 @@ class StoreDirectory:
             finally:
                 os.close(fd)
 
-    def open_segment(self, segment: int) -> OpenFile:
-        """A segment's file for reading and writing, O_DIRECT where the probe allowed it. Raises OSError.
-
-        For reading only where the file system takes no writes.
-        """
-        try:
-            return OpenFile(os.open(self.segment_path(segment), _flags(os.O_RDWR, self.direct)), self.direct)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            return self.open_to_read(segment, self.direct)
+    def open_to_write(self, segment: int) -> OpenFile:
+        """A segment's file for reading and writing, O_DIRECT where the probe allowed it. Raises OSError."""
+        return OpenFile(os.open(self.segment_path(segment), _flags(os.O_RDWR, self.direct)), self.direct)
 
     def open_to_read(self, segment: int, direct: bool) -> OpenFile:
         """A segment's file for reading only, with O_DIRECT or through the page cache. Raises OSError."""

@@ -14,7 +14,6 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.core.paths import rank_dir
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.volumes.agreement import Found, agreed, check_format, in_place, ranks_in
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
 from sglang_hcache.store.volumes.health import GONE_ERRNOS, Condition, Health
@@ -26,13 +25,10 @@ _CLOSE_S = 0.5
 
 
 class SeenDirectory(StoreDirectory):
-    """A directory without its lock, in which nothing can be created; segments are opened for reading."""
+    """A directory without its lock, in which nothing can be created."""
 
     def is_present(self) -> bool:
         return has_superblock(self.path)
-
-    def open_segment(self, segment: int) -> OpenFile:
-        return self.open_to_read(segment, self.direct)
 
     def file_system_size(self) -> tuple[int, int]:
         """Device number and size, bytes, of the file system where the directory is, or would be. Raises OSError."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreIOError
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind, IOOp, IOResult
@@ -45,8 +43,8 @@ class Transfers:
             written[op.stripe] += op.size if op.kind is IOKind.WRITE else 0
         patience_s = self._patience_s + max(written.values()) / SLOWEST_BYTES_PER_S
         for index, result in zip(wanted, batch.wait(patience_s), strict=True):
-            results[index] = _explained(ops[index], result)
-            self._note(ops[index], results[index])
+            results[index] = result
+            self._note(ops[index], result)
         return results
 
     def _note(self, op: IOOp, result: IOResult) -> None:
@@ -77,10 +75,3 @@ def check_complete(ops: Sequence[IOOp], results: Sequence[IOResult]) -> None:
             if op.kind is IOKind.READ:
                 raise CorruptExtentError(f"the file ends after {result.done_bytes} of {op.size} bytes")
             raise StoreIOError(f"only {result.done_bytes} of {op.size} bytes were written")
-
-
-def _explained(op: IOOp, result: IOResult) -> IOResult:
-    """A file that could only be opened for reading says EBADF to a write: its file system is read-only."""
-    if op.kind is IOKind.WRITE and result.error is not None and result.error.errno == errno.EBADF:
-        return replace(result, error=OSError(errno.EROFS, os.strerror(errno.EROFS)))
-    return result

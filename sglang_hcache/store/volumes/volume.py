@@ -107,8 +107,15 @@ class Volume:
         patience_s = self.patience_s + size / _ALLOCATED_PER_S
         self.call(create, "cannot create a segment file", writing=True, patience_s=patience_s)
 
-    def open_segment(self, segment: int) -> OpenFile:
-        return self.call(partial(self.directory.open_segment, segment), "cannot open a segment file")
+    def open_segment(self, segment: int, *, writing: bool) -> OpenFile:
+        """To read, files are opened for reading only: one that takes no writes (``chattr +i``) is served."""
+        directory = self.directory
+        if writing:
+            to_write = partial(directory.open_to_write, segment)
+            return self.call(to_write, "cannot open a segment file to write", writing=True)
+        return self.call(
+            partial(directory.open_to_read, segment, directory.direct), "cannot open a segment file"
+        )
 
     def trim_segment(self, segment: int, size: int) -> None:
         trim = partial(self.directory.trim_segment, segment, size)
@@ -151,7 +158,7 @@ class Volume:
         keep = partial(self.directory.keep_of_segment, segment, kept)
         self.call(keep, "cannot erase parts of a segment file", writing=True, patience_s=_ERASE_S)
 
-    def let_go(self, files: dict[int, OpenFile], name: int) -> None:
+    def let_go(self, files: dict[tuple[int, bool], OpenFile], name: tuple[int, bool]) -> None:
         """Take ``files[name]`` out some time, which closes it unless it is in use. Never waits."""
         self._caller.post(partial(files.__delitem__, name))
 

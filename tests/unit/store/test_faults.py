@@ -205,13 +205,14 @@ def test_a_transient_read_error_is_forgiven_once(
 def test_what_the_process_lacks_is_no_fault_of_runs_or_directories(
     store: DiskStore, engine: FaultEngine, monkeypatch: pytest.MonkeyPatch, number: int, where: str
 ) -> None:
-    def refuse(self: StoreDirectory, segment: int) -> OpenFile:
+    def refuse(*_: object) -> OpenFile:
         raise OSError(number, os.strerror(number))
 
     if where == "read":
         engine.decide = always(IOKind.READ, number)
     else:
-        monkeypatch.setattr(StoreDirectory, "open_segment", refuse)
+        monkeypatch.setattr(StoreDirectory, "open_to_read", refuse)
+        monkeypatch.setattr(StoreDirectory, "open_to_write", refuse)
     for _ in range(5):
         with pytest.raises(StoreIOError, match=os.strerror(number)):
             read_keys(store, OLD)
