@@ -247,10 +247,10 @@ class Catalog:
             return self._evictable()
 
     @contextmanager
-    def unsaved_recency(self, limit: int) -> Iterator[dict[int, Recency]]:
-        """Segments used since they were saved, at most ``limit`` of them. If the block fails, they come again."""
+    def unsaved_recency(self) -> Iterator[dict[int, Recency]]:
+        """Segments used since they were saved. If the block fails, they come again."""
         with self._lock:
-            taken = [self._stale.pop() for _ in range(min(limit, len(self._stale)))]
+            taken, self._stale = self._stale, set()
             recency = {segment.number: Recency(segment.last_used, segment.score) for segment in taken}
         try:
             yield recency

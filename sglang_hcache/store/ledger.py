@@ -16,7 +16,7 @@ from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.names import INDEX_NAME
 from sglang_hcache.store.format.superblock import StoreIdentity
-from sglang_hcache.store.index import BATCH_ROWS, LOAD_S, Index
+from sglang_hcache.store.index import LOAD_S, Index, batches
 from sglang_hcache.store.index_files import remove_index
 from sglang_hcache.store.segments import StoredRun
 from sglang_hcache.store.volumes.opening import publish
@@ -121,14 +121,9 @@ class Ledger:
 
     def save_recency(self) -> None:
         """Write down which segments were used since that was saved."""
-        while self._save_some_recency():
-            pass
-
-    def _save_some_recency(self) -> bool:
-        with self._catalog.unsaved_recency(BATCH_ROWS) as recency:
-            if recency:
-                self._call(lambda index: index.save_recency(recency))
-        return bool(recency)
+        with self._catalog.unsaved_recency() as recency:
+            for batch in batches(recency.items()):  # a deadline for each
+                self._call(partial(Index.save_recency, recency=dict(batch)))
 
     def delete_runs(self, rows: Iterable[int]) -> None:
         """As :meth:`Index.delete_runs`. This and the methods below do what ``Index`` does.

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from sglang_hcache.core.errors import StoreError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, aligned_empty, index, recovery
+from sglang_hcache.store.format.rows import Recency
 from sglang_hcache.store.io import engine
 from sglang_hcache.store.io.engine import IOKind, IOOp, OpenFile
 from sglang_hcache.store.io.posix import PosixEngine, run_op
@@ -247,7 +248,7 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     write_keys(store, keys, LAYERS)
     Inside(store).write_down()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise StoreIOError("broken")
 
     with monkeypatch.context() as patch:
@@ -259,6 +260,35 @@ def test_recency_that_could_not_be_saved_is_saved_later(
     (segment,) = Inside(store).catalog.segments()
     question = "SELECT last_used FROM segments"
     assert ask_index(tmp_path / "disk0" / "index.sqlite", question) == [(segment.last_used,)]
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_recency_is_saved_in_batches_and_what_is_used_meanwhile_is_left_to_the_next_round(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the keeper would do nothing but that while every segment is in use."""
+    store = open_store(small_config(tmp_path))
+    runs = [make_keys(10 * number, 6) for number in range(6)]
+    for keys in runs:
+        write_keys(store, keys, (32768,))
+    segments = {segment.number for segment in Inside(store).catalog.segments()}
+    assert len(segments) > 3
+    monkeypatch.setattr(index, "BATCH_ROWS", 2)
+    saved: list[int] = []
+    real = index.Index.save_recency
+
+    def save(self: index.Index, recency: Mapping[int, Recency]) -> None:
+        real(self, recency)
+        assert len(recency) <= 2
+        saved.extend(recency)
+        assert len(saved) <= len(segments)
+        for keys in runs:
+            store.touch(keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index.Index, "save_recency", save)
+        Inside(store).write_down()
+    assert sorted(saved) == sorted(segments)
 
 
 def test_an_interrupted_write_keeps_the_room_it_may_still_write_to(
