@@ -15,6 +15,8 @@ from sglang_hcache.store.format.values import read_value
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
 """Whole ones that count beside the present one: bytes of the last 24 hours, and of up to one more."""
+_HOURS_KEPT = 100
+"""More than count: a clock that is ahead for a moment does not make what was written before it forgotten."""
 _SHARE_OF_NEW = 0.8
 """Chunks that were never used again may take up to this share of the budget."""
 
@@ -71,6 +73,8 @@ class WriteAllowance:
                     f"{budget} in 24 hours are (nearly) used up (--hcache-disk-write-budget)"
                 )
             self._hours[hour] = self._hours.get(hour, 0) + size
+            for old in sorted(self._hours)[:-_HOURS_KEPT]:
+                del self._hours[old]
         try:
             yield
         except BaseException:
@@ -79,17 +83,14 @@ class WriteAllowance:
             raise
 
     def _allows(self, size: int, share: float, now_s: float) -> bool:
-        written = self._written(now_s)  # which also forgets hours that are over
-        return self.budget_bytes is None or written + size <= share * self.budget_bytes
+        return self.budget_bytes is None or self._written(now_s) + size <= share * self.budget_bytes
 
     def _written(self, now_s: float) -> int:
         hour = int(now_s // _HOUR_S)
         late = sum(self._hours.pop(ahead) for ahead in [item for item in self._hours if item > hour])
         if late:
             self._hours[hour] = self._hours.get(hour, 0) + late
-        for old in [item for item in self._hours if item < hour - _WINDOW_HOURS]:
-            del self._hours[old]
-        return sum(self._hours.values())
+        return sum(size for item, size in self._hours.items() if item >= hour - _WINDOW_HOURS)
 
 
 def _hours_of(found: dict[Any, Any]) -> dict[int, int]:

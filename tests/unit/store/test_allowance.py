@@ -76,6 +76,24 @@ def test_a_clock_set_back_does_not_give_bytes_away() -> None:
     spend(allowance, 200, earlier + 26 * HOUR)
 
 
+def test_a_clock_that_is_ahead_for_a_moment_does_not_give_bytes_away() -> None:
+    allowance = WriteAllowance(1000)
+    spend(allowance, 800, NOW)
+    assert allowance.written(NOW + 1000 * HOUR) == 0
+    spend(allowance, 100, NOW + 1000 * HOUR)
+    assert allowance.written(NOW + HOUR) == 900
+    with pytest.raises(WriteBudgetError):
+        spend(allowance, 200, NOW + HOUR)
+
+
+def test_hours_that_are_long_over_are_forgotten() -> None:
+    allowance = WriteAllowance(None)
+    for number in range(500):
+        spend(allowance, 1, NOW + number * HOUR)
+    assert len(allowance.to_json()) < 2000
+    assert allowance.written(NOW + 499 * HOUR) == 25
+
+
 def test_what_was_not_written_after_all_is_given_back() -> None:
     allowance = WriteAllowance(1000)
     spend(allowance, 600, NOW)
