@@ -9,6 +9,7 @@ one: else what was written then would never be too old.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ class Retention:
         for segment in self._catalog.segments():
             if not segment.sealed:
                 continue
-            if 0 < segment.written_s < now - self._max_age_s * _KEPT:
+            if -math.inf < segment.written_s < now - self._max_age_s * _KEPT:
                 self._remover.expire(segment)
             elif segment.written_s > now:
                 self._bring_back(segment, now)

@@ -58,8 +58,8 @@ class Segment:
         """Takes no more runs: all but the one that is being filled."""
         self.begun_s = 0.0
         """When this process began it, seconds since 1970."""
-        self.written_s = 0.0
-        """When it was written to last, seconds since 1970: by this process, or as its files were listed; 0: unknown."""
+        self.written_s = -math.inf
+        """When it was written to last, seconds since 1970: by this process, or as its files say; -inf: unknown."""
         self.found: dict[int, SegmentFile] = {}
         """Its files as a listing found them, by directory, until :meth:`tidy`."""
         self.accounted = dict.fromkeys(members, 0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -234,8 +235,8 @@ class StoreView:
     def written_at(self, place: RunPlace) -> float | None:
         """When the files of a run's segment were written to last, seconds since the epoch: not before the run."""
         files = self._files.of(place.segment)
-        times = [files[stripe].written_s for stripe in place.shape.members if stripe in files]
-        return max(times, default=0.0) or None
+        known = [files[stripe].written_s for stripe in place.shape.members if stripe in files]
+        return max((time_s for time_s in known if time_s > -math.inf), default=None)
 
     @cached_property
     def _files(self) -> Files:

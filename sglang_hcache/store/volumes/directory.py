@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import stat
@@ -99,7 +100,7 @@ class StoreDirectory:
                 _raise_unless_of_one_file(error)
                 logger.warning("hcache: %s cannot be used: %s", entry.path, error)
                 failures.append(error)
-                files[int(match.group(1))] = SegmentFile(0, 0, 0.0)
+                files[int(match.group(1))] = SegmentFile(0, 0, -math.inf)
         if len(failures) > 1 and len(failures) == len(files):
             raise failures[-1]
         return files

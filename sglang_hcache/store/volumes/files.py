@@ -20,7 +20,7 @@ class SegmentFile:
     taken_bytes: int
     """The larger of its length and its allocated blocks."""
     written_s: float
-    """When it was last written to, seconds since 1970."""
+    """When it was last written to, seconds since 1970; -inf: unknown."""
 
     @classmethod
     def of(cls, found: os.stat_result) -> SegmentFile:

@@ -18,6 +18,7 @@ from sglang_hcache.store import segments as segments_module
 from sglang_hcache.store import space as space_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
+from sglang_hcache.store.segments import Segment
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.volume import Volume
 from sglang_hcache.testing.open_store import Inside
@@ -170,6 +171,27 @@ def test_a_killed_server_s_chunks_are_as_old_as_they_were(
     again.close()
     grow_old(config, 8)
     assert match_keys(open_store(config), OLD) == 0
+
+
+def test_a_time_of_0_is_old(tmp_path: Path, open_store: OpenStore, store: DiskStore) -> None:
+    """As a copy has it that set no times."""
+    store.close()
+    config = config_of(tmp_path)
+    for path in segment_files(config):
+        os.utime(path, (0, 0))
+    assert match_keys(open_store(config), OLD) == 0
+    assert not segment_files(config)
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_what_no_file_tells_the_age_of_stays(tmp_path: Path, open_store: OpenStore, store: DiskStore) -> None:
+    """As where all directories that it is in are out."""
+    store.close()
+    again = open_store(config_of(tmp_path))
+    [segment] = Inside(again).catalog.segments()
+    segment.written_s = Segment(0, (), (), 0).written_s
+    Inside(again).space.tend()
+    assert match_keys(again, OLD) == 4
 
 
 def test_one_directory_is_out(
