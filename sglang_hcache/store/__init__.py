@@ -13,6 +13,7 @@ disk store", says where to start, which object knows what, and what becomes of a
 from sglang_hcache.store.config import Run, StoreConfig, StoreStats
 from sglang_hcache.store.format.geometry import MAX_LAYERS
 from sglang_hcache.store.io.memory import aligned_empty
+from sglang_hcache.store.io.workers import workers
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.store import DiskStore
 from sglang_hcache.store.volumes.ahead import Ahead, look_ahead
@@ -27,4 +28,5 @@ __all__ = [
     "StoreStats",
     "aligned_empty",
     "look_ahead",
+    "workers",
 ]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from sglang_hcache.core.errors import HCacheError
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, workers
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
-_SHARE_OF_TIME = 1 / 60
-"""That trying takes at most: each try on a disk that hangs leaves a thread behind, which waits for it."""
 
 
 class LateDisk:
-    """Ends with the first try that goes well.
+    """Ends with the first try that goes well. None is made while a thread that the last one began hangs: the next one
+    would leave another one behind.
 
     Args:
         open_: the disk tier, or an error; on a thread of its own.
@@ -50,8 +48,12 @@ class LateDisk:
 
     def _run(self) -> None:
         pause_s = self._pause_s
+        hanging: set[threading.Thread] = set()
         while not self._closed.wait(pause_s):
-            began = time.monotonic()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if any(thread.is_alive() for thread in hanging):
+                continue
+            before = workers()
             try:
                 self._open_and_attach()
                 return
@@ -60,7 +62,7 @@ class LateDisk:
             except Exception as error:
                 logger.exception("hcache: the disk tier cannot be opened")
                 self._failed(repr(error))
-            pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), (time.monotonic() - began) / _SHARE_OF_TIME)
+            hanging = workers() - before
 
     def _open_and_attach(self) -> None:
         with contextlib.ExitStack() as undo:

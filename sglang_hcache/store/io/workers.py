@@ -19,6 +19,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class _Worker(threading.Thread):
+    """Of a pool."""
+
+
+def workers() -> set[threading.Thread]:
+    """The threads of every pool in this process. Of one that is closed, those are left that hang."""
+    return {thread for thread in threading.enumerate() if isinstance(thread, _Worker)}
+
+
 class WorkerPool:
     """Runs jobs in the order of submission on up to ``num_threads`` threads, started at the first job.
 
@@ -32,7 +41,7 @@ class WorkerPool:
             raise ValueError(f"a pool needs a thread, got {num_threads}")
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=thread_name, daemon=True)
+            _Worker(target=self._work, name=thread_name, daemon=True)
             for thread_name in ([name] if num_threads == 1 else [f"{name}-{i}" for i in range(num_threads)])
         ]
         self._on_error = on_error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sglang_hcache.core.config import WritePolicy
 from sglang_hcache.core.errors import StoreLockedError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, StoreStats
+from sglang_hcache.store.io.workers import DeadlineCaller
 from sglang_hcache.tier import tiered
 from sglang_hcache.tier.demoter import Demoter
 from sglang_hcache.tier.host import HostTier
@@ -132,6 +134,29 @@ def test_one_that_is_opened_after_the_end_is_closed(tmp_path: Path) -> None:
     wait_until(lambda: all(thread.name != "hcache-late-disk" for thread in threading.enumerate()))
     assert tiers.disk is None
     open_tiers(tmp_path / "store").close()
+
+
+def test_it_is_not_tried_while_the_last_try_hangs(tmp_path: Path) -> None:
+    """Each try would leave a thread behind."""
+    is_over, tries = threading.Event(), []
+
+    def open_() -> DiskStore:
+        tries.append(None)
+        if not is_over.is_set():
+            disk = DeadlineCaller("on a disk that hangs")
+            try:
+                disk.call(is_over.wait, 0.001)
+            finally:
+                disk.close(0.0)
+        return DiskStore.open(config_of(tmp_path / "store"), Counters())
+
+    tiers = without_disk(tmp_path / "store", open_)
+    wait_until(lambda: bool(tries))
+    time.sleep(0.5)
+    assert len(tries) == 1
+    is_over.set()
+    wait_until(lambda: tiers.disk is not None)
+    tiers.close()
 
 
 def test_an_error_that_nobody_expects_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
