@@ -28,7 +28,7 @@ _SHORT_PROMPT = 128
 """Tokens of prompts of requests that decode together."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
-_IN_A_ROW = 6
+_IN_A_ROW = 16
 """Prefills that are measured until all of them are saved: what saving defers is part of the time there."""
 _PIECE = 4096
 """Tokens of a history that is to come back which are computed at a time."""
