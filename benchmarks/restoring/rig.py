@@ -295,7 +295,7 @@ class Variant:
         began = time.monotonic()
         verdict = self.maker.decide(keys, 0, 0.0)
         decision = verdict.decision
-        if self._may_decline and not verdict.pays:
+        if self._may_decline and not verdict.starts:
             return self.rig.recompute(length), decision
         slots = self.rig.view.allocate(length)
         nothing = DeviceMatch(slots[:0], object())  # type: ignore[arg-type]
