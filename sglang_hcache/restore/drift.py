@@ -15,7 +15,10 @@ of it."""
 
 _FIRST_TRY = 32
 _LONGEST_WAIT = 512
-"""Of so many restores that would not pay, one is tried. At worst it costs its request twice the time of recomputing."""
+"""Of so many restores that would not pay, one is tried."""
+
+_LEAST_SEEN = 1e-6
+"""So that a clock that stood still says nothing infinite."""
 
 
 class Drift:
@@ -34,7 +37,7 @@ class Drift:
         Args:
             share: how much of the observation, 0 to 1, is about this cost.
         """
-        known = self.factors[name]
+        known, seen = self.factors[name], max(seen, _LEAST_SEEN)
         counted = known * bounded(seen / known)
         self.factors[name] = known * (counted / known) ** (WEIGHT * share)
         if share <= 0.5:
@@ -58,17 +61,19 @@ class Tries:
 
     def is_due(self, tier: str) -> bool:
         """A restore from ``tier`` would not pay: whether to try it nevertheless."""
-        refused = self._refused.get(tier, 0) + 1
-        is_due = refused >= self._wait.get(tier, _FIRST_TRY)
-        self._refused[tier] = 0 if is_due else refused
-        return is_due
+        self._refused[tier] = self._refused.get(tier, 0) + 1
+        return self._refused[tier] >= self._wait.get(tier, _FIRST_TRY)
+
+    def begun(self, tier: str) -> None:
+        """One is tried. The next one waits for its end, or for as many as the first did."""
+        self._refused[tier] = 0
+        self._wait[tier] = max(self._wait.get(tier, 0), _FIRST_TRY)
 
     def ended(self, tier: str, *, was_tried: bool, is_won: bool) -> None:
         """A restore was observed, which ``was_tried`` or was to pay."""
         self._refused[tier] = 0
         if was_tried:
-            wait = self._wait.get(tier, _FIRST_TRY)
-            self._wait[tier] = 0 if is_won else min(max(_FIRST_TRY, 2 * wait), _LONGEST_WAIT)
+            self._wait[tier] = 0 if is_won else min(2 * self._wait[tier], _LONGEST_WAIT)
 
 
 def bounded(surprise: float) -> float:

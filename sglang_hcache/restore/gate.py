@@ -49,6 +49,9 @@ time: most restores are nearly done then, and their work would be lost."""
 _LEAST_PATIENCE_S = 0.25
 """Pauses of a busy machine must not end restores of a few milliseconds."""
 
+_LEAST_TRY_S = 0.05
+"""The same of one that is only tried, which nobody misses."""
+
 _COMPUTE, _PREFILL = "project", "recompute"
 """As ``core.metrics`` names a restore's phases."""
 
@@ -78,6 +81,8 @@ class Decision:
     """That tier, or the work whose time decides."""
     drift: Mapping[str, float]
     """By which the costs were multiplied."""
+    is_try: bool
+    """Whether it is to show how fast the tier is, though it would not pay."""
 
     @property
     def job_s(self) -> float:
@@ -114,8 +119,9 @@ class Decision:
         """Seconds after which a restore that starts behind ``backlog_s`` of others is abandoned: one that is only
         tried, as soon as recomputing would have been over.
         """
-        patience = _PATIENCE if self.pays() else 1.0
-        return backlog_s + max(_LEAST_PATIENCE_S, patience * self.recompute_s)
+        if self.is_try:
+            return backlog_s + max(_LEAST_TRY_S, self.recompute_s)
+        return backlog_s + max(_LEAST_PATIENCE_S, _PATIENCE * self.recompute_s)
 
 
 class RestoreGate:
@@ -201,6 +207,7 @@ class RestoreGate:
             else max(work_s, key=work_s.__getitem__),
             layers=tuple(layer for layer in order if layer >= times.num_recompute),
             drift=dict(self._drift.factors),
+            is_try=is_try,
         )
 
     def prefill_s(self, num_tokens: int, start: int) -> float:
@@ -227,9 +234,14 @@ class RestoreGate:
 
     def is_due(self, decision: Decision) -> bool:
         """Whether to try a restore that would not pay: else nothing would correct estimates that are too high. Asked
-        once for each that is not started otherwise.
+        for each that is not started otherwise.
         """
         return not decision.pays() and self._tries.is_due(decision.tier)
+
+    def begins(self, decision: Decision) -> None:
+        """It starts."""
+        if decision.is_try:
+            self._tries.begun(decision.tier)
 
     def restored(
         self,
@@ -249,7 +261,7 @@ class RestoreGate:
             self._drift.learn(_PREFILL, decision.drift[_PREFILL] * first_layers_s / decision.first_layers_s)
         name = decision.bottleneck
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
-        self._tries.ended(decision.tier, was_tried=not decision.pays(), is_won=is_won)
+        self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
         if not is_complete and seconds < decision.job_s:
             return  # that it would have taken longer was known
         if name in self._unknown:

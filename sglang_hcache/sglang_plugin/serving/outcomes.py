@@ -32,25 +32,32 @@ class Outcomes:
         """It is over: agree with the other ranks on how long it took, report it, and learn from it.
 
         Returns:
-            Whether it was too late on some rank, and a disk is to blame. Memory is not sick, only busy.
+            Whether it was too late on some rank, and a disk is to blame. Memory is not sick, only busy; and of one that
+            was only tried nothing else was expected.
         """
-        is_slow = restore.is_late and not restore.is_disturbed and DISK in restore.job.sources
-        all_quick, slowest_s = self._ranks.minimum(not is_slow, -restore.seconds)
+        is_late = restore.is_late and not restore.is_disturbed
+        is_try = restore.decision is not None and restore.decision.is_try
+        is_slow = is_late and not is_try and DISK in restore.job.sources
+        all_quick, all_in_time, slowest_s = self._ranks.minimum(not is_slow, not is_late, -restore.seconds)
         restore.slowest_s = -slowest_s
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
             self._report(restore)
         if restore.decision is not None:
             self._report_gain(restore, restore.decision.recompute_s)
-        self._learn(restore)
+        self._learn(restore, is_late=not all_in_time)
         return not all_quick
 
-    def _learn(self, restore: Restore) -> None:
-        """Compare what it took with what was predicted."""
+    def _learn(self, restore: Restore, *, is_late: bool) -> None:
+        """Compare what it took with what was predicted.
+
+        Args:
+            is_late: on any rank: the one that decides has to know.
+        """
         if self._gate is None or restore.decision is None:
             return
         # One that failed says nothing of how fast the tier is; one that was too late, that it is slower.
-        if (restore.is_complete or restore.is_late) and not restore.is_disturbed:
+        if (restore.is_complete or is_late) and not restore.is_disturbed:
             recomputation = restore.recomputation
             is_timed = recomputation is not None and recomputation.is_complete
             first_layers_s = recomputation.seconds if recomputation and is_timed else None

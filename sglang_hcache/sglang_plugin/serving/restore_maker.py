@@ -39,6 +39,10 @@ class Verdict:
     idle_s: float
     """For how long at least it would wait for its request to be admitted."""
 
+    @property
+    def is_try(self) -> bool:
+        return self.decision is not None and self.decision.is_try
+
 
 class RestoreMaker:
     """Says what a restore would take and whether it pays, makes it, and computes what it does not read.
@@ -220,6 +224,8 @@ class RestoreMaker:
                 decision.num_recompute,
             )
         by_pace = self._depends_on_pace(layers, decision)
+        if decision is not None and self._gate is not None:
+            self._gate.begins(decision)
         return Restore(job, match.slots, match.node, ticket, decision, recomputation, by_pace)
 
     def _lease(self, keys: Sequence[ChunkKey], *, promote: bool) -> tuple[ChunkLease, ...]:

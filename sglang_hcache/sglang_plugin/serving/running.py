@@ -91,10 +91,9 @@ class Running:
         first = next(iter(self._restores), None)
         if first is None:
             return 0.0
-        predicted_s, job = _predicted_s(first), first.job
-        elapsed_s = max(0.0, time.monotonic() - max(job.started, job.fenced_until))
-        late_s = elapsed_s - predicted_s
-        left_s = -late_s if late_s <= 0 else max(0.0, min(late_s, job.deadline_s - elapsed_s))
+        predicted_s, job, now = _predicted_s(first), first.job, time.monotonic()
+        late_s = max(0.0, now - max(job.started, job.fenced_until)) - predicted_s
+        left_s = -late_s if late_s <= 0 else max(0.0, min(late_s, job.deadline_s - job.taken_s(now)))
         return predicted_s - left_s
 
     def newest(self) -> Restore | None:
@@ -182,9 +181,11 @@ def _has_failed(restore: Restore) -> bool:
 
 
 def _predicted_s(restore: Restore) -> float:
-    """One that is only tried is given up when recomputing would have been over."""
     decision = restore.decision
-    return 0.0 if decision is None else min(decision.restore_s, decision.recompute_s)
+    if decision is None:
+        return 0.0
+    # One that is only tried is given up when recomputing would have been over.
+    return decision.recompute_s if decision.is_try else decision.restore_s
 
 
 class DiskRest:

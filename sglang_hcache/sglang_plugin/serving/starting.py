@@ -209,6 +209,9 @@ class Starter:
         if verdict.idle_s > self._most_idle_s:
             return _Attempt.TOO_EARLY
         slots = self._room.take(match, count, ahead.tokens)
+        if slots is None and verdict.is_try:
+            ticket.give_up()  # nobody waits for room for that
+            return _Attempt.DECIDED
         if slots is None:
             ticket.refuse(count)
             return _Attempt.NO_ROOM

@@ -126,7 +126,7 @@ class Restore:
         if decision is None:
             expected_s = job.deadline_s / 2
         else:
-            expected_s = decision.job_s if decision.pays() else decision.recompute_s / 2
+            expected_s = decision.recompute_s / 2 if decision.is_try else decision.job_s
         return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:

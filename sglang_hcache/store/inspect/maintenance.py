@@ -228,12 +228,13 @@ def _own(path: Path) -> dict[Path, int]:
         OSError: it cannot be asked.
     """
     directory = StoreDirectory(path)
-    strangers, names = directory.strangers(), {entry.name for entry in path.iterdir()}
-    ranks = [path / name for name in strangers if ranks_named_by(name) is not None]
-    if any(_own(rank) for rank in ranks if rank.is_dir()):
+    strangers = directory.strangers()
+    names = _names(path) - set(strangers)
+    ranks = [path / name for name in strangers if ranks_named_by(name) is not None and (path / name).is_dir()]
+    if any(_names(rank) - {*StoreDirectory(rank).strangers(), LOCK_NAME} for rank in ranks):
         raise StoreFormatError(f"{path} holds stores of ranks ({ranks[0].name} and so on); name those")
     files: dict[Path, int] = {}
-    for name in names - {*strangers, LOCK_NAME}:
+    for name in names - {LOCK_NAME}:
         found = (path / name).lstat()
         if stat.S_ISREG(found.st_mode):
             files[path / name] = found.st_blocks * 512
@@ -246,6 +247,10 @@ def _own(path: Path) -> dict[Path, int]:
         why = "it is empty: is its disk mounted?" if directory.is_empty() else "is it the right directory?"
         raise StoreFormatError(f"{path} holds no store; {why}")
     return files
+
+
+def _names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
 
 
 def _counted(path: Path, files: dict[Path, int]) -> OwnFiles:

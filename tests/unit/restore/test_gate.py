@@ -270,8 +270,11 @@ class Served:
         """Which were tried, or were to pay."""
         for request in range(requests):
             decision = decide(gate, 0, 1024)
-            if not (decision.pays() or gate.is_due(decision)):
-                continue
+            if not decision.pays():
+                if not gate.is_due(decision):
+                    continue
+                decision = gate.decide({"disk": 1024}, 0, is_try=True)
+            gate.begins(decision)
             self.tried.append(request)
             deadline_s = decision.deadline_s(0.0)
             gate.restored(decision, min(seconds, deadline_s), is_complete=seconds < deadline_s)
@@ -329,10 +332,19 @@ def test_one_that_is_only_tried_shows_how_fast_the_tier_is() -> None:
 
 
 def test_one_that_is_only_tried_is_stopped_when_recomputing_would_be_over() -> None:
-    slow = gate(disk=1e-2, run=per_token(2e-4))
-    decision = decide(slow, 0, 1024)
+    decision = gate(disk=1e-2, run=per_token(2e-4)).decide({"disk": 1024}, 0, is_try=True)
     assert not decision.pays()
     assert decision.deadline_s(0.0) == decision.recompute_s
+    short = gate(disk=1e-2).decide({"disk": 64}, 0, is_try=True)
+    assert short.deadline_s(0.5) == 0.5 + 0.05
+
+
+def test_one_is_tried_at_a_time() -> None:
+    some = gate(disk=1e-2)
+    due = [some.is_due(decide(some, 0, 1024)) for _ in range(40)]
+    assert due == [False] * 31 + [True] * 9, "until one could start"
+    some.begins(some.decide({"disk": 1024}, 0, is_try=True))
+    assert not any(some.is_due(decide(some, 0, 1024)) for _ in range(31)), "its end is not known"
 
 
 def test_a_deadline_leaves_time_for_those_before() -> None:

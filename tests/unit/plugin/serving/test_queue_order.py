@@ -61,7 +61,7 @@ def test_the_time_that_a_restore_has_run_does_not_count_against_the_next_one(
 ) -> None:
     world = world_for(recompute_s=2e-4)
     job = start(world, "a", tokens(1, 10))
-    job.started = now = 100.0
+    job.submitted = job.started = now = 100.0
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now))
     whole_s = world.coordinator.running.backlog_s
     assert whole_s == pytest.approx(10 * CHUNK_S, rel=0.1)

@@ -268,6 +268,23 @@ def test_a_slow_disk_of_one_rests_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert first == second
 
 
+def test_the_first_learns_that_another_was_late() -> None:
+    gate = gate_for(1.0, may_recompute=False)
+    before = gate.decide({"host": CHUNK_TOKENS}, 0).work_s
+
+    def work(world: World, rank: int) -> None:
+        begin(world)
+        if rank == 1:
+            end(world, RestoreState.FAILED, late_after_s=20.0)
+        else:
+            end(world)
+        world.coordinator.tick()
+        world.coordinator.tick()
+
+    on_two(work, gate=gate)
+    assert gate.decide({"host": CHUNK_TOKENS}, 0).work_s > 1.1 * before
+
+
 def test_the_clock_of_the_first_counts() -> None:
     def work(ranks: ThreadRank) -> float:
         time.sleep(0.01 * ranks.rank)

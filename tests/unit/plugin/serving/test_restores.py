@@ -1099,13 +1099,14 @@ def test_now_and_then_a_restore_that_would_not_pay_is_tried() -> None:
         world.coordinator.tick()
         if world.engine.jobs:
             tried.append(number)
-            assert world.engine.jobs[0].deadline_s == 0.25
-            world.engine.end(RestoreState.FAILED, late_after_s=0.25)
+            assert world.engine.jobs[0].deadline_s == 0.05
+            world.engine.end(RestoreState.FAILED, late_after_s=0.05)
             world.coordinator.tick()
         assert world.coordinator.may_be_admitted(f"r{number}")
         world.coordinator.admitted(f"r{number}", 0)
         world.scheduler.line.clear()
     assert tried == [31, 95]
+    assert world.counters["restore.rests"] == 0
     assert world.counters["restore.declined_slower"] == 98
     assert world.counters["restore.late"] == 2
     world.assert_clean()
