@@ -73,7 +73,7 @@ class Tries:
         """A restore was observed, which ``was_tried`` or was to pay."""
         self._refused[tier] = 0
         if was_tried:
-            self._wait[tier] = 0 if is_won else min(2 * self._wait[tier], _LONGEST_WAIT)
+            self._wait[tier] = 0 if is_won else min(2 * self._wait.get(tier, _FIRST_TRY), _LONGEST_WAIT)
 
 
 def bounded(surprise: float) -> float:

@@ -174,13 +174,12 @@ def _patch_learning(switches):
     from sglang_hcache.restore.gate import Decision, RestoreGate
 
     def unless_kept(learn):
-        def patched(self, *observation):
-            if not (switches / "keep_costs").exists():
-                learn(self, *observation)
+        def patched(self, *observation, **more):
+            return None if (switches / "keep_costs").exists() else learn(self, *observation, **more)
 
         return patched
 
-    for name in ("restored", "prefilled", "declined"):
+    for name in ("restored", "prefilled", "is_due"):
         setattr(RestoreGate, name, unless_kept(getattr(RestoreGate, name)))
 
     pays = Decision.pays
