@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
+from sglang_hcache.store.volumes.mounts import mount_of
 
 
 def make_header(benchmark: str) -> dict[str, Any]:
@@ -61,10 +62,8 @@ def versions() -> dict[str, str]:
 
 def file_system_of(folder: Path) -> str | None:
     """Its type, such as ``ext4``; None if it cannot be told."""
-    folder = folder.resolve()
-    found = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    mounts = sorted((line[1], line[2]) for line in found if folder.is_relative_to(line[1]))
-    return mounts[-1][1] if mounts else None
+    mount = mount_of(folder)
+    return None if mount is None else mount.kind
 
 
 def _processor() -> str:
