@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -228,13 +229,12 @@ def _own(path: Path) -> dict[Path, int]:
         OSError: it cannot be asked.
     """
     directory = StoreDirectory(path)
-    strangers = directory.strangers()
-    names = _names(path) - set(strangers)
-    ranks = [path / name for name in strangers if ranks_named_by(name) is not None and (path / name).is_dir()]
-    if any(_names(rank) - {*StoreDirectory(rank).strangers(), LOCK_NAME} for rank in ranks):
+    named = [path / name for name in directory.strangers() if ranks_named_by(name) is not None]
+    ranks = [rank for rank in named if rank.is_dir()]
+    if any(map(_own_names, ranks)):
         raise StoreFormatError(f"{path} holds stores of ranks ({ranks[0].name} and so on); name those")
     files: dict[Path, int] = {}
-    for name in names - {LOCK_NAME}:
+    for name in _own_names(path):
         found = (path / name).lstat()
         if stat.S_ISREG(found.st_mode):
             files[path / name] = found.st_blocks * 512
@@ -243,14 +243,15 @@ def _own(path: Path) -> dict[Path, int]:
             f"{path} has no {SUPERBLOCK_NAME}: are its files of a store? Delete them by hand"
         )
     # A wiped store leaves its lock. Without it this may be a disk that is not mounted, which would pass for purged.
-    if not files and not ranks and LOCK_NAME not in names:
+    if not files and not ranks and not os.path.lexists(path / LOCK_NAME):
         why = "it is empty: is its disk mounted?" if directory.is_empty() else "is it the right directory?"
         raise StoreFormatError(f"{path} holds no store; {why}")
     return files
 
 
-def _names(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir()}
+def _own_names(path: Path) -> set[str]:
+    """What a store made in a directory, but for the lock."""
+    return {entry.name for entry in path.iterdir()} - {*StoreDirectory(path).strangers(), LOCK_NAME}
 
 
 def _counted(path: Path, files: dict[Path, int]) -> OwnFiles:
