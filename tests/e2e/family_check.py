@@ -165,6 +165,7 @@ def _mutants(rig: Rig) -> Iterator[tuple[str, Projector]]:
             for damage, forms in _damaged(projector.forms):
                 yield damage, DescribedProjector(forms)
         yield f"wrong position ({name})", _Mutant(projector, shift=1)
+        yield f"wrong position far away ({name})", _Mutant(projector, shift=1, far=LENGTH)
         yield f"K too large ({name})", _Mutant(projector, scale=1.001)
         yield f"K of the pass ({name})", _Mutant(projector, scale=1.5, beyond=LENGTH)
 
@@ -232,21 +233,27 @@ class _Mutant:
     Args:
         shift: every token is taken for the one so many positions after it. Right for a model whose K does not depend
             on positions.
+        far: not so before this position.
         scale: of K.
         beyond: K is scaled where the pass has a token beyond this position, then that of all: right for prompts that
             are short. So do some rotations.
     """
 
-    def __init__(self, projector: Projector, *, shift: int = 0, scale: float = 1.0, beyond: int = -1) -> None:
+    def __init__(
+        self, projector: Projector, *, shift: int = 0, far: int = 0, scale: float = 1.0, beyond: int = -1
+    ) -> None:
         self._projector = projector
         self._shift = shift
+        self._far = far
         self._scale = scale
         self._beyond = beyond
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self._projector.project(layer, hidden, positions + self._shift)
+        key, value = self._projector.project(
+            layer, hidden, positions + self._shift * (positions >= self._far)
+        )
         return key * (self._scale if int(positions.max()) > self._beyond else 1.0), value
 
 

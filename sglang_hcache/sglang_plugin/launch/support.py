@@ -20,7 +20,8 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     staged_passes_of,
     store_config,
 )
-from sglang_hcache.sglang_plugin.seam.model import ROUNDED, quantization_of, shape_of, why_not_hidden
+from sglang_hcache.sglang_plugin.seam.computation import quantization_of
+from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of, why_not_hidden
 from sglang_hcache.sglang_plugin.seam.named_profile import named_profile
 from sglang_hcache.sglang_plugin.seam.rotation import rotation_problem
 
@@ -318,8 +319,8 @@ def _keys(args: argparse.Namespace) -> list[str]:
 
 def _model(model: Any) -> list[str]:
     arch = ", ".join(model.hf_config.architectures or ["unknown"])
-    # Whether SGLang falls back to that backend is known when the model is loaded.
-    rotation = rotation_problem(model, by_transformers=model.model_impl == "transformers")
+    # Whether SGLang falls back to that backend, or has code of that kind, is known when the model is loaded.
+    rotation = rotation_problem(model, follows_passes=model.model_impl == "transformers")
     found = [
         (model.attention_arch.name != "MHA", f"attention kind {model.attention_arch.name}"),
         (

@@ -35,6 +35,8 @@ _BASE = "base_layer"
 """Attribute of a module that LoRA adapters may change: the module without them."""
 _DECODER = "decoder"
 """Its ``attn_type`` where a token sees those before it, and no others."""
+_FOLLOWS_PASSES = "_dynamic_frequency_update"
+"""Of Hugging Face's rotary embeddings, which some of SGLang's models have copied."""
 
 ROUNDED: dict[str, torch.dtype] = {flag: getattr(torch, name) for flag, name in FP8_CACHES.items()}
 """``--kv-cache-dtype`` -> what it rounds K and V to."""
@@ -88,8 +90,8 @@ class ServedModel:
     """The model's configuration, canonical JSON, without names and paths."""
     quantization: str | None = None
     """How its weights are quantised, as :func:`quantization_of` returns it."""
-    bits: str | None = None
-    """What the bits of K and V depend on, as :func:`promised_bits` returns it."""
+    computed_by: str = ""
+    """With what K and V are computed, as :func:`computation_of` returns it."""
     has_adapters: bool = False
     """Whether the weights of a request may be changed by a LoRA adapter of its own."""
     ranks: Ranks = field(default_factory=Alone)
@@ -102,7 +104,7 @@ class ServedModel:
         model_config: Any,
         kv_dtype: torch.dtype | None = None,
         quantization: str | None = None,
-        bits: str | None = None,
+        computed_by: str = "",
         *,
         has_adapters: bool = False,
         ranks: Ranks | None = None,
@@ -112,7 +114,7 @@ class ServedModel:
         Args:
             kv_dtype: of K and V in the pool; None: as the model computes them.
             quantization: of its weights, as :func:`quantization_of` returns it.
-            bits: as :func:`promised_bits` returns them.
+            computed_by: as :func:`computation_of` returns it.
             has_adapters: whether SGLang serves LoRA adapters.
             ranks: those that compute the model together; None: this process alone.
 
@@ -123,7 +125,8 @@ class ServedModel:
         architecture, shape = type(module).__name__, shape_of(model_config, kv_dtype, ranks.size)
         cores = attention_cores(module)
         is_inside = not any(name.endswith(_LOOSE) for name in cores)
-        problem = _problem(cores.values()) or rotation_problem(model_config, by_transformers=not is_inside)
+        follows_passes = not is_inside or any(hasattr(each, _FOLLOWS_PASSES) for each in module.modules())
+        problem = _problem(cores.values()) or rotation_problem(model_config, follows_passes=follows_passes)
         if problem is not None:
             raise ConfigError(f"--hierarchical-cache hcache does not support {architecture}: {problem}")
         is_regular = [core.layer_id for core in cores.values()] == list(range(shape.num_layers))
@@ -139,7 +142,7 @@ class ServedModel:
             vocabulary=int(model_config.vocab_size),
             config=_canonical(model_config.hf_config),
             quantization=quantization,
-            bits=bits,
+            computed_by=computed_by,
             has_adapters=has_adapters,
             ranks=ranks,
         )
@@ -209,15 +212,13 @@ class ServedModel:
 
         Its text is the same on all ranks, so that its id is.
         """
-        text = f"{self.architecture}|{self.dtype}|{layout}|tp{self.ranks.size}|pp1|{self.config}"
+        text = f"{self.architecture}|{self.dtype}|{layout}|tp{self.ranks.size}|pp1|{self.config}|{self.computed_by}"
         if self.keeps_rounded_kv:
             own = [_scales(core) for core in attention_cores(self.module).values()]
             scales = list(chain.from_iterable(self.ranks.all_of(own)))
             text += f"|{self.kv_dtype}|{scales}"
         if self.quantization is not None:
             text += f"|{self.quantization}"
-        if self.bits is not None:
-            text += f"|{self.bits}"
         rank = self.ranks.rank if self.ranks.size > 1 else None
         return Namespace(model=weights, layout=text, rank=rank)
 
@@ -286,6 +287,11 @@ def decoder_layer(module: nn.Module, path: str) -> nn.Module | None:
     return module.get_submodule(".".join(parts[: numbered[-1] + 1])) if numbered else None
 
 
+def attention_end(module: nn.Module, path: str) -> nn.Module | None:
+    """What has run when the attention at ``path`` has: nothing calls those of the Transformers backend as modules."""
+    return decoder_layer(module, path) if path.endswith(_LOOSE) else module.get_submodule(path)
+
+
 def _attention(module: nn.Module, path: str, core: Any) -> Attention:
     parent, _, name = path.rpartition(".")
     return Attention(
@@ -295,23 +301,6 @@ def _attention(module: nn.Module, path: str, core: Any) -> Attention:
         kv_heads=core.tp_k_head_num,
         head_dim=core.head_dim,
     )
-
-
-def quantization_of(model_config: Any, torchao_config: str | None) -> str | None:
-    """How the weights of SGLang's model are quantised, in the checkpoint or when it is loaded; None: they are not."""
-    return model_config.quantization or (f"torchao {torchao_config}" if torchao_config else None)
-
-
-def promised_bits(server_args: Any) -> str | None:
-    """What the bits of K and V depend on where SGLang promises always the same; None: it does not.
-
-    Chunks on disk may be of a server that was started without that promise, or with another kernel.
-    """
-    if not server_args.enable_deterministic_inference:
-        return None
-    prefill, decode = server_args.get_attention_backends()
-    adapters = f" lora {server_args.lora_backend}" if server_args.enable_lora else ""
-    return f"deterministic {prefill} {decode} {server_args.rl_on_policy_target}{adapters}"
 
 
 def shape_of(model_config: Any, kv_dtype: torch.dtype | None = None, num_ranks: int = 1) -> ModelShape:

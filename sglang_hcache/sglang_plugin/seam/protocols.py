@@ -126,7 +126,14 @@ class SchedulerView(Protocol):
 class ForwardModel(Protocol):
     """Forward passes of our own."""
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
+    def extend(
+        self,
+        tokens: array[int],
+        slots: torch.Tensor,
+        start: int,
+        num_layers: int,
+        positions: torch.Tensor | None = None,
+    ) -> float:
         """Run the tokens from position ``start`` on until the first ``num_layers`` layers have written K and V.
 
         Returns the seconds that took, without those for which it waited for passes that the device had begun.
@@ -134,6 +141,7 @@ class ForwardModel(Protocol):
         Args:
             tokens: the sequence from its beginning.
             slots: (len(tokens),) int64; K and V of the positions before ``start`` are in theirs already.
+            positions: of the tokens that run, in place of those which they have.
         """
 
     def allocate(self, count: int) -> torch.Tensor:

@@ -120,6 +120,8 @@ class _Check:
         self._layers = range(model.shape.num_layers)
         self._count = min(_TOKENS, model.context_length)
         self._tokens = array("q", random.Random(0).choices(range(model.vocabulary), k=self._count))
+        # All over the context: some rotations differ from others only far from its beginning.
+        self._positions = torch.linspace(0, model.context_length - 1, self._count, dtype=torch.float64).long()
         self._hidden: dict[int, torch.Tensor] = {}
         self._slots = forward.allocate(self._count)
         handles = model.watch(self._layers if watch else (), self._keep)
@@ -143,7 +145,7 @@ class _Check:
         self._forward.release(self._others)
 
     def _run(self, slots: torch.Tensor, num_layers: int) -> None:
-        self._forward.extend(self._tokens, slots[: self._count], 0, num_layers)
+        self._forward.extend(self._tokens, slots[: self._count], 0, num_layers, self._positions)
 
     def _keep(self, layer: int, rows: torch.Tensor) -> None:
         self._hidden[layer] = rows[: self._count].clone()
@@ -232,8 +234,8 @@ class _Check:
     @torch.inference_mode()
     def _error(self, restorer: LayerRestorer, layer: int, method: Method, rows: torch.Tensor) -> float:
         self._blank([layer])
-        positions = torch.arange(self._count, device=rows.device)
-        restorer.restore(StoredRows.of(layer, method, rows), positions, self._others[: self._count])
+        stored = StoredRows.of(layer, method, rows)
+        restorer.restore(stored, self._positions.to(rows.device), self._others[: self._count])
         return _as_rank(self._difference(layer))
 
     @torch.inference_mode()

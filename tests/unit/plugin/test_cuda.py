@@ -164,7 +164,8 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
         device="cuda", gpu_id=1, forward_stream=object(), model=checkpoint, model_config=config, hcache_ranks=ranks,
         server_args=SimpleNamespace(
             cuda_graph_config=graphs, kv_cache_dtype="auto", torchao_config="", enable_deterministic_inference=False,
-            enable_lora=True,
+            enable_lora=True, device="cuda", get_attention_backends=lambda: ("fa3", "triton"),
+            enable_fused_qk_norm_rope=False,
         ),
     )  # fmt: skip
     model_runner.configure_kv_cache_dtype = partial(ModelRunner.configure_kv_cache_dtype, model_runner)
@@ -175,7 +176,7 @@ def test_forward_passes_go_before_restores_and_their_stream_is_fenced(
             config,
             torch.float8_e4m3fn,
             "modelopt_fp8",
-            None,
+            "cuda fa3 triton",
             {"has_adapters": True, "ranks": ranks},
         )
     ]

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.sglang_plugin.compat.v0_5_17.cache import HCacheRadixCache
-from sglang_hcache.sglang_plugin.seam.model import attention_cores, decoder_layer
+from sglang_hcache.sglang_plugin.seam.model import attention_cores, attention_end, decoder_layer
 
 _PADDING_ROW = 0
 """A row of the request table: no request gets it, and what padded requests read there is thrown away."""
@@ -30,17 +30,27 @@ class ForwardOf:
         self._cache = cache
         cores = attention_cores(runner.model)
         self._num_layers = runner.model_config.num_hidden_layers
-        self._cores = tuple(cores.values())
+        self._ends = tuple(attention_end(runner.model, path) for path in cores)
         self._last_layer = decoder_layer(runner.model, list(cores)[-1]) if cores else None
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> float:
-        last = self._last_layer if num_layers == self._num_layers else self._cores[num_layers - 1]
-        return self._run(tokens[start:].tolist(), slots, start, last)
+    def extend(
+        self,
+        tokens: array[int],
+        slots: torch.Tensor,
+        start: int,
+        num_layers: int,
+        positions: torch.Tensor | None = None,
+    ) -> float:
+        last = self._last_layer if num_layers == self._num_layers else self._ends[num_layers - 1]
+        batch = _extend_batch(
+            tokens[start:].tolist(), _PADDING_ROW, slots[start:], start, self._runner.device
+        )
+        if positions is not None:
+            batch.positions = positions.to(batch.positions)
+        return self._run(batch, slots, last)
 
     @torch.inference_mode()
-    def _run(
-        self, new_tokens: list[int], slots: torch.Tensor, start: int, last: torch.nn.Module | None
-    ) -> float:
+    def _run(self, batch: ForwardBatch, slots: torch.Tensor, last: torch.nn.Module | None) -> float:
         """Run the model until ``last`` of its modules has run: all models have layers, few have a way to stop.
 
         Returns the seconds on the device.
@@ -51,7 +61,6 @@ class ForwardOf:
         began = time.monotonic()
         table = self._cache.req_to_token_pool.req_to_token
         table[_PADDING_ROW, : len(slots)] = slots.to(torch.int32)
-        batch = _extend_batch(new_tokens, _PADDING_ROW, slots[start:], start, self._runner.device)
         stop = last.register_forward_hook(_stop) if last is not None else None
         try:
             if self._runner.server_args.enable_lora:

@@ -18,13 +18,15 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     get_tc_piecewise_forward_context,
 )
+from sglang.srt.utils import cpu_has_amx_support
 from torch import distributed
 
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.device.streams import CudaStreams, stream_that_goes_first
+from sglang_hcache.sglang_plugin.seam.computation import computation_of, quantization_of
 from sglang_hcache.sglang_plugin.seam.gpu import DeviceBuffers
-from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits, quantization_of
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.ranks import Alone, Ranks, Together
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def served_model(runner: Any, kv_dtype: torch.dtype) -> ServedModel:
         config,
         kv_dtype,
         quantization_of(config, server_args.torchao_config),
-        promised_bits(server_args),
+        computation_of(server_args, has_amx=runner.device == "cpu" and cpu_has_amx_support()),
         has_adapters=server_args.enable_lora,
         ranks=runner.hcache_ranks,
     )

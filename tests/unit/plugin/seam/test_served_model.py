@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from sglang_hcache.core.layout import Method, PlanKind, StateLayout
 from sglang_hcache.device.attention import Attention
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
+from sglang_hcache.sglang_plugin.seam.computation import computation_of
 from sglang_hcache.sglang_plugin.seam.gpu import may_store_hidden
-from sglang_hcache.sglang_plugin.seam.model import ServedModel, promised_bits
+from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 
 
@@ -221,9 +221,11 @@ def test_quantised_weights_are_served_only_where_they_compute_alike() -> None:
 class Arguments:
     """What is read of SGLang's ``ServerArgs``."""
 
-    enable_deterministic_inference: bool
+    device: str = "cuda"
     attention_backend: str = "fa3"
     decode_attention_backend: str | None = None
+    enable_fused_qk_norm_rope: bool = False
+    enable_deterministic_inference: bool = False
     rl_on_policy_target: str | None = None
     enable_lora: bool | None = None
     lora_backend: str = "csgmv"
@@ -232,31 +234,37 @@ class Arguments:
         return self.attention_backend, self.decode_attention_backend or self.attention_backend
 
 
+def namespace_of(has_amx: bool = False, **given: object) -> bytes:
+    served = replace(
+        model(Layer()),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        computed_by=computation_of(Arguments(**given), has_amx=has_amx),  # type: ignore[arg-type]
+    )
+    return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+
+
 @pytest.mark.parametrize(
     "other",
     [
-        {"enable_deterministic_inference": False},
+        {"device": "cpu"},
+        {"has_amx": True},
         {"attention_backend": "triton"},
         {"decode_attention_backend": "triton"},
-        {"rl_on_policy_target": "fsdp"},
-        {"enable_lora": True},
+        {"enable_fused_qk_norm_rope": True},
+        {"enable_deterministic_inference": True},
     ],
 )
-def test_where_bits_are_promised_only_chunks_with_that_promise_serve(other: dict[str, object]) -> None:
-    def namespace(**changed: object) -> bytes:
-        args = Arguments(**changed)  # type: ignore[arg-type]
-        served = replace(
-            model(Layer()), dtype=torch.float32, kv_dtype=torch.float32, bits=promised_bits(args)
-        )
-        return served.namespace(StateLayout.of((Method.KV,), 8, 8), bytes(32)).namespace_id()
+def test_only_chunks_that_were_computed_in_the_same_way_serve(other: dict[str, Any]) -> None:
+    assert namespace_of() == namespace_of(decode_attention_backend="fa3")
+    assert namespace_of() != namespace_of(**other)
 
+
+@pytest.mark.parametrize("other", [{"rl_on_policy_target": "fsdp"}, {"enable_lora": True}])
+def test_where_bits_are_promised_what_else_they_depend_on_counts(other: dict[str, Any]) -> None:
+    assert namespace_of() == namespace_of(**other)
     promised = {"enable_deterministic_inference": True}
-    assert namespace(**promised) == namespace(**promised)
-    assert namespace(**promised) != namespace(**{**promised, **other})
-
-
-def test_where_no_bits_are_promised_kernels_share() -> None:
-    assert promised_bits(SimpleNamespace(enable_deterministic_inference=False)) is None
+    assert namespace_of(**promised) != namespace_of(**promised, **other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

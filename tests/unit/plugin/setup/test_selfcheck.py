@@ -55,7 +55,9 @@ class Pool:
         self.taken = 0
         self.given_back: list[torch.Tensor] = []
 
-    def extend(self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int) -> None:
+    def extend(
+        self, tokens: array[int], slots: torch.Tensor, start: int, num_layers: int, positions: torch.Tensor
+    ) -> None:
         self.memory[:num_layers, :, slots[start : len(tokens)]] = 1
 
     def allocate(self, count: int) -> torch.Tensor:
