@@ -1,16 +1,17 @@
-"""The write budget: how many bytes were written in the last 24 hours, and who may write more. Pure."""
+"""The write budget: how many bytes were written in the last 24 hours, and who may write more."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_hcache.core.errors import WriteBudgetError
 from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store.format.values import read_value
+from sglang_hcache.store.steadiness import Steadiness
 
 _HOUR_S = 3600
 _WINDOW_HOURS = 24
@@ -27,11 +28,18 @@ class WriteAllowance:
     Args:
         budget_bytes: most in any 24 hours; None: unlimited, only counted.
         hours: bytes by hour since the epoch, from an earlier :meth:`to_json`.
+        is_steady: whether the clock that shows a time is to be believed; None: what :class:`Steadiness` says.
     """
 
-    def __init__(self, budget_bytes: int | None, hours: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        hours: Mapping[int, int] | None = None,
+        is_steady: Callable[[float], bool] | None = None,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._hours = dict(hours or {})
+        self._is_steady = Steadiness() if is_steady is None else is_steady
         self._lock = threading.Lock()
 
     @classmethod
@@ -46,7 +54,7 @@ class WriteAllowance:
     def written(self, now_s: float) -> int:
         """Bytes written in the 24 hours before ``now_s`` (seconds since the epoch), and in up to one hour more.
 
-        Hours that lie in the future, after the clock was set back, count as the present one.
+        Hours that lie in the future count, too: the clock was set back, or is wrong now.
         """
         with self._lock:
             return self._written(now_s)
@@ -87,9 +95,9 @@ class WriteAllowance:
 
     def _written(self, now_s: float) -> int:
         hour = int(now_s // _HOUR_S)
-        late = sum(self._hours.pop(ahead) for ahead in [item for item in self._hours if item > hour])
-        if late:
-            self._hours[hour] = self._hours.get(hour, 0) + late
+        ahead = [item for item in self._hours if item > hour] if self._is_steady(now_s) else []
+        if ahead:  # it was set back: they count from now on, and not until then again
+            self._hours[hour] = self._hours.get(hour, 0) + sum(map(self._hours.pop, ahead))
         return sum(size for item, size in self._hours.items() if item >= hour - _WINDOW_HOURS)
 
 

@@ -3,7 +3,7 @@
 A segment's age is that of its files: nothing is written to it for longer than a part of the time that it may stay, so
 its first chunk is hardly older than its last one. The files' own times survive restarts and a lost index; between
 starts the segments in memory have them. A time in the future, left by a clock that was set back, is set to the present
-one: else what was written then would never be too old.
+one, once that is to be believed: else what was written then would never be too old.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sglang_hcache.core.errors import StoreError
 from sglang_hcache.store.catalog import Catalog
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.segments import Segment
+from sglang_hcache.store.steadiness import Steadiness
 from sglang_hcache.store.volumes.volume import Volume
 
 _FILLING = 1 / 10
@@ -39,6 +40,7 @@ class Retention:
         self._volumes = volumes
         self._catalog = catalog
         self._remover = remover
+        self._is_steady = Steadiness()
 
     def is_filled(self, segment: Segment) -> bool:
         """Whether nothing more may be written to ``segment``, which this process began."""
@@ -53,12 +55,13 @@ class Retention:
         if self._max_age_s is None:
             return
         now = time.time()
+        is_steady = self._is_steady(now)
         for segment in self._catalog.segments():
             if not segment.sealed:
                 continue
             if -math.inf < segment.written_s < now - self._max_age_s * _KEPT:
                 self._remover.expire(segment)
-            elif segment.written_s > now:
+            elif segment.written_s > now and is_steady:
                 self._bring_back(segment, now)
 
     def _bring_back(self, segment: Segment, now: float) -> None:

@@ -281,19 +281,32 @@ class HostTier(SlotMemory):
                 if for_good:
                     self._entries[key].info = None
 
-    def never_write(self, is_on_disk: Callable[[ChunkKey], bool]) -> None:
-        """Those that are on disk stay clean for good."""
+    def disk_is_open(self, is_on_disk: Callable[[ChunkKey], bool], *, for_good: bool) -> None:
+        """There is a disk tier from now on: what is here already has to be written, but for what is on it.
+
+        Args:
+            for_good: never write the latter.
+        """
         with self._lock:
-            for entry in (self._entries[key] for key in filter(is_on_disk, self._entries)):
-                entry.info = None
+            self.keep_dirty = True
+            for key in list(self._clean):
+                entry = self._entries[key]
+                if not is_on_disk(key):
+                    self._set_dirty(key, entry)
+                elif for_good:
+                    entry.info = None
 
     def mark_dirty(self, keys: Iterable[ChunkKey]) -> None:
         """Those of ``keys`` that are here are not on disk, whatever was thought: they have to be written."""
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
-                if entry is not None and entry.info is not None and self._clean.pop(key, None) is not None:
-                    self._dirty[key] = entry.info
+                if entry is not None:
+                    self._set_dirty(key, entry)
+
+    def _set_dirty(self, key: ChunkKey, entry: _Entry) -> None:
+        if entry.info is not None and self._clean.pop(key, None) is not None:
+            self._dirty[key] = entry.info
 
     def give_up_dirty(self) -> None:
         """No chunk that is here need be written to disk: they stay until their slots are wanted."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_hcache.core.errors import StoreFullError, StoreIOError, WriteBudgetError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore
+from sglang_hcache.store import DiskStore, steadiness
 from sglang_hcache.store.allowance import WriteAllowance
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
@@ -67,7 +69,7 @@ def test_without_a_budget_bytes_are_only_counted() -> None:
 
 
 def test_a_clock_set_back_does_not_give_bytes_away() -> None:
-    allowance = WriteAllowance(1000)
+    allowance = WriteAllowance(1000, is_steady=lambda _now: True)
     spend(allowance, 900, NOW)
     earlier = NOW - 100 * HOUR
     assert allowance.written(earlier) == 900
@@ -84,6 +86,24 @@ def test_a_clock_that_is_ahead_for_a_moment_does_not_give_bytes_away() -> None:
     assert allowance.written(NOW + HOUR) == 900
     with pytest.raises(WriteBudgetError):
         spend(allowance, 200, NOW + HOUR)
+
+
+def test_a_clock_that_is_behind_for_a_moment_does_not_give_bytes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a machine that starts without a battery, until a time server answers. If none does, it is believed."""
+    allowance = WriteAllowance(1000)
+    spend(allowance, 900, NOW)
+    assert allowance.written(NOW - 200_000 * HOUR) == 900
+    assert allowance.written(NOW + HOUR) == 900
+    with pytest.raises(WriteBudgetError):
+        spend(allowance, 200, NOW + HOUR)
+    assert allowance.written(NOW + 25 * HOUR) == 0
+    at, started = NOW - 200_000 * HOUR, time.monotonic()
+    assert allowance.written(at) == 900
+    for hours, size in ((2, 900), (20, 900), (26, 900), (27, 0)):
+        monkeypatch.setattr(steadiness.time, "monotonic", partial(float, started + hours * HOUR))
+        assert allowance.written(at + hours * HOUR) == size
 
 
 def test_hours_that_are_long_over_are_forgotten() -> None:

@@ -16,6 +16,7 @@ from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
 from sglang_hcache.store import retention as retention_module
 from sglang_hcache.store import segments as segments_module
 from sglang_hcache.store import space as space_module
+from sglang_hcache.store import steadiness as steadiness_module
 from sglang_hcache.store.inspect.maintenance import collect
 from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.segments import Segment
@@ -52,6 +53,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
+        monkeypatch.setattr(steadiness_module, "_STEADY_S", 0.0)  # it is believed at once
         for module in (retention_module, segments_module, space_module):
             monkeypatch.setattr(module, "time", self)
 
@@ -223,6 +225,32 @@ def test_a_time_in_the_future_is_no_way_to_stay(
     clock.ahead_s = 28 * DAY
     Inside(again).keeper.wake()
     wait_until(lambda: not again.contains(OLD[0]))
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_machine_that_starts_in_a_wrong_year_loses_nothing(
+    tmp_path: Path, open_store: OpenStore, store: DiskStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is set a moment later. One that stays as it is, is believed."""
+    store.close()
+    monkeypatch.undo()
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(steadiness_module, "_STEADY_S", 3600.0)
+    files = segment_files(config_of(tmp_path))
+    before = [path.stat().st_mtime for path in files]
+    clock.ahead_s = -9000 * DAY
+    again = open_store(config_of(tmp_path))
+    assert match_keys(again, OLD) == 4
+    Inside(again).space.tend()
+    clock.ahead_s = 0.0
+    Inside(again).space.tend()
+    assert match_keys(again, OLD) == 4
+    assert [path.stat().st_mtime for path in files] == before
+    clock.ahead_s = -5 * DAY
+    Inside(again).space.tend()
+    monkeypatch.setattr(steadiness_module, "_STEADY_S", 0.0)
+    Inside(again).space.tend()
+    assert all(path.stat().st_mtime <= clock.time() for path in files)
 
 
 def test_who_only_looks_changes_no_time(tmp_path: Path, store: DiskStore) -> None:
