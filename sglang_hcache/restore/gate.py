@@ -52,8 +52,11 @@ _LEAST_PATIENCE_S = 0.25
 _LEAST_TRY_S = 0.05
 """The same of one that is only tried, which nobody misses."""
 
-_COMPUTE, _PREFILL = "project", "recompute"
+_COMPUTE, _FIRST = "project", "recompute"
 """As ``core.metrics`` names a restore's phases."""
+_PREFILL = "prefill"
+"""First layers are a pass, too, but beside reads and products: by what they are slower is a factor of its own, or
+whole prefills would look as slow, and restores as if they paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Decision:
     @property
     def waits_for_reads(self) -> bool:
         """Whether a tier decides how long it takes."""
-        return self.bottleneck not in (_COMPUTE, _PREFILL)
+        return self.bottleneck not in (_COMPUTE, _FIRST)
 
     def __str__(self) -> str:
         recomputed = f", first {self.num_recompute} layers recomputed" if self.num_recompute else ""
@@ -152,7 +155,7 @@ class RestoreGate:
         self._pass_tokens = pass_tokens
         # Not all of them: that is no restore, but what happens without one.
         self._max_recompute = len(stored) - 1 if may_recompute else 0
-        self._drift = Drift([*profile.tiers, _COMPUTE, _PREFILL])
+        self._drift = Drift([*profile.tiers, _COMPUTE, _FIRST, _PREFILL])
         self._tries = Tries()
         self._delay_s = 0.0
         self._unknown: set[str] = set()
@@ -186,7 +189,7 @@ class RestoreGate:
         projected = self._stored[times.num_recompute :]
         order = spread_order((Method.RECOMPUTE,) * times.num_recompute + projected, costs)
         work_s = {
-            _PREFILL: times.num_recompute * costs.compute_recompute_s,
+            _FIRST: times.num_recompute * costs.compute_recompute_s,
             _COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
             + projected.count(Method.KV) * costs.compute_kv_s,
         }
@@ -199,7 +202,7 @@ class RestoreGate:
             work_s=times.total_s,
             delay_s=self._delay_s,
             recompute_s=self.prefill_s(count, start),
-            first_layers_s=work_s[_PREFILL],
+            first_layers_s=work_s[_FIRST],
             io_s=times.io_s,
             tier=slowest,
             bottleneck=slowest
@@ -258,7 +261,7 @@ class RestoreGate:
             is_complete: False: it was stopped then, and would have taken longer.
         """
         if first_layers_s is not None:
-            self._drift.learn(_PREFILL, decision.drift[_PREFILL] * first_layers_s / decision.first_layers_s)
+            self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
         name = decision.bottleneck
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
@@ -267,7 +270,7 @@ class RestoreGate:
         if name in self._unknown:
             self._unknown.remove(name)
             self._drift.factors[name] *= max(1.0, seconds / decision.io_s)
-        elif name != _PREFILL or first_layers_s is None:
+        elif name != _FIRST or first_layers_s is None:
             surprise = seconds / decision.job_s
             of_speed = decision.work_s / (decision.work_s + _SHORT_S)
             self._drift.learn(name, decision.drift[name] * surprise, of_speed)
@@ -304,9 +307,10 @@ class RestoreGate:
         factors = self._drift.factors
         costs = self.profile.costs(parts, start, factors)
         more_passes = (sum(parts.values()) - 1) // self._pass_tokens
+        pass_s = factors[_PREFILL] * costs.compute_recompute_s + more_passes * self._fixed_s
         return replace(
             costs,
             compute_hidden_s=factors[_COMPUTE] * costs.compute_hidden_s,
             compute_kv_s=factors[_COMPUTE] * costs.compute_kv_s,
-            compute_recompute_s=factors[_PREFILL] * costs.compute_recompute_s + more_passes * self._fixed_s,
+            compute_recompute_s=factors[_FIRST] * pass_s,
         )
