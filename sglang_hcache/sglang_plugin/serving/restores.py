@@ -33,6 +33,7 @@ gets what the device still writes to. Everything runs on the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import torch
@@ -55,8 +56,7 @@ logger = logging.getLogger(__name__)
 _PIN_LIMIT_S = 10.0
 _STALLED_TICKS = 3  # scheduler rounds without progress after which pins are given back
 _HOLD_S = 0.25  # time in which nobody takes the room that pins leave, so that the head of the queue gets it
-_INVALIDATE_S = 30.0  # jobs that are stopped end far sooner
-_STOP_S = 1.0  # for a restore to end whose slots a running request needs
+_STOP_S = 30.0  # jobs that are stopped end far sooner, and the alternatives are worse than to wait
 
 
 class RestoreCoordinator:
@@ -168,7 +168,7 @@ class RestoreCoordinator:
             ticket.keys = []
             ticket.restore = None
             ticket.enter(Phase.RESOLVED)
-        self._await_end(list(self.running), _INVALIDATE_S)
+        self._await_end(list(self.running))
 
     def stop(self) -> None:
         """The tier is switched off: recompute who waits for a restore; pins stay. A tick settles the stopped jobs."""
@@ -186,10 +186,10 @@ class RestoreCoordinator:
         """A running request needs room: let the device evict what is pinned, else stop the newest restore.
 
         Returns:
-            False if there was nothing, or if the restore does not end at once: its slots are free later.
+            False if there was nothing, or if the restore does not end: its slots are free later.
         """
         if self.waiting.give_back_pins():
-            self._await_end([restore for restore in self.running if restore.is_in_tree], _STOP_S)
+            self._await_end([restore for restore in self.running if restore.is_in_tree])
             return True
         restore = self.running.newest()
         if restore is None:
@@ -204,7 +204,17 @@ class RestoreCoordinator:
                 ticket.enter(Phase.RESOLVED)
             else:
                 ticket.enter(Phase.PENDING)
-        return self._await_end([restore], _STOP_S)
+        return self._await_end([restore])
+
+    def pause(self) -> None:
+        """A moment of a round of SGLang's without a tick, because it was told to pause: restores go on, all but their
+        recomputed layers. It is no fault of theirs, and none of their time.
+        """
+        began = time.monotonic()
+        self.running.wait(self.scheduler.doze)
+        for restore in self.running:
+            restore.is_disturbed = True
+            restore.job.deadline_s += time.monotonic() - began
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
@@ -263,10 +273,10 @@ class RestoreCoordinator:
             ticket.restore = None
             ticket.give_up()
 
-    def _await_end(self, restores: Sequence[Restore], limit_s: float) -> bool:
-        """Wait until none of ``restores`` runs; False if they take longer."""
+    def _await_end(self, restores: Sequence[Restore]) -> bool:
+        """Wait until none of ``restores`` runs; False if they take too long."""
         self._ranks.sync()
-        deadline = self._ranks.now() + limit_s
+        deadline = self._ranks.now() + _STOP_S
         while (
             left := any(restore in self.running for restore in restores)
         ) and self._ranks.now() <= deadline:

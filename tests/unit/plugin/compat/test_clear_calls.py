@@ -25,9 +25,11 @@ class Server:
         self.clearings: list[threading.Event] = []
         self.sent: list[tuple[bool, Any]] = []
         self.tiers = SimpleNamespace(is_clearing=False, disk_stats=None, disk=object())
-        self.reaped = 0
+        self.reaped = self.paused = 0
         bridge = SimpleNamespace(clear=self.clear, tiers=self.tiers, ranks=Alone())
-        bridge.restores = self.restores = SimpleNamespace(reap=self.reap, waiting=[])
+        bridge.restores = self.restores = SimpleNamespace(
+            reap=self.reap, pause=self.pause, waiting=[], running=[]
+        )
         self.scheduler: Any = SimpleNamespace(
             session_controller=SimpleNamespace(maybe_reap=lambda _now: None),
             flush_wrapper=SimpleNamespace(check_pending=lambda: None),
@@ -49,6 +51,9 @@ class Server:
 
     def reap(self) -> None:
         self.reaped += 1
+
+    def pause(self) -> None:
+        self.paused += 1
 
     def send(self, output: Any, request: Any) -> None:
         self.sent.append((output.success, request))
@@ -124,3 +129,16 @@ def test_restores_are_settled_before_somebody_asks_whether_the_server_is_idle() 
     server.restores.waiting.append("somebody")
     server.round()
     assert server.reaped == 2, "it is not idle, and nothing is put into the tree while it is paused"
+
+
+def test_a_paused_scheduler_leaves_the_processor_to_restores_that_run() -> None:
+    server = Server()
+    server.scheduler._engine_paused = True
+    server.round()
+    assert server.paused == 0
+    server.restores.running.append("a restore")
+    server.round()
+    assert server.paused == 1
+    server.scheduler._engine_paused = False
+    server.round()
+    assert server.paused == 1

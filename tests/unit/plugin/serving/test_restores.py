@@ -152,6 +152,9 @@ class Scheduler:
     def look_again(self) -> None:
         self.looks += 1
 
+    def doze(self, bell: int) -> None:
+        time.sleep(0.002)
+
     def reserved_tokens(self) -> int:
         return self.reserved
 
@@ -951,6 +954,24 @@ def test_a_restore_that_does_not_stop_is_not_waited_for(
     world.coordinator.drop("a")
     world.coordinator.tick()
     world.assert_clean()
+
+
+def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_on_disk(world, monkeypatch, tokens(1, 4))
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.coordinator.tick()
+    (job,) = world.engine.jobs
+    before, began = job.deadline_s, time.monotonic()
+    for _ in range(10):
+        world.coordinator.pause()
+    assert job.deadline_s - before == pytest.approx(time.monotonic() - began, rel=0.2)
+    assert job.deadline_s - before > 0.01, "nobody spins meanwhile"
+    world.engine.end(RestoreState.FAILED, late_after_s=5.0)
+    world.coordinator.tick()
+    assert world.counters["restore.rests"] == 0, "nobody blames the disk"
 
 
 def waiting_for_room(world: World) -> None:
