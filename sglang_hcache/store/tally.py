@@ -22,10 +22,13 @@ class Tally:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._counters = Counters()
-        self._is_measuring = False
+        self.is_measuring = False
+        """Whether what is read and written is of chunks that nobody asked for."""
 
     def count(self, event: str, amount: int = 1) -> None:
-        if event.startswith(_KEPT) and not (self._is_measuring and event in _TRAFFIC):
+        if self.is_measuring and event in _TRAFFIC:
+            return
+        if event.startswith(_KEPT):
             self._counters.count(event, amount)
         self._observer.count(event, amount)
 
@@ -34,12 +37,12 @@ class Tally:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Reads and writes meanwhile are of chunks that nobody asked for: they are passed on, and not added up."""
-        self._is_measuring = True
+        """Reads and writes meanwhile are not counted, nor do they use the write budget up."""
+        self.is_measuring = True
         try:
             yield
         finally:
-            self._is_measuring = False
+            self.is_measuring = False
 
     def resume(self, text: str | None) -> None:
         """Add what an earlier :meth:`to_json` said."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from sglang_hcache.core.config import WritePolicy
-from sglang_hcache.core.errors import StoreError, WriteBudgetError
+from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import host_buffer
@@ -105,6 +105,4 @@ class ScratchReads:
             keys = tuple(self._keys[first : first + RUN_CHUNKS])
             rows = np.random.default_rng(first).integers(0, 256, (len(keys), size), dtype=np.uint8)
             run = Run(bytes(16), keys, first, self._layout.chunk_layer_bytes)
-            if not disk.admits(len(keys), run.chunk_layer_bytes, reused=False):
-                raise WriteBudgetError("the write budget is nearly used up (--hcache-disk-write-budget)")
             disk.write_run(run, lambda _layer, rows=rows: list(rows))
