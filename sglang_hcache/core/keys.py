@@ -43,7 +43,7 @@ class Namespace:
     Args:
         model: fingerprint of the weights.
         layout: the stored state's layout as text, with what else makes K and V: architecture, configuration, dtypes,
-            number of ranks, quantisation.
+            number of ranks, quantisation, device, attention backends.
         tenant: the request's ``extra_key`` (SGLang folds ``cache_salt`` into it); None for none.
         adapter: fingerprint of the LoRA adapter that its tokens are computed with; None for none.
         rank: number of the rank whose part of the heads is stored; None where one has all of them.
