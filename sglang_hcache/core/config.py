@@ -29,6 +29,7 @@ from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.core.paths import check_distinct, rank_dir, whole_path
 from sglang_hcache.core.units import (
+    exact_size,
     format_bytes,
     format_duration,
     parse_duration,
@@ -72,10 +73,17 @@ class IOEngineName(StrEnum):
     POSIX = "posix"
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+def _as_text(size: int | str) -> str:
+    return size if isinstance(size, str) else exact_size(size)
+
+
+# In JSON with its unit: a small number without one would not be taken back.
+_IN_JSON = PlainSerializer(_as_text, when_used="json")
+
+Size = Annotated[int, BeforeValidator(parse_size), _IN_JSON]
 """Bytes; input may be text such as ``8GB`` or ``512MiB``."""
 
-SizeOrPercent = Annotated[int | str, BeforeValidator(parse_size_or_percent)]
+SizeOrPercent = Annotated[int | str, BeforeValidator(parse_size_or_percent), _IN_JSON]
 """The same, or text such as ``10%``."""
 
 Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_duration)]

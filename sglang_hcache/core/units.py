@@ -6,45 +6,65 @@ import re
 from decimal import Decimal
 
 _UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
+    "TiB": 2**40,
     "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    "GiB": 2**30,
+    "GB": 10**9,
+    "MiB": 2**20,
+    "MB": 10**6,
+    "KiB": 2**10,
+    "KB": 10**3,
+    "B": 1,
 }
+"""The largest first."""
+
+_FACTORS = {"": 1, **{unit.upper(): factor for unit, factor in _UNITS.items()}}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 _TOO_LARGE = 2**63
 """More than files and the index can count."""
 
-SIZE_HELP = "a number of bytes, or one with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024)"
+_LEAST_WITHOUT_UNIT = 10**6
+"""A smaller number is one whose unit was forgotten: nobody counts a tier in bytes."""
+
+SIZE_HELP = "a number with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024)"
 
 
 def parse_size(text: str | int) -> int:
     """Bytes meant by ``text``: ``"8GB"`` is 8 * 10**9, ``"512MiB"`` is 512 * 2**20.
 
     Raises:
-        ValueError: not a non-negative number with a known unit, or 8 EiB and more.
+        ValueError: not a non-negative number with a known unit, 8 EiB and more, or so small a number without a unit
+            that it was forgotten.
     """
+    return _size(text)
+
+
+def _size(text: str | int, or_else: str = "") -> int:
     size = text if isinstance(text, int) and not isinstance(text, bool) else _with_unit(text)
     if size < 0:
         raise ValueError(f"{text} is negative")
     if size >= _TOO_LARGE:
         raise ValueError("a size is less than 8 EiB")
+    is_bare = isinstance(text, int) or text.strip()[-1].isdigit()
+    if is_bare and 0 < size < _LEAST_WITHOUT_UNIT:
+        number = str(text).strip()
+        raise ValueError(f"{text!r} is {size} bytes; write its unit, such as {number}GB{or_else}")
     return size
 
 
 def _with_unit(text: object) -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    factor = _UNITS.get(match.group(2).upper()) if match else None
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write {SIZE_HELP}")
     return int(Decimal(match.group(1)) * factor)
+
+
+def exact_size(count: int) -> str:
+    """``count`` bytes as :func:`parse_size` reads them back, in the largest unit: ``4 * 2**30`` is ``4GiB``."""
+    unit = next(name for name, factor in _UNITS.items() if count % factor == 0) if count else "B"
+    return f"{count // _UNITS[unit]}{unit}"
 
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -54,17 +74,14 @@ def parse_size_or_percent(text: str | int) -> int | str:
     """Bytes meant by ``text``, or a share of something as text such as ``"10%"``.
 
     Raises:
-        ValueError: as :func:`parse_size`; a share of 100 % and more; or so few bytes that a share was meant.
+        ValueError: as :func:`parse_size`; or a share of 100 % and more.
     """
     if isinstance(text, str) and "%" in text:
         match = _PERCENT.fullmatch(text)
         if match is None or float(match.group(1)) >= 100:
             raise ValueError("a share is a number below 100 with a percent sign, such as 10%")
         return f"{match.group(1)}%"
-    size = parse_size(text)
-    if 0 < size < 100:
-        raise ValueError(f"that is {size} bytes: write a share as {size}%, a size with its unit as {size}GB")
-    return size
+    return _size(text, ", or a share such as 10%")
 
 
 _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

@@ -462,9 +462,9 @@ def test_the_flag_selects_our_backend(results: dict[str, Any]) -> None:
 
 def test_flags_reach_the_configuration_and_win_over_the_file(results: dict[str, Any]) -> None:
     flags = json.loads(results["flags"]["fields"]["hicache_storage_backend_extra_config"])
-    assert (flags["dirs"], flags["host_size"]) == (["/a", "/b"], 512 * 2**20)
+    assert (flags["dirs"], flags["host_size"]) == (["/a", "/b"], "512MiB")
     file = json.loads(results["file"]["fields"]["hicache_storage_backend_extra_config"])
-    assert (file["host_size"], file["disk_size"], file["slow_request_s"]) == (2 * 10**9, 9 * 10**9, 8)
+    assert (file["host_size"], file["disk_size"], file["slow_request_s"]) == ("2GB", "9GB", 8)
 
 
 def test_on_a_cpu_the_kv_pool_leaves_room_for_the_host_tier(results: dict[str, Any]) -> None:

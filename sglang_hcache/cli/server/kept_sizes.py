@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_hcache.core.errors import StoreFormatError
 from sglang_hcache.core.paths import rank_dir
+from sglang_hcache.core.units import exact_size
 from sglang_hcache.store.volumes.looking import close_all, look_at, look_at_each
 
 
@@ -26,7 +27,7 @@ def sizes_of_store(dirs: Sequence[Path]) -> dict[str, Any]:
     percent = identity.free_floor_percent
     return {
         "disk_size": num_ranks * identity.size_bytes,
-        "disk_free_floor": f"{percent:f}%" if percent else identity.free_floor_bytes,
+        "disk_free_floor": f"{percent:f}%" if percent else exact_size(identity.free_floor_bytes),
         "segment_size": num_ranks * identity.segment_bytes,
     }
 

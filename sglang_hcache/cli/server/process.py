@@ -22,7 +22,9 @@ import yaml
 from sglang_hcache.cli.server.arguments import values_of
 from sglang_hcache.cli.server.launch import prepare_launch
 from sglang_hcache.cli.server.ports import LOCAL_HOST, free_port
+from sglang_hcache.core.config import SIZE_FIELDS
 from sglang_hcache.core.errors import HCacheError
+from sglang_hcache.core.units import exact_size
 
 _POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 25.0  # SGLang gives up on its own health check after 20 s
@@ -44,8 +46,12 @@ class ServerProcessError(HCacheError):
 
 
 def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Write the tier's ``settings`` to ``file``; the server's arguments that name it."""
-    file.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+    """Write the tier's ``settings`` to ``file``; the server's arguments that name it. Sizes may be numbers."""
+    texts = {
+        name: exact_size(value) if name in SIZE_FIELDS and isinstance(value, int) else value
+        for name, value in settings.items()
+    }
+    file.write_text(yaml.safe_dump(texts, sort_keys=False), encoding="utf-8")
     return ["--hcache-config", str(file)]
 
 

@@ -357,12 +357,9 @@ def _size(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        size = parse_size(text)
+        return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
-    if 0 < size < 100:  # nearly everything would go, for want of a unit
-        raise ConfigError(f"--to: {text!r} is {size} bytes; write its unit, such as {size}GB")
-    return size
 
 
 def _age(text: str | None) -> float | None:

@@ -43,7 +43,10 @@ def test_text_as_on_the_command_line() -> None:
 
 
 def test_it_survives_the_way_through_json() -> None:
-    settings = {"dirs": ["/a"], "write_policy": "write_through", "host_size": "1GB", "disk_max_age": "1.5d"}
+    settings = {
+        "dirs": ["/a"], "write_policy": "write_through", "host_size": "1GB", "disk_max_age": "1.5d",
+        "disk_free_floor": "7B", "disk_write_budget": "999KB",
+    }  # fmt: skip
     config = HCacheConfig.from_settings(settings)
     assert config.disk_max_age == 36 * 3600
     assert HCacheConfig.model_validate(json.loads(config.model_dump_json())) == config
@@ -74,8 +77,16 @@ def test_it_survives_the_way_through_json() -> None:
         ({"disk_size": "20G"}, ("--hcache-disk-size: '20G' is not a size; write",)),
         (
             {"disk_free_floor": "10"},
-            ("--hcache-disk-free-floor", "'10' is not allowed", "write a share as 10%"),
+            (
+                "--hcache-disk-free-floor: '10' is 10 bytes; write its unit, such as 10GB, or a share such as 10%",
+            ),
         ),
+        (
+            {"disk_write_budget": "4"},
+            ("--hcache-disk-write-budget: '4' is 4 bytes; write its unit, such as 4GB",),
+        ),
+        ({"host_size": 4}, ("--hcache-host-size: 4 is 4 bytes; write its unit, such as 4GB",)),
+        ({"staging_size": 500}, ("staging_size (in the file of --hcache-config): 500 is 500 bytes;",)),
         ({"disk_free_floor": "ten%"}, ("--hcache-disk-free-floor", "'ten%' is not allowed", "such as 10%")),
         ({"disk_szie": 2}, ("unknown setting 'disk_szie'", "did you mean disk_size?")),
         ({"--hcache-disk-size": 2}, ("unknown setting '--hcache-disk-size'", "did you mean disk_size?")),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_hcache.core.units import (
+    exact_size,
     format_bytes,
     format_duration,
     parse_duration,
@@ -15,7 +16,7 @@ from sglang_hcache.core.units import (
     ("text", "size"),
     [
         ("0", 0),
-        ("512", 512),
+        ("512B", 512),
         ("8GB", 8 * 10**9),
         ("8 gb", 8 * 10**9),
         ("512MiB", 512 * 2**20),
@@ -23,7 +24,9 @@ from sglang_hcache.core.units import (
         ("1.005KB", 1005),
         ("9007199254740993", 2**53 + 1),
         (str(2**63 - 1), 2**63 - 1),
-        (7, 7),
+        (0, 0),
+        ("1000000", 10**6),
+        (10**6, 10**6),
     ],
 )
 def test_sizes(text: str | int, size: int) -> None:
@@ -32,15 +35,15 @@ def test_sizes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("10%", "10%"), (" 2.5 % ", "2.5%"), ("0%", "0%"), ("8GB", 8 * 10**9), ("0", 0), ("100", 100)],
+    [("10%", "10%"), (" 2.5 % ", "2.5%"), ("0%", "0%"), ("8GB", 8 * 10**9), ("0", 0), ("100B", 100)],
 )
 def test_sizes_and_shares(text: str | int, meant: str | int) -> None:
     assert parse_size_or_percent(text) == meant
-    assert parse_size_or_percent(meant) == meant
+    assert parse_size_or_percent(meant if isinstance(meant, str) else exact_size(meant)) == meant
 
 
 @pytest.mark.parametrize(
-    "text", ["10", 10, "99B", "%", "-1%", "100%", "1e-3%", "10 percent", True, None, 0.1]
+    "text", ["10", 10, "999999", "%", "-1%", "100%", "1e-3%", "10 percent", True, None, 0.1]
 )
 def test_what_is_neither_a_size_nor_a_share(text: object) -> None:
     with pytest.raises((ValueError, TypeError)):
@@ -57,6 +60,29 @@ def test_what_is_not_a_size(text: object) -> None:
 def test_no_size_is_larger_than_files_can_be(text: str | int) -> None:
     with pytest.raises(ValueError, match="less than 8 EiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["4", 4, "1.5", " 20 ", "999999"])
+def test_a_small_number_lacks_its_unit(text: str | int) -> None:
+    with pytest.raises(ValueError, match=rf"^{text!r} is \d+ bytes; write its unit, such as [\d.]+GB$"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0B"),
+        (7, "7B"),
+        (1500, "1500B"),
+        (64 * 10**9, "64GB"),
+        (2**32, "4GiB"),
+        (10**12, "1TB"),
+        (10**6, "1MB"),
+    ],
+)
+def test_sizes_that_are_read_back(size: int, text: str) -> None:
+    assert exact_size(size) == text
+    assert parse_size(text) == size
 
 
 def test_sizes_for_people() -> None:

@@ -347,6 +347,10 @@ def test_tier_of_a_profile(plan_json, tmp_path):
         ),
         (["llama2-7b", *RATES, "--keep", "10"], "--keep: '10' is not a time; write a number with a unit"),
         (["llama2-7b", *RATES, "--drive-size", "4 T"], "--drive-size: '4 T' is not a size; write a number"),
+        (
+            ["llama2-7b", *RATES, "--drive-size", "4"],
+            "--drive-size: '4' is 4 bytes; write its unit, such as 4GB",
+        ),
         (["llama2-7b", *RATES, "--drive-size", "0"], "--drive-size: 0 is not allowed; leave it out, or"),
         (["llama2-7b", "--drive-size", "4TB"], "--drive-size: it counts only with --tokens-per-s"),
         (["llama2-7b", *RATES, "--keep", "10m"], "--keep: it counts only with --tokens-per-s"),

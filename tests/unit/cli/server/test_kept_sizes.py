@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -25,6 +26,15 @@ from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
 
 OURS = {"disk_size": 100 * 10**9, "disk_free_floor": 10**6, "segment_size": 2**26}
+
+
+def sizes_in(config: HCacheConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in OURS}
+
+
+def meant(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As a server reads them."""
+    return sizes_in(HCacheConfig.from_settings({name: settings[name] for name in OURS}))
 
 
 def made_store(config: StoreConfig) -> tuple[Path, ...]:
@@ -70,13 +80,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_store_keeps_its_sizes_while_it_is_profiled(profiled: Any, dirs: tuple[Path, ...]) -> None:
     config = profiled("--hcache-dirs", ",".join(map(str, reversed(dirs))))
-    assert {name: getattr(config, name) for name in OURS} == OURS
+    assert sizes_in(config) == OURS
     opened = store_config(config)
     assert opened is not None
     store = DiskStore.open(opened, Counters())
     assert store.stats().chunks == 4
     store.close()
-    assert sizes_of_store(dirs) == OURS
+    assert meant(sizes_of_store(dirs)) == OURS
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1])
@@ -90,9 +100,9 @@ def test_a_store_of_ranks_keeps_the_sizes_of_all(missing: int | None, profiled: 
         made_store(replace(part, dirs=tuple(rank_dir(path, rank, 2) for path in dirs)))
     if missing is not None:
         rmtree(dirs[missing])
-    assert sizes_of_store(dirs) == OURS
+    assert meant(sizes_of_store(dirs)) == OURS
     config = profiled("--hcache-dirs", ",".join(map(str, dirs)), "--tp-size", "2")
-    assert {name: getattr(config, name) for name in OURS} == OURS
+    assert sizes_in(config) == OURS
 
 
 def test_a_floor_that_is_a_share_is_kept_as_one(tmp_path: Path) -> None:
@@ -131,8 +141,7 @@ def test_without_a_store_nothing_is_kept(profiled: Any, dirs: tuple[Path, ...], 
 
 
 def settings_in(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(file.read_text())
-    return {name: found[name] for name in OURS}
+    return meant(yaml.safe_load(file.read_text()))
 
 
 def start_of_demo(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
@@ -152,4 +161,4 @@ def test_demos_make_a_store_no_smaller(start: Any, room: int, dirs: tuple[Path, 
     small = made_store(small_config(tmp_path / "small", size=2**24, segment=2**20, floor=7))
     assert start(tmp_path, small) == {"disk_size": room, "disk_free_floor": 7, "segment_size": 2**20}
     none = start(tmp_path, (tmp_path / "none",))
-    assert none == {"disk_size": room, "disk_free_floor": "256MiB", "segment_size": "32MiB"}
+    assert none == {"disk_size": room, "disk_free_floor": 2**28, "segment_size": 2**25}

@@ -349,7 +349,7 @@ def test_gc(hcache: Hcache, dirs: tuple[Path, ...]) -> None:
     assert "nothing is left to evict" in err
     assert "--to: 'much' is not a size" in hcache("gc", "--to", "much", *dirs)[2]
     assert "--to: a size is less than 8 EiB" in hcache("gc", "--to", "9000000000TB", *dirs)[2]
-    assert "--to: '20' is 20 bytes; write its unit" in hcache("gc", "--to", "20", *dirs)[2]
+    assert "--to: '20' is 20 bytes; write its unit, such as 20GB" in hcache("gc", "--to", "20", *dirs)[2]
 
 
 @pytest.mark.parametrize("flag", ["--to", "--older-than"])

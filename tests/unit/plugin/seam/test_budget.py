@@ -180,7 +180,7 @@ def test_a_pool_leaves_room_for_a_host_tier_that_is_small_beside_the_memory(
 def test_every_setting_of_the_disk_reaches_the_store(tmp_path: Path) -> None:
     """None of them is the default, which the store would have without it."""
     config = HCacheConfig(
-        dirs=(tmp_path / "a", tmp_path / "b"), disk_size=2**30, disk_free_floor=12_345, segment_size=2**24,
+        dirs=(tmp_path / "a", tmp_path / "b"), disk_size=2**30, disk_free_floor="12345B", segment_size=2**24,
         io_engine="posix", io_timeout_s=7.0, disk_write_budget=2**31, disk_max_age="12h",
     )  # fmt: skip
     expected = StoreConfig(
