@@ -23,7 +23,7 @@ from sglang_hcache.core.config import (
     flag_of,
     meaning_of,
 )
-from sglang_hcache.core.units import format_bytes
+from sglang_hcache.core.units import exact_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _default_of(name: str) -> str:
     default = HCacheConfig.model_fields[name].default
     if default is None or default == ():
         return "none"
-    return format_bytes(default) if name in SIZE_FIELDS else f"{default}"
+    return exact_size(default) if name in SIZE_FIELDS else f"{default}"
 
 
 def flags(as_json: AsJson = False) -> None:

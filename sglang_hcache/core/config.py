@@ -297,7 +297,7 @@ def flag_help(field: str) -> str:
         return f"{text} Allowed: {', '.join(type(default))}; default: {default}."
     if field in SIZE_FIELDS:
         return (
-            f"{text} E.g. 8GB or 512MiB; default: {'no limit' if default is None else format_bytes(default)}."
+            f"{text} E.g. 8GB or 512MiB; default: {'no limit' if default is None else exact_size(default)}."
         )
     return text
 
