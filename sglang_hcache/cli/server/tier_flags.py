@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from sglang_hcache.core.config import (
     CPU_FIXES_FLAG,
     FILE_ONLY_FIELDS,
     FLAG_FIELDS,
+    SIZE_FIELDS,
     TIER_FLAG,
     TIER_MODES,
     HCacheConfig,
@@ -21,7 +23,10 @@ from sglang_hcache.core.config import (
 )
 from sglang_hcache.core.errors import ConfigError
 
+_WITH_VALUE = (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, TIER_FLAG)
 _FLAGS = (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, CPU_FIXES_FLAG)
+_DIRS_FLAG = flag_of("dirs")
+_WITH_UNIT = frozenset(map(flag_of, {*SIZE_FIELDS, "disk_max_age"}))
 _PREFIX = "--hcache"
 """No flag of SGLang begins so."""
 
@@ -33,7 +38,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ConfigError: one of them has no value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in (*map(flag_of, FLAG_FIELDS), CONFIG_FLAG, TIER_FLAG):
+    for flag in _WITH_VALUE:
         parser.add_argument(flag)
     try:
         return parser.parse_known_args(list(arguments))
@@ -45,7 +50,7 @@ def check(arguments: Sequence[str]) -> None:
     """Refuse what the server would refuse as well, half a minute and hundreds of lines of usage later.
 
     Raises:
-        ConfigError: no such flag, or a value that is not allowed; or SGLang overlooks its own file.
+        ConfigError: no such flag, a value that is not allowed or in several words; or SGLang overlooks its own file.
     """
     from sglang_hcache.sglang_plugin.launch.settings_file import OVERLOOKED_FILE, settings_of
 
@@ -55,6 +60,7 @@ def check(arguments: Sequence[str]) -> None:
         if argument.startswith(_PREFIX):
             _check_name(argument.partition("=")[0])
     given, _ = parse(arguments)
+    _check_words(arguments)
     mode = tier_mode(given.hierarchical_cache)
     if mode not in (None, *TIER_MODES):
         raise ConfigError(f"{TIER_FLAG}: {mode!r} is not allowed; allowed: {', '.join(TIER_MODES)}")
@@ -81,6 +87,28 @@ def check_model(paths: Iterable[str | None]) -> None:
             raise ConfigError(f"--model-path: {path} does not exist{hint}")
         if is_empty:
             raise ConfigError(f"--model-path: {path} is an empty folder")
+
+
+def _check_words(arguments: Sequence[str]) -> None:
+    """SGLang takes no words of their own, so one behind a flag's value belongs to that."""
+    for place, argument in enumerate(arguments):
+        flag, is_assigned, value = argument.partition("=")
+        if flag not in _WITH_VALUE:
+            continue
+        following = itertools.takewhile(lambda word: not word.startswith("-"), arguments[place + 1 :])
+        words = [value, *following] if is_assigned else list(following)
+        if len(words) > 1:
+            raise ConfigError(f"{flag}: {_in_one_word(flag, words)}")
+
+
+def _in_one_word(flag: str, words: Sequence[str]) -> str:
+    if flag == _DIRS_FLAG:
+        names = ",".join(word.strip(",") for word in words)
+        return f"separate directories with commas, without spaces: {names}"
+    value, *others = words
+    if flag in _WITH_UNIT and value[-1:].isdigit() and len(others) == 1:
+        return f"write '{value}{others[0]}', without a space"
+    return f"it takes one value, and {others[0]!r} follows {value!r}"
 
 
 def _check_name(name: str) -> None:

@@ -22,6 +22,19 @@ from sglang_hcache.core.errors import ConfigError
         (["--hcache-dirs"], "--hcache-dirs: expected one argument"),
         (["--hierarchical-cache", "on"], "--hierarchical-cache: 'on' is not allowed; allowed: off, hcache"),
         (["--hcache-config", "/no/such/file.yaml"], "--hcache-config: cannot read"),
+        (["--hcache-disk-size", "20", "GB"], "--hcache-disk-size: write '20GB', without a space"),
+        (["--hcache-disk-size=20", "GB"], "--hcache-disk-size: write '20GB', without a space"),
+        (["--hcache-disk-free-floor", "10", "%"], "--hcache-disk-free-floor: write '10%', without a space"),
+        (["--hcache-disk-max-age", "30", "d"], "--hcache-disk-max-age: write '30d', without a space"),
+        (
+            ["--hcache-dirs", "/a,", "/b", "/c"],
+            "--hcache-dirs: separate directories with commas, without spaces: /a,/b,/c",
+        ),
+        (["--hcache-disk-size", "20GB", "30GB"], "it takes one value, and '30GB' follows '20GB'"),
+        (
+            ["--hierarchical-cache", "off", "on"],
+            "--hierarchical-cache: it takes one value, and 'on' follows 'off'",
+        ),
         (["--config=server.yaml"], "write --config FILE"),
     ],
 )
@@ -35,6 +48,7 @@ def test_what_the_server_would_refuse_later(arguments: list[str], told: str) -> 
     "arguments",
     [
         ["--hcache-host-size", "10 GB", "--hcache-disk-size=10gb", "--hicache-io-backend", "kernel"],
+        ["--stop", "a", "b", "--hcache-dirs", "/a,/b", "-h"],
         ["--hcache-dir", "/a"],  # abbreviated: SGLang accepts it, or says which flags it may mean
         ["--hcache-cpu-fixes", "--hierarchical-cache", "off"],
         ["--hierarchical-cache", "off", "--hcache-method", "hiden"],  # ignored there, with a warning
