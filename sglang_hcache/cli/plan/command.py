@@ -162,7 +162,6 @@ def plan(
     stores only K and V, and plans assume the same.
     """
     from sglang_hcache.cli.plan.report import make_report
-    from sglang_hcache.cli.report import Report
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
@@ -173,11 +172,18 @@ def plan(
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
         raise ConfigError(f"--method: hidden is not allowed here: {why_not_hidden}; use auto or kv")
-    if planned is not None and kind in _SIZED and not any((io_gbps, tflops, profile, tier, png, tokens)):
+    asking = _asking_for_times(kind, tier, tokens, png)
+    if planned is not None and not any((asking, io_gbps, tflops, profile)):
         _show_sizes(planned, kind, sizing, as_json)
         return
-    costs = _profile(planned, io_gbps, tflops, profile)
+    costs = _profile(planned, io_gbps, tflops, profile, asking)
     report = make_report(costs, _tier(costs, tier), tokens or _TOKENS, kind, why_not_hidden, sizing)
+    _show_plan(report, png, as_json)
+
+
+def _show_plan(report: PlanReport, png: Path | None, as_json: bool) -> None:
+    from sglang_hcache.cli.report import Report
+
     if png is not None:
         _draw(png, report)
     Report(report.data(), report.parts()).show(as_json=as_json)
@@ -246,10 +252,23 @@ def _model(model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel | None:
     return None
 
 
+def _asking_for_times(kind: PlanKind, tier: str, tokens: int | None, png: Path | None) -> str | None:
+    """The first argument, of those given, that makes no sense without the machine's rates."""
+    given = ((f"--method {kind}", kind not in _SIZED), ("--tier", tier), ("--tokens", tokens), ("--png", png))
+    return next((flag for flag, is_given in given if is_given), None)
+
+
 def _profile(
-    model: PlannedModel | None, io_gbps: float | None, tflops: float | None, path: Path | None
+    model: PlannedModel | None,
+    io_gbps: float | None,
+    tflops: float | None,
+    path: Path | None,
+    asking: str | None,
 ) -> Profile:
     """Measured costs from the file, or costs counted from two rates.
+
+    Args:
+        asking: an argument that needs them.
 
     Raises:
         ConfigError: neither or both ways given, no MODEL, a wrong file, or a profile of another model.
@@ -263,16 +282,19 @@ def _profile(
         if model is None:
             return Profile.read(path, "--profile")
         return Profile.read_of(model.shape, path, "--profile", "; leave MODEL out")
-    if io_gbps is None or tflops is None:
-        missing = " and ".join(
-            flag for flag, value in (("--io-gbps", io_gbps), ("--tflops", tflops)) if value is None
-        )
-        raise ConfigError(
-            f"{missing} missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b --io-gbps 26 "
-            "--tflops 197`, or --profile FILE"
-        )
     if model is None:
-        raise ConfigError(f"MODEL is missing; name a model folder, a config.json or one of {NAMES}")
+        raise ConfigError(
+            f"MODEL is missing; name a model folder, a config.json or one of {NAMES}. `hcache plan llama2-7b` prints "
+            "what a token takes; with --io-gbps and --tflops, or --profile FILE, it predicts times"
+        )
+    if io_gbps is None and tflops is None:
+        raise ConfigError(f"{asking} needs --io-gbps and --tflops, or --profile FILE")
+    if io_gbps is None or tflops is None:
+        missing = "--io-gbps" if io_gbps is None else "--tflops"
+        raise ConfigError(
+            f"{missing} is missing; give both rates, as in `hcache plan llama2-7b --io-gbps 26 --tflops 197`, or "
+            "--profile FILE"
+        )
     hardware = Hardware(flops=tflops * 1e12, io_bytes_per_s=io_gbps * 1e9)
     machine = f"{io_gbps:g} GB/s of I/O, {tflops:g} TFLOP/s; costs are counted, not measured"
     projects = model.why_not_hidden is None

@@ -255,7 +255,7 @@ def test_sizes_need_no_rates(plan, plan_json):
     assert "Stored    K and V: 524,288 bytes a token\nMemory    12.9 GB at least" in out
     assert "hidden states:" not in out
     status, out, err = plan("llama2-7b", "--tier", "disk")
-    assert (status, out, "--io-gbps and --tflops missing" in err) == (2, "", True)
+    assert (status, out, "--tier needs --io-gbps and --tflops" in err) == (2, "", True)
 
 
 def write_profile(path, name="llama2-7b", with_host=False, token_range=None):
@@ -303,11 +303,20 @@ def test_tier_of_a_profile(plan_json, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "MODEL is missing; name a model folder, a config.json or one of llama2-7b"),
         (
             [],
-            "--io-gbps and --tflops missing; give MODEL, --io-gbps and --tflops, as in `hcache plan llama2-7b",
+            "`hcache plan llama2-7b` prints what a token takes; with --io-gbps and --tflops, or --profile FILE",
         ),
-        (["llama2-7b", "--io-gbps", "1"], "--tflops missing"),
+        (
+            ["llama2-7b", "--io-gbps", "1"],
+            "--tflops is missing; give both rates, as in `hcache plan llama2-7b",
+        ),
+        (
+            ["llama2-7b", "--method", "hybrid"],
+            "--method hybrid needs --io-gbps and --tflops, or --profile FILE",
+        ),
+        (["llama2-7b", "--tokens", "9"], "--tokens needs --io-gbps and --tflops, or --profile FILE"),
         (RATES, "MODEL is missing; name a model folder, a config.json or one of llama2-7b"),
         (["no-such", *RATES], "MODEL: 'no-such' is no folder and no file, and not one of llama2-7b"),
         (["{dir}", *RATES], "MODEL: cannot read {dir}/config.json: No such file"),
