@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ class PlannedModel:
 
     @classmethod
     def of(cls, model: str, dtype: str, kv_cache_dtype: str) -> PlannedModel:
-        """The values of MODEL, ``--dtype`` and ``--kv-cache-dtype``; a name wins over a folder of that name.
+        """The values of MODEL, ``--dtype`` and ``--kv-cache-dtype``.
+
+        A name wins over a folder of that name, but not written in another way, such as Llama-2-7B.
 
         Raises:
             ConfigError: not a name, and no readable configuration of a model that we know; or a wrong dtype.
@@ -31,8 +34,8 @@ class PlannedModel:
         _check("--dtype", dtype, ("", *DTYPE_BYTES))
         _check("--kv-cache-dtype", kv_cache_dtype, ("auto", *FP8_CACHES))
         why_not_hidden = None
-        if model in NAMED_SHAPES:
-            shape = NAMED_SHAPES[model].with_dtype(dtype) if dtype else NAMED_SHAPES[model]
+        if (named := _named(model)) is not None:
+            shape = named.with_dtype(dtype) if dtype else named
         else:
             shape, is_quantised = _read(model, dtype)
             why_not_hidden = "weights are quantised" if is_quantised else None
@@ -44,6 +47,18 @@ class PlannedModel:
 def _check(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{flag}: {value!r} is not allowed; allowed: {', '.join(filter(None, allowed))}")
+
+
+def _named(model: str) -> ModelShape | None:
+    if model in NAMED_SHAPES:
+        return NAMED_SHAPES[model]
+    shape = next((shape for name, shape in NAMED_SHAPES.items() if _parts(name) == _parts(model)), None)
+    return None if shape is None or given_path("MODEL", model).exists() else shape
+
+
+def _parts(name: str) -> list[str]:
+    """Words and numbers: Llama-2-7B has those of llama2-7b, llama-27b has others."""
+    return re.findall("[a-z]+|[0-9]+|[^-_.]", name.lower())
 
 
 def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:

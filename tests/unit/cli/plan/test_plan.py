@@ -239,6 +239,20 @@ def test_sizes_are_of_what_the_server_stores(plan, plan_json):
     assert "drive writes" not in plan("llama3-8b", *RATES, "--tokens-per-s", 1)[1]
 
 
+def test_names_may_be_written_in_other_ways(plan, plan_json, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for written, name in (
+        ("Llama-2-7B", "llama2-7b"),
+        ("Mistral_7B_v0.3", "mistral-7b-v0.3"),
+        ("OPT-6.7b", "opt-6.7b"),
+    ):
+        assert plan_json(written)["model"] == name
+    for other in ("llama-27b", "opt-67b", "./Llama-2-7B", "llama2-7b-hf"):
+        assert f"MODEL: {other!r} is no folder and no file, and not one of" in plan(other)[2]
+    (tmp_path / "Llama-2-7B").write_text(config())
+    assert plan_json("Llama-2-7B")["model"] == "Llama-2-7B"
+
+
 def test_sizes_need_no_rates(plan, plan_json):
     row = 32 * 4096 * 2
     both = plan_json("llama2-7b")
