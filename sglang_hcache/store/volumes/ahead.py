@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError, StoreFormatError
 from sglang_hcache.core.paths import check_distinct, real_place
-from sglang_hcache.core.units import format_bytes
+from sglang_hcache.core.units import exact_size, format_bytes
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.volumes.agreement import Found, check_shared
 from sglang_hcache.store.volumes.lock import LockHolder
@@ -82,7 +83,7 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
         if config.floor_of(found.total_bytes) >= found.total_bytes:
             raise ConfigError(
                 f"--hcache-disk-free-floor: {config.floor_text} is not allowed; the file system of "
-                f"{path} has {format_bytes(found.total_bytes)}"
+                f"{path} has {format_bytes(found.total_bytes)}; {_way_out(found.total_bytes)}"
             )
         mount = volume.attempt(partial(mount_of, path))
         if mount is not None and mount.kind in ("tmpfs", "ramfs"):
@@ -104,6 +105,14 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
     finally:
         volume.close(config.io_timeout_s)
     return found
+
+
+def _way_out(total_bytes: int) -> str:
+    elsewhere = "put --hcache-dirs elsewhere"
+    if not total_bytes:  # as /proc: a share of it is no less than all of it
+        return elsewhere
+    default = exact_size(HCacheConfig.model_fields["disk_free_floor"].default)
+    return f"set a smaller floor, such as --hcache-disk-free-floor 10% (the default is {default}), or {elsewhere}"
 
 
 @contextlib.contextmanager

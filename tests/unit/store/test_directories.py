@@ -118,10 +118,32 @@ def test_looking_ahead_makes_nothing_and_sees_who_is_there(tmp_path: Path, open_
     )
     assert look_ahead(replace(config, dirs=(none,))).holders == {}
     assert not none.parent.exists()
-    with pytest.raises(
-        ConfigError, match=r"--hcache-disk-free-floor: 9000000\.0 TB is not allowed; .*yet has"
-    ):
-        look_ahead(replace(config, dirs=(none,), free_floor_bytes=9 * 10**18))
+
+
+@pytest.mark.parametrize(
+    ("total", "way_out"),
+    [
+        (0, "has 0 B; put --hcache-dirs elsewhere"),
+        (
+            7 * 10**9,
+            "has 7.0 GB; set a smaller floor, such as --hcache-disk-free-floor 10% (the default is 8GB), or put "
+            "--hcache-dirs elsewhere",
+        ),
+    ],
+)
+def test_looking_ahead_refuses_a_floor_that_no_file_would_fit_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, way_out: str
+) -> None:
+    """The user may never have set one."""
+    none = tmp_path / "none" / "yet"
+    config = replace(small_config(tmp_path), dirs=(none,), free_floor_bytes=8 * 10**9)
+    monkeypatch.setattr(SeenDirectory, "file_system_size", lambda _: (1, total))
+    with pytest.raises(ConfigError) as refusal:
+        look_ahead(config)
+    told = f"--hcache-disk-free-floor: 8.0 GB is not allowed; the file system of {none} {way_out}"
+    assert str(refusal.value) == told
+    if total:
+        look_ahead(replace(config, free_floor_bytes=0, free_floor_percent=10.0))
 
 
 def test_looking_ahead_tells_what_the_file_systems_could_give(
