@@ -140,9 +140,10 @@ class HCacheConfig(BaseModel):
     """How the disk tier is read and written: nixl (NIXL with io_uring, needs the extra ``nixl``), posix (threads with
     preadv and pwritev), or whichever a short probe at startup finds faster (auto)."""
     disk_write_budget: Size | None = Field(default=None, gt=0)
-    """Maximum bytes of chunks that the disk tier writes in any 24 hours, to limit wear on the drives. Its index, the
-    log and probes of the disk are not counted. When the budget is nearly used up, chunks that were never reused are
-    not written. Use the capacity of the drives times their rated drive writes per day."""
+    """Maximum bytes of chunks that the disk tier writes in any 24 hours, to limit wear on the drives. They are counted
+    by whole hours, so up to an hour longer. Its index, the log and probes of the disk are not counted. When the budget
+    is nearly used up, chunks that were never reused are not written. Use the capacity of the drives times their rated
+    drive writes per day."""
     disk_max_age: Duration | None = None
     """Maximum age of a chunk on disk, such as 12h or 30d, counted from when it was written and regardless of use.
     Deletion may come up to an eighth earlier. If the server was stopped, the next startup deletes overdue chunks. Host
