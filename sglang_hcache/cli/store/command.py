@@ -206,7 +206,7 @@ def _clear(
         typer.Option(
             "--any-format",
             help="Delete the store itself, whatever version created it and however damaged it is: all of its files in "
-            "these directories, and no others.",
+            "these directories except `lock`, and no others.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
