@@ -193,13 +193,10 @@ def _check_target(target: Path, *, is_folder: bool) -> None:
 
 
 def _save(profile: Profile, path: Path, *, replaces_others: bool) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with _saving(path):
-        try:
-            part.write_text(profile.to_json(), encoding="utf-8")
-            os.replace(part, path)  # whole or not at all: a server may be looking
-        finally:
-            part.unlink(missing_ok=True)
+    with _saving(path), tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        part = Path(scratch) / path.name
+        part.write_text(profile.to_json(), encoding="utf-8")
+        os.replace(part, path)  # whole or not at all: a server may be looking
         if replaces_others:  # measured under another name of the model
             for other in path.parent.glob(f"*-{_identity(profile)}.json"):
                 if other != path:

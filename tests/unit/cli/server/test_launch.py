@@ -151,6 +151,7 @@ def test_prepare_returns_the_whole_environment(monkeypatch):
     environment = prepare_launch(MODEL)[1]
     assert environment["LD_LIBRARY_PATH"] == f"{STUB}:/mine"
     assert environment["KEPT"] == "yes"
+    assert environment["PYTHONSAFEPATH"] == "1", "the working folder may hold another sglang"
 
 
 @pytest.mark.parametrize("tier", [(), ("--hierarchical-cache", "off")])
