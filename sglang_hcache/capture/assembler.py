@@ -56,6 +56,8 @@ class Assembler:
         self._held: list[Event] = []
         self._rows_held = 0
         self._events: queue.SimpleQueue[list[Event] | None] = queue.SimpleQueue()
+        self.has_lost_requests = False
+        """Whether an error has ended the saving of all requests; who publishes takes note."""
         self._published = self._handled = 0
         """Events. Each number is one thread's: the publisher's, and the assembler's."""
         self._thread = threading.Thread(target=self._run, name="hcache-assembler", daemon=True)
@@ -124,6 +126,7 @@ class Assembler:
                 logger.exception("hcache: capture event failed")
             self._observer.count("capture.errors")
             self._requests.drop_all()
+            self.has_lost_requests = True
         finally:
             if isinstance(event, RowsCaptured) and event.span is not None:
                 self._ring.release(event.span)

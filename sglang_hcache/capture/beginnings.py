@@ -30,19 +30,22 @@ class ChunkInMaking:
         tokens: so far.
         slot: of the host tier, open, with a row for each token; None: no rows were copied, or it has a key.
         key: once it is whole.
+        last_use: when its request ended, as :attr:`.HostTier.uses` counts.
     """
 
     parent: ChunkKey
     tokens: array[int] = field(default_factory=lambda: array("q"))
     slot: int | None = None
     key: ChunkKey | None = None
+    last_use: int = 0
 
 
 class Beginnings:
     """Chunks in making, filled and unfinished, by their parents: the newest 64 behind each.
 
-    A filled chunk is the host tier's. An unfinished one keeps its open slot: at most an eighth of all do, the least
-    recently used goes first. :meth:`covers` may be called by any thread, the rest by one.
+    A filled chunk is the host tier's. An unfinished one keeps its open slot, until it was not used for longer than
+    whole chunks that would have to go: it is of use only as long as its tokens are on the device. At most an eighth of
+    all slots are kept. :meth:`covers` may be called by any thread, the rest by one.
 
     Args:
         host: the tier that slots are of.
@@ -129,6 +132,7 @@ class Beginnings:
             if chunk.slot is None:
                 self._forget(chunk)
             else:
+                chunk.last_use = self._host.uses
                 self._keep(chunk, self._unfinished, self._most_unfinished)
 
     def drop(self, chunk: ChunkInMaking) -> None:
@@ -136,6 +140,15 @@ class Beginnings:
         with self._lock:
             self._forget(chunk)
             self._give_back(chunk)
+
+    def give_old_back(self) -> None:
+        """Free the slots of unfinished chunks that are older than the whole ones that would have to go next."""
+        with self._lock:
+            while self._unfinished:
+                chunk = next(iter(self._unfinished))
+                if chunk is self._held or chunk.last_use >= self._host.oldest_use():
+                    return
+                self._forget(chunk)
 
     def give_one_back(self) -> bool:
         """Free the slot of one unfinished chunk, but not of one whose rows are held; False: there is none."""

@@ -105,6 +105,7 @@ class OpenRequests:
 
     def add_pass(self, requests: Sequence[RequestRows], taken: PassRows) -> None:
         """The rows of one forward pass; those of nobody here are passed over."""
+        self.beginnings.give_old_back()
         singles = SingleRows()
         whole: list[_OpenRequest] = []
         for rows in requests:
@@ -163,7 +164,7 @@ class OpenRequests:
     def _copied_together(self, request: _OpenRequest, taken: PassRows, first: int, most: int) -> deque[int]:
         """Slots with the rows of the request's next whole chunks, at most ``most``, which begin at row ``first``.
 
-        None from one on that is stored already, lacks rows, or for which a slot is not simply there.
+        None from one on that is in host memory already, lacks rows, or for which a slot is not simply there.
         """
         slots: deque[int] = deque()
         if most < 2 or not self._rows.shares_work:
@@ -174,7 +175,7 @@ class OpenRequests:
             for begin in range(first, first + min(most, _COPIED_TOGETHER) * CHUNK_TOKENS, CHUNK_TOKENS):
                 end = begin + CHUNK_TOKENS
                 key = next_key(key, token_bytes(taken.tokens[begin:end]))
-                if end > taken.count or key in self._tiers:
+                if end > taken.count or key in self._tiers.host:
                     break
                 slot = self._tiers.host.reserve(slot)
                 if slot is None:
@@ -191,10 +192,13 @@ class OpenRequests:
             self._tiers.host.release(slots.popleft())
 
     def _is_worth_copying(self, request: _OpenRequest) -> bool:
-        """False once rows are missing, or if the whole chunk just arrived and is stored already."""
+        """False once rows are missing, or if the whole chunk just arrived and is in host memory already.
+
+        One that is on disk alone was computed again because that was faster than to read it, and will be again.
+        """
         chunk = request.chunk
         if chunk.slot is None and request.complete and len(chunk.tokens) == CHUNK_TOKENS:
-            return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers
+            return next_key(chunk.parent, token_bytes(chunk.tokens)) not in self._tiers.host
         return request.complete
 
     def _slot_for(
@@ -213,11 +217,12 @@ class OpenRequests:
 
     def _reserve(self, request: _OpenRequest) -> int | None:
         """A slot to fill, if need be that of an unfinished chunk; behind the chunk before it where that can be."""
-        behind = self._tiers.host.slot_of(request.chunk.parent)
-        slot = self._tiers.reserve(behind)
+        host = self._tiers.host
+        behind = host.slot_of(request.chunk.parent)
+        slot = host.reserve(behind)
         if slot is None and self.beginnings.give_one_back():
-            slot = self._tiers.reserve(behind)
-        return slot
+            slot = host.reserve(behind)
+        return self._tiers.reserve(behind) if slot is None else slot  # which may wait for the disk
 
     def _seal(self, request: _OpenRequest) -> None:
         chunk = request.chunk

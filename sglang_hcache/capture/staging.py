@@ -35,9 +35,13 @@ class StagingRing:
         memory: uint8, 1-D; as many rows as fit into it.
         layout: what a row holds of each layer.
         dtype: element type of the rows.
+        pass_rows: of the largest pass, of which the ring holds a few. Large spans begin at multiples of it where they
+            can: one between that is shorter would leave no gap that is long enough.
     """
 
-    def __init__(self, memory: torch.Tensor, layout: StateLayout, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: torch.Tensor, layout: StateLayout, dtype: torch.dtype, pass_rows: int = 1
+    ) -> None:
         self._layout = layout
         self._groups = layout.groups
         self._widths = [size // dtype.itemsize for size in layout.row_bytes]
@@ -46,6 +50,7 @@ class StagingRing:
         self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self._values = memory[: self.num_rows * self._row_values * dtype.itemsize].view(dtype)
         self._item_bytes = dtype.itemsize
+        self._pass_rows = pass_rows
         self._spans: list[RowSpan] = []  # in order of their rows; also those that were released since
         self._released: deque[RowSpan] = deque()
 
@@ -102,12 +107,7 @@ class StagingRing:
         while self._released:
             self._spans.remove(self._released.popleft())
         if count > self.num_rows * _SMALL:
-            end = 0
-            for index, span in enumerate(self._spans):
-                if span.first - end >= count:
-                    return end, index
-                end = span.first + span.count
-            return (end, len(self._spans)) if self.num_rows - end >= count else None
+            return self._find_first(count, self._pass_rows) or self._find_first(count, 1)
         begin = self.num_rows
         for index in range(len(self._spans), 0, -1):
             span = self._spans[index - 1]
@@ -115,3 +115,12 @@ class StagingRing:
                 return begin - count, index
             begin = span.first
         return (begin - count, 0) if begin >= count else None
+
+    def _find_first(self, count: int, step: int) -> tuple[int, int] | None:
+        """As :meth:`_find`: the first place for them at a multiple of ``step``."""
+        begin = 0
+        for index, span in enumerate(self._spans):
+            if span.first - begin >= count:
+                return begin, index
+            begin = max(begin, -(-(span.first + span.count) // step) * step)
+        return (begin, len(self._spans)) if self.num_rows - begin >= count else None

@@ -270,7 +270,7 @@ class Demoter:
             self._observer.count("demote.chunks_dropped_error", len(self._not_on_disk(pinned)))
             raise
         finally:
-            for info, slot in reversed(pinned):  # the tail is evicted before the head
+            for info, slot in reversed(pinned):  # in the order of their last uses
                 if is_settled:
                     # What is deleted for its age must not come back by a later use.
                     for_good = self._disk.has_max_age and self._disk.contains(info.key)

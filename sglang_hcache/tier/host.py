@@ -34,6 +34,7 @@ from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.free_slots import FreeSlots
+from sglang_hcache.tier.recency import Recency
 from sglang_hcache.tier.slot_memory import SlotMemory
 
 _MOST_IDLE = 1 / 16
@@ -56,6 +57,8 @@ class _Entry:
     """What to write if it is not on disk; None: it stays clean."""
     pins: int = 0
     is_reused: bool = False
+    last_use: int = 0
+    """Counted in uses of all."""
 
 
 class SlotCounts(NamedTuple):
@@ -95,10 +98,11 @@ class HostTier(SlotMemory):
         self._entries: dict[ChunkKey, _Entry] = {}
         self._keys: list[ChunkKey | None] = [None] * self.num_slots
         """By slot, of those in ``_entries``."""
-        self._pinned = set[ChunkKey]()  # of those in _entries
+        self._pinned, self._pinned_dirty = set[ChunkKey](), set[ChunkKey]()  # of those in _entries
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
-        self._clean: OrderedDict[ChunkKey, int] = OrderedDict()  # -> when it came to the end, counted in uses
-        self._uses = 0
+        self._clean = Recency()
+        self.uses = 0
+        """Of chunks, so far."""
         self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()  # of those in _entries
         self.generation = 0
         """How often everything was forgotten."""
@@ -123,11 +127,11 @@ class HostTier(SlotMemory):
 
     def _evict(self) -> None:
         most = max(_MOST_TRIED, self._evicted_at_once)
-        oldest = list(itertools.islice(filter(self._is_evictable, self._clean), most))
+        oldest = list(itertools.islice(filter(self._is_evictable, self._clean.oldest()), most))
         for number, key in enumerate(oldest, 1):
             if key in self._clean:  # else it went with a neighbour
-                last_use = self._clean[key]
-                until = last_use + int((self._uses - last_use) * _OLD)
+                last_use = self._clean.last_use(key)
+                until = last_use + int((self.uses - last_use) * _OLD)
                 for slot in self._free.group_of(self._entries[key].slot):
                     self._evict_slot(slot, until)
             if self._free.has_group and number >= self._evicted_at_once:
@@ -138,8 +142,9 @@ class HostTier(SlotMemory):
 
     def _evict_slot(self, slot: int, until: int) -> None:
         key = self._keys[slot]
-        if key is not None and self._is_evictable(key) and self._clean[key] <= until:
-            del self._clean[key], self._entries[key]
+        if key is not None and self._is_evictable(key) and self._clean.last_use(key) <= until:
+            self._clean.discard(key)
+            del self._entries[key]
             self._set_free(slot)
             self._observer.count("host.chunks_evicted")
             self.on_evicted(key)
@@ -164,8 +169,7 @@ class HostTier(SlotMemory):
                 return False
             if self.keep_dirty and not on_disk:
                 self._dirty[info.key] = info
-            else:
-                self._add_clean(info.key)
+            self._touch(info.key)
             return True
 
     def publish(self, slot: int, key: ChunkKey, generation: int) -> bool:
@@ -180,7 +184,7 @@ class HostTier(SlotMemory):
                 return False
             if not self._enter(slot, key, None):
                 return False
-            self._add_clean(key)
+            self._touch(key)
             return True
 
     def _enter(self, slot: int, key: ChunkKey, info: ChunkInfo | None) -> bool:
@@ -237,6 +241,8 @@ class HostTier(SlotMemory):
                 return None
             entry.pins += 1
             self._pinned.add(key)
+            if key in self._dirty:
+                self._pinned_dirty.add(key)
             return entry.slot
 
     def unpin(self, key: ChunkKey, slot: int) -> None:
@@ -250,6 +256,7 @@ class HostTier(SlotMemory):
                 return
             if self._orphans.pop(slot, None) is None:
                 self._pinned.discard(key)
+                self._pinned_dirty.discard(key)
             else:
                 self._set_free(slot)
 
@@ -263,7 +270,7 @@ class HostTier(SlotMemory):
     def oldest_dirty(self, count: int, *, pinned: bool = True) -> list[ChunkInfo]:
         """Up to ``count`` chunks that still have to be written, least recently used first; ``pinned`` ones, too."""
         with self._lock:
-            found = (info for key, info in self._dirty.items() if pinned or key not in self._pinned)
+            found = (info for key, info in self._dirty.items() if pinned or key not in self._pinned_dirty)
             return list(itertools.islice(found, count))
 
     def mark_clean(self, key: ChunkKey, slot: int, *, for_good: bool = False) -> None:
@@ -276,8 +283,7 @@ class HostTier(SlotMemory):
         """
         with self._lock:
             if key in self._dirty and self._entries[key].slot == slot:
-                del self._dirty[key]
-                self._add_clean(key)
+                self._set_clean(key)
                 if for_good:
                     self._entries[key].info = None
 
@@ -289,7 +295,7 @@ class HostTier(SlotMemory):
         """
         with self._lock:
             self.keep_dirty = True
-            for key in list(self._clean):
+            for key in list(self._clean.oldest()):
                 entry = self._entries[key]
                 if not is_on_disk(key):
                     self._set_dirty(key, entry)
@@ -305,16 +311,22 @@ class HostTier(SlotMemory):
                     self._set_dirty(key, entry)
 
     def _set_dirty(self, key: ChunkKey, entry: _Entry) -> None:
-        if entry.info is not None and self._clean.pop(key, None) is not None:
+        if entry.info is not None and self._clean.discard(key):
             self._dirty[key] = entry.info
+            if entry.pins:
+                self._pinned_dirty.add(key)
+
+    def _set_clean(self, key: ChunkKey) -> None:
+        del self._dirty[key]
+        self._pinned_dirty.discard(key)
+        self._clean.add_written(key, self._entries[key].last_use)
 
     def give_up_dirty(self) -> None:
         """No chunk that is here need be written to disk: they stay until their slots are wanted."""
         with self._lock:
             self._observer.count("host.chunks_outdated", len(self._dirty))
-            for key in self._dirty:
-                self._add_clean(key)
-            self._dirty.clear()
+            for key in list(self._dirty):
+                self._set_clean(key)
             for entry in self._entries.values():
                 entry.info = None
 
@@ -327,23 +339,17 @@ class HostTier(SlotMemory):
                     self._keys[entry.slot] = None
                 else:
                     self._set_free(entry.slot)
-            self._entries.clear()
-            self._pinned.clear()
-            self._clean.clear()
-            self._dirty.clear()
+            for kept in (self._entries, self._pinned, self._pinned_dirty, self._clean, self._dirty):
+                kept.clear()
             self.generation += 1
 
     def _touch(self, key: ChunkKey) -> None:
+        self.uses += 1
+        self._entries[key].last_use = self.uses
         if key in self._dirty:
             self._dirty.move_to_end(key)
         else:
-            self._add_clean(key)
-
-    def _add_clean(self, key: ChunkKey) -> None:
-        """At the end, also if it is there already."""
-        self._uses += 1
-        self._clean[key] = self._uses
-        self._clean.move_to_end(key)
+            self._clean.add(key, self.uses)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -354,7 +360,12 @@ class HostTier(SlotMemory):
             pinned: also those that stay as they are, whoever wants a slot.
         """
         with self._lock:
-            left_out = () if pinned else self._pinned
-            clean = sum(key in self._clean for key in left_out)
-            dirty = len(left_out) - clean
+            dirty = 0 if pinned else len(self._pinned_dirty)  # to be left out
+            clean = 0 if pinned else len(self._pinned) - dirty
             return SlotCounts(len(self._free), len(self._clean) - clean, len(self._dirty) - dirty)
+
+    def oldest_use(self) -> int:
+        """What :attr:`uses` was when the chunk that goes next was used last; 0: none has to go."""
+        with self._lock:
+            oldest = None if len(self._free) else next(self._clean.oldest(), None)
+            return 0 if oldest is None else self._clean.last_use(oldest)

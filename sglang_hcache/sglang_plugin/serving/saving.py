@@ -72,7 +72,7 @@ class Saving:
         they would be read there before the pass that writes them is over."""
         self.drops_thoughts = device.drops_thoughts
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype)
+        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype, device.largest_pass)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)
@@ -197,6 +197,9 @@ class Saving:
 
     def tick(self) -> None:
         """Once a scheduler round."""
+        if self._assembler.has_lost_requests:
+            self._assembler.has_lost_requests = False
+            self.end_all()  # those whose prompts go on begin anew
         if self._prefill_times is not None:
             self._prefill_times.look()
 

@@ -50,18 +50,21 @@ class SaveParts:
     Args:
         slots: of the host tier.
         rows: of the staging ring.
+        pass_rows: of the largest pass.
     """
 
     copying_threads = 1
 
-    def __init__(self, layout: StateLayout, slots: int, rows: int, group_slots: int = 1) -> None:
+    def __init__(
+        self, layout: StateLayout, slots: int, rows: int, group_slots: int = 1, pass_rows: int = 1
+    ) -> None:
         self._layout = layout
         self.counters = Counters()
         memory = np.zeros(slots * layout.chunk_bytes, np.uint8)
         host = HostTier(memory, layout, self.counters, keep_dirty=False, group_slots=group_slots)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
-        self.ring = StagingRing(staging, layout, torch.float32)
+        self.ring = StagingRing(staging, layout, torch.float32, pass_rows)
         copiers = Copiers(self.copying_threads) if self.copying_threads > 1 else None
         self.assembler = Assembler(self.ring, self.tiers, self.counters, copiers)
 

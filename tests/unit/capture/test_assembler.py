@@ -273,6 +273,19 @@ def test_a_pass_that_saw_too_few_layers_is_not_used(path: SavePath) -> None:
     assert path.ring.reserve(path.ring.num_rows) is not None
 
 
+def test_chunks_that_were_computed_though_they_are_on_disk_come_to_host_memory(
+    path: SavePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read them would have been slower, and will be again."""
+    monkeypatch.setattr(type(path.tiers), "_is_on_disk", lambda _, _key: True)
+    tokens = list(range(192))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens)])
+    path.end("a")
+    path.settle()
+    assert path.sealed(tokens) == [True] * 3
+
+
 def test_chunks_that_are_stored_already_are_not_copied_again(path: SavePath) -> None:
     tokens = list(range(64))
     for rid in ("a", "b"):

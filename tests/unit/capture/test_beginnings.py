@@ -144,6 +144,21 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
     path.finish()
 
 
+def test_one_that_is_older_than_what_would_have_to_go_is_forgotten() -> None:
+    """The conversation has left the device long ago, and nobody goes on inside of its last chunk."""
+    path = SavePath(slots=16)
+    run(path, "old", [1] * 10)
+    for name in range(2, 15):
+        run(path, str(name), [name] * 64)
+    assert covers(path, [1] * 10), "while slots are free nothing has to go"
+    run(path, "new", [15] * 10)
+    for name in range(16, 24):
+        run(path, str(name), [name] * 64)
+    assert not covers(path, [1] * 10)
+    assert covers(path, [15] * 10)
+    path.finish()
+
+
 def test_a_full_host_tier_takes_them_back() -> None:
     path = SavePath(slots=8)
     run(path, "a", [1] * 10)

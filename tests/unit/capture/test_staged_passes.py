@@ -41,15 +41,15 @@ class Device:
         return SimpleNamespace(wait=self.ends[-1].wait)
 
 
-def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0) -> list[bool]:
+def saved_of_a_long_prompt(staged_passes: int, passes: int, *, before: int = 0) -> list[bool]:
     """Which passes of a prompt were saved.
 
     Args:
-        decoding: requests whose rows are staged when the prompt comes.
+        before: rows that are staged when the prompt comes.
     """
-    parts, device = SaveParts(LAYOUT, slots=64, rows=staged_passes * ROWS), Device()
+    parts, device = SaveParts(LAYOUT, slots=64, rows=staged_passes * ROWS, pass_rows=ROWS), Device()
     capture = parts.capture(device=device)  # type: ignore[arg-type]
-    before = parts.ring.reserve(decoding) if decoding else None
+    earlier = parts.ring.reserve(before) if before else None
     parts.assembler.publish(RequestBegins("a", NAMESPACE, array("q")))
     tokens = list(range(passes * ROWS))
     rows = torch.arange(4.0 * len(tokens)).view(-1, 4)
@@ -68,9 +68,9 @@ def saved_of_a_long_prompt(staged_passes: int, passes: int, *, decoding: int = 0
         for layer in range(2):
             capture.on_layer(layer, rows[part])
         capture.end([RequestRows("a", part.start, 0, ROWS)], is_replayed=False)
-        if before is not None:
-            parts.ring.release(before)
-            before = None
+        if earlier is not None:
+            parts.ring.release(earlier)
+            earlier = None
         if number >= 2:  # the last but one has just ended: that is why this one was begun
             device.ends[number - 2].set()
     for end in device.ends:
@@ -87,8 +87,10 @@ def test_the_default_holds_passes_that_follow_each_other() -> None:
     assert saved_of_a_long_prompt(staged_passes_of(gpu), 8) == [True] * 8
 
 
-def test_rows_of_decoding_requests_before_them_do_not_cost_a_pass() -> None:
-    assert saved_of_a_long_prompt(3, 8, decoding=5) == [True] * 8
+@pytest.mark.parametrize("others", [5, 80, 127])
+def test_rows_of_other_requests_before_them_do_not_cost_a_pass(others: int) -> None:
+    """Of those that decode, or a prompt that is shorter than a pass: the ring holds three passes, wherever they lie."""
+    assert saved_of_a_long_prompt(3, 8, before=others) == [True] * 8
 
 
 @pytest.mark.parametrize("fewer", [1, 2])

@@ -75,6 +75,27 @@ def test_more_rows_than_the_ring_has_are_refused() -> None:
     assert ring.reserve(ROWS + 1) is None
 
 
+def test_large_spans_leave_gaps_for_whole_passes() -> None:
+    ring = StagingRing(
+        torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32, pass_rows=10
+    )
+    short = ring.reserve(6)
+    whole = ring.reserve(10)
+    assert short is not None
+    assert whole is not None
+    assert whole.first == 10
+    ring.release(short)
+    third = ring.reserve(10)
+    assert third is not None
+    assert third.first == 0
+    ring.release(whole)
+    assert ring.reserve(7) is not None
+    ring.release(third)
+    assert ring.reserve(12) is None, "what is larger than a pass has no place of its own, ..."
+    ring = empty_ring()
+    assert ring.reserve(12) is not None, "... but takes what there is"
+
+
 def test_rows_are_reused_in_a_circle() -> None:
     ring = empty_ring()
     first, second = ring.reserve(8), ring.reserve(8)

@@ -38,6 +38,44 @@ def test_the_least_recently_used_clean_chunk_goes_first() -> None:
     assert [info(name).key in tier for name in (1, 2, 3, 4)] == [True, False, True, True]
 
 
+def test_a_chunk_that_is_written_is_no_younger_for_it() -> None:
+    """Or what is used once, and is written when the device drops it, would stay longer than what is used again."""
+    tier = host(3, keep_dirty=True)
+    for name in (1, 2, 3):
+        put(tier, name)
+    for name in (2, 1):
+        slot = tier.pin(info(name).key)
+        assert slot is not None
+        tier.mark_clean(info(name).key, slot)
+        tier.unpin(info(name).key, slot)
+    tier.touch([info(1).key])
+    slot = tier.pin(info(3).key)
+    assert slot is not None
+    tier.mark_clean(info(3).key, slot)
+    tier.unpin(info(3).key, slot)
+    assert tier.oldest_use() == 2
+    for name, left in ((4, [True, False, True]), (5, [True, False, False])):
+        put(tier, name)
+        assert [info(old).key in tier for old in (1, 2, 3)] == left
+
+
+def test_counting_what_is_pinned_looks_at_no_chunk() -> None:
+    tier = host(4, keep_dirty=True)
+    for name in (1, 2, 3):
+        put(tier, name)
+    slots = [tier.pin(info(name).key) for name in (1, 2)]
+    assert slots[0] is not None
+    assert tier.counts(pinned=False) == (1, 0, 1)
+    tier.mark_clean(info(1).key, slots[0])
+    assert tier.counts(pinned=False) == (1, 0, 1)
+    tier.unpin(info(1).key, slots[0])
+    assert tier.counts(pinned=False) == (1, 1, 1)
+    tier.mark_dirty([info(1).key])
+    assert tier.counts(pinned=False) == (1, 0, 2)
+    tier.give_up_dirty()
+    assert tier.counts(pinned=False) == (1, 2, 0)
+
+
 def test_reading_a_prefix_from_its_head_on_does_not_evict_its_head_first() -> None:
     tier = host(3)
     keys = [info(name).key for name in (1, 2, 3)]

@@ -32,14 +32,15 @@ class HostModel(RuleBasedStateMachine):
         """(name, slot) of each pin."""
         self.slots: dict[int, int] = {}
         self.reused: set[int] = set()
-        self.clean: list[int] = []
+        self.used: list[int] = []
+        self.written: list[int] = []
+        """Both clean; the latter was dirty when it was used last."""
         self.dirty: list[int] = []
-        """Both least recently used first."""
+        """All least recently used first."""
         self.writable: set[int] = set()
         """What was sealed, and not marked clean for good."""
         self.uses = 0
         self.last_use: dict[int, int] = {}
-        """Of what is clean."""
         self.generation = 0
         self.marks = 0
         self.contents: dict[int, int] = {}
@@ -94,7 +95,7 @@ class HostModel(RuleBasedStateMachine):
             last = self.last_use[oldest]
             go = [name for name in self.clean if name not in pinned and self.slots[name] in group]
             for name in [name for name in go if self.last_use[name] <= last + (self.uses - last) // 4]:
-                self.clean.remove(name)
+                self.leave(name)
                 self.reused.discard(name)
                 self.writable.discard(name)
                 del self.slots[name]
@@ -114,7 +115,7 @@ class HostModel(RuleBasedStateMachine):
         assert self.tier.seal(slot, info, on_disk=on_disk) == (name not in self.slots)
         if name not in self.slots:
             self.writable.add(name)
-        self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.clean)
+        self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.used)
 
     @precondition(lambda self: self.opened)
     @rule(name=NAMES)
@@ -123,7 +124,7 @@ class HostModel(RuleBasedStateMachine):
         may = generation == self.generation
         assert self.tier.publish(slot, key(name), generation) == (may and name not in self.slots)
         if may:
-            self.enter(name, slot, self.clean)
+            self.enter(name, slot, self.used)
 
     def enter(self, name: int, slot: int, order: list[int]) -> None:
         if name in self.slots:
@@ -131,7 +132,8 @@ class HostModel(RuleBasedStateMachine):
             self.use(name)
         else:
             self.slots[name] = slot
-            self.append(name, order)
+            order.append(name)
+            self.use(name)
 
     @rule(names=PREFIXES)
     def touch(self, names: list[int]) -> None:
@@ -150,15 +152,22 @@ class HostModel(RuleBasedStateMachine):
                 self.use(name)
 
     def use(self, name: int) -> None:
-        order = self.clean if name in self.clean else self.dirty
-        order.remove(name)
-        self.append(name, order)
-
-    def append(self, name: int, order: list[int]) -> None:
+        order = self.dirty if name in self.dirty else self.used
+        self.leave(name)
         order.append(name)
-        if order is self.clean:
-            self.uses += 1
-            self.last_use[name] = self.uses
+        self.uses += 1
+        self.last_use[name] = self.uses
+
+    def leave(self, name: int) -> None:
+        next(order for order in (self.used, self.written, self.dirty) if name in order).remove(name)
+
+    @property
+    def clean(self) -> list[int]:
+        """In the order in which they go."""
+        used, written, merged = list(self.used), list(self.written), list[int]()
+        while used and written:
+            merged.append((used if self.last_use[used[0]] < self.last_use[written[0]] else written).pop(0))
+        return merged + used + written
 
     @rule(name=NAMES)
     def pin(self, name: int) -> None:
@@ -180,7 +189,7 @@ class HostModel(RuleBasedStateMachine):
         self.tier.mark_clean(key(name), slot, for_good=for_good)
         if self.slots.get(name) == slot and name in self.dirty:
             self.dirty.remove(name)
-            self.append(name, self.clean)
+            self.written.append(name)
             if for_good:
                 self.writable.discard(name)
 
@@ -189,14 +198,13 @@ class HostModel(RuleBasedStateMachine):
         self.tier.mark_dirty([key(name) for name in names])
         for name in names:
             if name in self.clean and name in self.writable:
-                self.clean.remove(name)
-                self.append(name, self.dirty)
+                self.leave(name)
+                self.dirty.append(name)
 
     @rule()
     def give_up_dirty(self) -> None:
         self.tier.give_up_dirty()
-        for name in self.dirty:
-            self.append(name, self.clean)
+        self.written += self.dirty
         self.dirty.clear()
         self.writable.clear()
 
@@ -218,7 +226,8 @@ class HostModel(RuleBasedStateMachine):
     @rule()
     def forget_all(self) -> None:
         self.tier.forget_all()
-        self.slots, self.reused, self.writable, self.clean, self.dirty = {}, set(), set(), [], []
+        self.slots, self.reused, self.writable = {}, set(), set()
+        self.used, self.written, self.dirty = [], [], []
         self.generation += 1
 
     # -- what must be so -------------------------------------------------------------------------
@@ -243,7 +252,7 @@ class HostModel(RuleBasedStateMachine):
     @invariant()
     def orders(self) -> None:
         assert [info.key for info in self.tier.oldest_dirty(10)] == [key(name) for name in self.dirty]
-        assert list(self.tier._clean) == [key(name) for name in self.clean]
+        assert list(self.tier._clean.oldest()) == [key(name) for name in self.clean]
         self.each(lambda name: (key(name) in self.tier) == (name in self.slots))
         self.each(lambda name: self.tier.is_reused(key(name)) == (name in self.reused))
         self.each(lambda name: (self.tier.dirty_info(key(name)) is not None) == (name in self.dirty))

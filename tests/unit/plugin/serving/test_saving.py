@@ -50,6 +50,23 @@ def test_a_pass_that_cannot_be_saved_goes_on(
     assert bridge.counters["host.chunks_sealed"] == 1
 
 
+def test_requests_begin_anew_after_an_error_where_chunks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge: Any = Served().bridge
+    bridge.begin_capture("a long prompt", None, array("q"))
+    with monkeypatch.context() as broken:
+        broken.setattr(bridge.saving._assembler._requests, "add_pass", fail)
+        run_pass(bridge, "a long prompt")
+        wait_until(lambda: bridge.counters["capture.errors"] == 1 and not bridge.saving.is_busy)
+    bridge.saving.tick()
+    assert not bridge.saving.captured, "what it computes next is begun again"
+    bridge.begin_capture("a long prompt", None, array("q"))
+    bridge.saving.tick()
+    run_pass(bridge, "a long prompt")
+    bridge.saving.end("a long prompt")
+    bridge.close()
+    assert bridge.counters["host.chunks_sealed"] == 1
+
+
 def run_pass(bridge: Any, rid: str) -> None:
     """One over a whole chunk."""
     assert bridge.saving.begin_pass([rid], TOKENS, TOKENS)
