@@ -127,7 +127,7 @@ class _Assembly:
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
         log_model(self._asked, model, stored, self._check)
         if config.method is not PlanKind.RECOMPUTE:
-            log_tiers(config, tiers, budget)
+            log_tiers(config, tiers, budget, device.tree.capacity())
         logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
         if gate is not None:
             logger.info("hcache: %s", prediction_text(gate, model.context_length))

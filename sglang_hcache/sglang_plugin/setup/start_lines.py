@@ -55,7 +55,11 @@ def log_model(
         )  # fmt: skip
 
 
-def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> None:
+def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget, pool_tokens: int) -> None:
+    """
+    Args:
+        pool_tokens: that the KV pool holds.
+    """
     disk = "no disk tier (give --hcache-dirs for one)"
     stats = tiers.disk_stats
     if stats is not None and tiers.disk is None:
@@ -75,6 +79,12 @@ def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget) -> N
         format_bytes(config.host_size), tiers.host.num_slots * CHUNK_TOKENS, budget.ring_rows, disk,
         config.write_policy,
     )  # fmt: skip
+    if tiers.host.num_slots * CHUNK_TOKENS <= pool_tokens:
+        logger.log(
+            logging.INFO if tiers.may_have_disk else logging.WARNING,
+            "hcache: the KV pool holds %d tokens, no fewer than the host tier: what the pool drops has mostly left the "
+            "host tier before, so hardly anything is restored from there; raise --hcache-host-size", pool_tokens,
+        )  # fmt: skip
 
 
 def prediction_text(gate: RestoreGate, longest: int) -> str:

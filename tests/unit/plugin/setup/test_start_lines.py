@@ -27,7 +27,23 @@ def test_the_write_budget_of_a_disk_tier(
         disk=object(),
         disk_stats=SimpleNamespace(cap_bytes=10**12, chunks=3),
         host=SimpleNamespace(num_slots=9),
+        may_have_disk=True,
     )
     with caplog.at_level(logging.INFO):
-        log_tiers(HCacheConfig.from_settings(settings), tiers, HostBudget.least())
+        log_tiers(HCacheConfig.from_settings(settings), tiers, HostBudget.least(), 64)
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+@pytest.mark.parametrize(("pool_tokens", "is_told"), [(9 * 64 - 1, False), (9 * 64, True)])
+def test_a_host_tier_that_holds_no_more_than_the_pool(
+    pool_tokens: int, is_told: bool, has_disk: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has a place before a disk tier, and next to none without one."""
+    tiers: Any = SimpleNamespace(
+        disk=None, disk_stats=None, host=SimpleNamespace(num_slots=9), may_have_disk=has_disk
+    )
+    with caplog.at_level(logging.INFO):
+        log_tiers(HCacheConfig(), tiers, HostBudget.least(), pool_tokens)
+    found = [record for record in caplog.records if "raise --hcache-host-size" in record.message]
+    assert [record.levelno for record in found] == ([logging.INFO if has_disk else logging.WARNING] * is_told)
