@@ -89,6 +89,15 @@ REFUSALS = {
         ["--tokenizer-worker-num", "2", "--admin-api-key", "k"],
         ("--admin-api-key cannot be used with --tokenizer-worker-num 2", "no key"),
     ),
+    "keys that YAML made": Refusal(
+        ["--config", "{folder}/../keys.yaml"],
+        (
+            "--api-key: 'None' is no key",
+            "--admin-api-key: 'true' is no key",
+            'in quotes there: api-key: "KEY"',
+        ),
+    ),
+    "an empty key": Refusal(["--api-key", ""], ("--api-key: '' is no key",)),
     "no such file": Refusal(["--hcache-config", "/nowhere.yaml"], ("--hcache-config", "/nowhere.yaml")),
     "nodes": Refusal(["--nnodes", "2"], ("--nnodes", "got 2")),
     "ranks with hidden states": Refusal(
@@ -300,6 +309,7 @@ def results(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     settings = folder / "settings.yaml"
     settings.write_text("host_size: 2GB\ndisk_size: 7GB\nslow_request_s: 8\n", encoding="utf-8")
     (folder / "server.yaml").write_text("hierarchical-cache: off\n", encoding="utf-8")
+    (folder / "keys.yaml").write_text("api-key:\nadmin-api-key: yes\n", encoding="utf-8")
     (folder / "typo.yaml").write_text("hots_size: 2GB\n", encoding="utf-8")
     base = ["--model-path", str(model), *CPU]
     cases = {

@@ -137,7 +137,7 @@ def file_of_keys(sample: str) -> str:
         (volume,) = [volume for volume in pod()["volumes"] if "secret" in volume]
         (mount,) = [mount for mount in container()["volumeMounts"] if mount["name"] == volume["name"]]
         name = volume["secret"]["secretName"]
-        assert f"kubectl create secret generic {name} --from-file=server.yaml " in MANIFEST.read_text()
+        assert f"kubectl create secret generic {name} --from-file=server.yaml\n" in MANIFEST.read_text()
         assert volume["secret"]["defaultMode"] == 0o444
         return f"{mount['mountPath']}/server.yaml"
     if sample == "systemd":
@@ -158,7 +158,10 @@ def test_both_keys_are_in_a_file_and_not_on_the_command_line(sample: str, file: 
         "in two words: SGLang looks for those"
     )
     assert not [argument for argument in arguments if "api-key" in argument]
-    assert "# two lines: api-key: KEY and admin-api-key: KEY\n" in file.read_text()
+    assert (
+        '# server.yaml: two lines, with the quotes: api-key: "KEY" and admin-api-key: "KEY"\n'
+        in file.read_text()
+    )
 
 
 def test_a_stop_of_the_unit_is_no_failure_and_a_crash_restarts_it() -> None:

@@ -86,6 +86,7 @@ _REFUSED = {
     "disaggregation_mode": "prefill and decode share no tier yet",
 }
 """Arguments, and variables of the environment (in capitals) -> why they are refused."""
+_NO_KEYS = ("", "None", "True", "true", "False", "false")
 
 
 def check_arguments(args: argparse.Namespace, defaults: type) -> None:
@@ -306,15 +307,22 @@ def _parallelism(args: argparse.Namespace) -> list[str]:
 
 
 def _keys(args: argparse.Namespace) -> list[str]:
-    """Keys that nobody would check: whoever reaches the server could empty the tiers."""
-    if args.tokenizer_worker_num in (None, 1):
-        return []
-    return [
-        f"{_flag(field)} cannot be used with --tokenizer-worker-num {args.tokenizer_worker_num}: SGLang checks no key "
-        "there, so everyone could empty the cache and the tiers"
-        for field in ("api_key", "admin_api_key")
-        if getattr(args, field)
+    """Keys that nobody would check or that anyone can guess: whoever reaches the server could empty the tiers."""
+    given = [(_flag(field), getattr(args, field)) for field in ("api_key", "admin_api_key")]
+    problems = [
+        f"{flag}: {value!r} is no key, but what SGLang makes of an empty value, or of yes or no, in its file; "
+        f'write it in quotes there: {flag[2:]}: "KEY"'
+        for flag, value in given
+        if value in _NO_KEYS
     ]
+    if args.tokenizer_worker_num not in (None, 1):
+        problems += [
+            f"{flag} cannot be used with --tokenizer-worker-num {args.tokenizer_worker_num}: SGLang checks no key "
+            "there, so everyone could empty the cache and the tiers"
+            for flag, value in given
+            if value
+        ]
+    return problems
 
 
 def _model(model: Any) -> list[str]:
