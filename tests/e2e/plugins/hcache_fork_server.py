@@ -2,7 +2,7 @@
 
 FD is a socket. A message is JSON with Python's ``arguments``, ``environment`` and ``folder`` of a program and whether
 it ``leads_session``, and the descriptors of its standard input, output and errors; the answer is its process id. It
-ends when the other side does.
+ends when the other side does. Arguments behind FD are for whoever reads its title.
 """
 
 import atexit

@@ -27,6 +27,8 @@ _READ_LATER = {
     "PYTHONPATH",  # but for an SGLang in it
 }
 """Variables that nothing reads while SGLang is imported."""
+_MARK = "HCACHE_CI_RUN"
+"""By which ``.ci/run`` finds what it started: in the title of what is forked, which takes the environment's place."""
 _SERVER = ["-m", "sglang.launch_server"]
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -71,6 +73,8 @@ class ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "hcache_fork_server", str(theirs.fileno())]
+            if mark := self._environment.get(_MARK):
+                command.append(f"{_MARK}={mark}")
             self._process = subprocess.Popen(command, env=self._environment, pass_fds=[theirs.fileno()]).pid
         return self._connection
 
