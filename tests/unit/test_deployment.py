@@ -84,6 +84,64 @@ def test_what_an_orchestrator_starts_survives_a_broken_disk(sample: str) -> None
     assert "%" in str(config.disk_free_floor)
 
 
+def prepare(
+    command: list[str], folder: Path, *, fails: str = "-", mounted: bool = True
+) -> tuple[int, list[str]]:
+    """What is run before a server, with programs that only say what they were told.
+
+    Args:
+        fails: the directory that cannot be made.
+
+    Returns:
+        Its exit status, and the directories that it made for the server's user alone.
+    """
+    programs = {
+        "install": f'for last; do :; done; [ "$last" != {fails} ] && echo "$@"',
+        "mountpoint": f"[ $2 = /mnt/nvme0 ] && {str(mounted).lower()}",
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        command,
+        env={"PATH": f"{folder}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert all(words[:3] == ["-d", "-m", "0700"] and words[4] == words[6] for words in said)
+    return done.returncode, [f"{words[4]}:{words[-1]}" for words in said]
+
+
+def test_a_pod_starts_that_cannot_make_its_directory(tmp_path: Path) -> None:
+    (init,) = pod()["initContainers"]
+    (directory,) = tier_settings("kubernetes").dirs
+    (home,) = [variable["value"] for variable in container()["env"] if variable["name"] == "HOME"]
+    user = container()["securityContext"]["runAsUser"]
+    assert prepare(init["command"], tmp_path) == (0, [f"{user}:{directory}", f"{user}:{home}"])
+    assert prepare(init["command"], tmp_path, fails=str(directory)) == (0, [f"{user}:{home}"])
+    (volume,) = [mount["name"] for mount in container()["volumeMounts"] if mount["mountPath"] == home]
+    assert {"name": volume, "mountPath": home} in init["volumeMounts"]
+    assert {"name": volume, "emptyDir": {}} in pod()["volumes"], "the tier's disk may be broken"
+
+
+def test_the_unit_starts_without_its_drive(tmp_path: Path) -> None:
+    settings = unit_settings()
+    prefixes, *command = shlex.split(settings["ExecStartPre"])
+    assert prefixes == "-+/bin/sh"
+    (directory,) = tier_settings("systemd").dirs
+    command = ["/bin/sh", *command]
+    assert prepare(command, tmp_path) == (0, [f"sglang:{directory}"])
+    assert prepare(command, tmp_path, mounted=False)[1] == [], "on the disk below"
+    assert not {name for name in settings if name.startswith("Requires")}
+    for waits in ("Wants", "After"):
+        (mount,) = [name for name in settings[waits].split() if name.endswith(".mount")]
+        assert directory.is_relative_to("/" + mount.removesuffix(".mount").replace("-", "/"))
+
+
 def test_pages_and_samples_name_flags_that_exist() -> None:
     known = {flag_of(field) for field in FLAG_FIELDS} | set(COMMAND_LINE_FLAGS)
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *(path for path in ROOT.glob("configs/*/*"))]
@@ -123,11 +181,8 @@ def test_the_pod_has_memory_and_disk_for_both_tiers() -> None:
 
 
 def test_the_directory_is_the_servers_own() -> None:
-    (config_dir,) = tier_settings("kubernetes").dirs
-    (init,) = pod()["initContainers"]
     user = container()["securityContext"]["runAsUser"]
     assert "fsGroup" not in MANIFEST.read_text().replace("No fsGroup", "")
-    assert (str(config_dir) in init["command"], str(user) in init["command"]) == (True, True)
     assert f"USER {user}" in DOCKERFILE.read_text().splitlines()
 
 
@@ -169,8 +224,6 @@ def test_a_stop_of_the_unit_is_no_failure_and_a_crash_restarts_it() -> None:
     assert settings["SuccessExitStatus"] == "SIGKILL"
     assert settings["Restart"] == "always"
     assert int(settings["TimeoutStopSec"]) >= STOPPING_S + 120
-    (directory,) = tier_settings("systemd").dirs
-    assert directory.is_relative_to(settings["RequiresMountsFor"])
 
 
 def test_what_a_shell_of_the_units_user_profiles_the_server_finds() -> None:
