@@ -232,6 +232,24 @@ def test_what_a_shell_of_the_units_user_profiles_the_server_finds() -> None:
     assert found == [("HOME", home)]
 
 
+def test_what_the_unit_hides_it_does_not_use() -> None:
+    settings = unit_settings()
+    assert [settings[name] for name in ("ProtectHome", "PrivateTmp", "NoNewPrivileges")] == ["true"] * 3
+    assert settings["ProtectSystem"] == "full", "with strict it cannot see a drive that is mounted again"
+    used = re.findall(r"(?<=[\s=:])/[\w/.]+", "\n".join(f"={value}" for value in settings.values()))
+    assert "/mnt/nvme0/hcache" in used
+    assert not [path for path in used if path.startswith(("/home/", "/root/", "/tmp/", "/var/tmp/"))]
+
+
+def test_the_pods_server_has_no_rights_that_it_does_not_need() -> None:
+    rights = container()["securityContext"]
+    assert rights["runAsNonRoot"]
+    assert not rights["allowPrivilegeEscalation"]
+    assert rights["capabilities"] == {"drop": ["ALL"]}
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod()["automountServiceAccountToken"] is False
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     program = shlex.split(unit_settings()["ExecStart"])[0]
