@@ -41,6 +41,8 @@ REFUSED = {'disk_events_total{instance="a", event="write_refused"}': "0+1x120"}
 OTHER_TAKES = {'directory_takes_writes{instance="a", directory="y"}': "1x120"}
 HITS = {'lookups_total{instance="a", tp_rank="0", result="hit"}': "0+1x120"}
 UP = {'up{instance="a", job="sglang"}': "1x120"}
+POD = {'up{instance="a", job="kubernetes-pods"}': "1x120"}
+WRONG_NAME = {'sglang_hcache_info{instance="a", version="0"}': "1x120"}
 INFO = {'info{instance="a", version="0", method="kv"}': "1x120"}
 SLOWER = {'restores_total{instance="a", tp_rank="0", result="predicted_slower"}': "0+1x120"}
 
@@ -75,6 +77,9 @@ def ended(result: str, values: str) -> dict[str, str]:
         ("HCacheMetricsMissing", UP, 14, False),
         ("HCacheMetricsMissing", UP, 16, True),
         ("HCacheMetricsMissing", UP | INFO, 60, False),
+        ("HCacheMetricsMissing", POD, 60, False),
+        ("HCacheMetricsMissing", POD | WRONG_NAME, 16, True),
+        ("HCacheMetricsMissing", POD | INFO, 60, False),
         ("HCacheRestoresFail", ended("done", "0+4x120") | ended("late", "0+1x120"), 60, True),
         ("HCacheRestoresFail", ended("done", "0+20x120") | ended("late", "0+1x120"), 60, False),
         ("HCacheRestoresFail", ended("done", "0x120") | ended("failed", "0x50 2x70"), 60, False),
@@ -86,7 +91,7 @@ def test_when_they_fire(
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
     found = [
-        {"series": name if name.startswith("up{") else f"sglang:hcache_{name}", "values": values}
+        {"series": name if name.startswith(("up{", "sglang_")) else f"sglang:hcache_{name}", "values": values}
         for name, values in series.items()
     ]
     labels = f'{{alertname="{alert}", alertstate="firing", instance="a"}}'
