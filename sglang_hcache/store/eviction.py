@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from sglang_hcache.core.errors import StoreError, StoreFullError, StoreIOError
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 _EVICTIONS_IN_VAIN = 3
 """Segments that gained nothing, before another one is not tried now."""
+_SEGMENTS_IN_VAIN = 2
+"""Full ones, that went where nothing can be written all the same, ..."""
+_RELIEF_S = 600.0
+"""... before another one goes there only so often, seconds."""
 _FLOOR_WARNING_S = 600.0
 
 
@@ -39,6 +44,7 @@ class Eviction:
         self._remover = remover
         self._free_space = free_space
         self._may_warn = Throttle(_FLOOR_WARNING_S)
+        self._may_relieve = defaultdict[int, Throttle](lambda: Throttle(_RELIEF_S))
 
     def next_members(self) -> tuple[int, ...]:
         """Directories for the next segment: those that have room. If none has, the coldest segments are evicted first.
@@ -55,7 +61,7 @@ class Eviction:
             members = tuple(stripe for stripe in usable.now if stripe in possible)
             if members or not possible or not possible.isdisjoint(usable.soon):
                 return members
-            if not self._evict_to_gain(mask_of(possible)):
+            if not self._evict_to_gain(self._not_in_vain(possible)):
                 return ()
 
     def _note_want_of_room(self, usable: Usable) -> None:
@@ -121,16 +127,28 @@ class Eviction:
     def relieve(self, members: Iterable[int]) -> None:
         """A device is full though its file system shows room (a quota, no inodes left): one segment there goes.
 
-        How often that happens is bounded by how often the directory is tried again.
+        How often that happens is bounded by how often the directory is tried again, and by what it gains.
         """
-        full = [stripe for stripe in members if self._volumes[stripe].health.is_full]
-        if full:
-            self._evict_to_gain(mask_of(full))
+        self._evict_to_gain(self._not_in_vain(item for item in members if self._volumes[item].health.is_full))
 
     def used_bytes(self) -> int:
         """Sum over segments in use and files that could not be removed."""
         in_use = sum(segment.accounted_bytes for segment in self._catalog.segments())
         return in_use + self._remover.leftover_bytes
+
+    def _not_in_vain(self, stripes: Iterable[int]) -> int:
+        """Those of these directories, as bits, where more may go for the sake of writing.
+
+        Not where the disk is full, some went, and nothing could be written since: others use a quota up, or a snapshot
+        keeps what is deleted. There one more goes now and then, for it may be that nobody else makes room.
+        """
+        most = _SEGMENTS_IN_VAIN * self._config.file_bytes
+        healths = {stripe: self._volumes[stripe].health for stripe in stripes}
+        return mask_of(
+            stripe
+            for stripe, health in healths.items()
+            if not health.is_full or health.freed_in_vain < most or self._may_relieve[stripe]()
+        )
 
     def _keep_floor(self, need: int, members: Iterable[int]) -> bool:
         """Evict where less than the floor and ``need`` for each of ``members`` is free; False if that is not enough.

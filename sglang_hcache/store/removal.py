@@ -157,6 +157,7 @@ class Remover:
         for stripe, size in before.items():
             if size and not segment.accounted[stripe]:
                 self._free_space.note_deleted(stripe, size - FILE_SLACK_BYTES)
+                self._volumes[stripe].health.note_deleted(size)
                 self._failed_at.pop(stripe, None)
         self.leftovers.pop(segment)
         if segment.left:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,6 +172,29 @@ def test_starting_on_a_full_disk(disk: SmallDisk, open_store: OpenStore) -> None
     store.close()
     store = open_store(config)
     assert served(store, range(50, 51))
+
+
+def test_starting_on_a_disk_that_stays_full(disk: SmallDisk, open_store: OpenStore) -> None:
+    """Links keep what is deleted, as snapshots do: a few segments go, the rest is served."""
+    config = config_on(disk)
+    store = open_store(config)
+    write(store, range(40))
+    store.close()
+    links = disk.mount_point / "links"
+    links.mkdir()
+    before = [file.name for file in config.dirs[0].glob("segment-*")]
+    for name in before:
+        os.link(config.dirs[0] / name, links / name)
+    disk.fill()
+    store = open_store(config)
+    time.sleep(3)  # it is tried again and again
+    assert conditions(store) == ["read-only"]
+    left = served(store, range(40))
+    assert len(left) >= 40 - 3 * 8
+    shutil.rmtree(links)
+    disk.empty()
+    wait_until(lambda: takes_writes(store, 50), HANG_S)
+    assert served(store, range(51)) == [*left, 50]
 
 
 def test_starting_on_a_disk_that_is_full_of_other_things(disk: SmallDisk) -> None:

@@ -74,6 +74,8 @@ class Health:
         """Why it is not healthy."""
         self.is_full = False
         """It takes no writes for want of room."""
+        self.freed_in_vain = 0
+        """Bytes of files that were deleted while it was full, since data was last written."""
         self.is_missing = False
         """It is out, for it was deleted or is another one now."""
         self.has_worked = True
@@ -97,9 +99,14 @@ class Health:
     def succeeded(self, *, writing: bool) -> None:
         """Data was read, or written durably. Other calls say nothing: a device may list files and read none."""
         if writing:
-            self._failed_writes = 0
+            self._failed_writes = self.freed_in_vain = 0
         else:
             self._failed_reads = 0
+
+    def note_deleted(self, size: int) -> None:
+        """A file of ``size`` bytes was deleted, of which a disk that is full should have room now."""
+        if self.is_full:
+            self.freed_in_vain += size
 
     def note_corrupt(self) -> None:
         """Other bytes were read than were written, which takes no directory out: the chunks are quarantined."""

@@ -20,16 +20,16 @@ from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.format.superblock import StoreIdentity, Superblock
 from sglang_hcache.store.volumes.agreement import Found, agreed, in_place
 from sglang_hcache.store.volumes.directory import StoreDirectory, has_superblock
-from sglang_hcache.store.volumes.health import FULL_ERRNOS, Health
+from sglang_hcache.store.volumes.health import FULL_ERRNOS, READ_ONLY_ERRNOS, Health
 from sglang_hcache.store.volumes.mounts import check_mounted_as_listed, mount_of
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
+_GIVEN_UP = 3
+"""Segments that go at a start on a full disk, ..."""
 _SHOWS_S = 1.0
-"""On a full disk the next segment goes when the room of the last one does not show so long, ..."""
-_LONGEST_WAIT_S = 10.0
-"""... but a start does not wait for longer than that in all."""
+"""... the next one when the room of the last one does not show so long."""
 _PAUSE_S = 0.05
 
 
@@ -235,8 +235,14 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
         if is_new:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
         volume.health.failed(error, writing=True)
-        if volume.health.writable:  # one failure is not many, but nothing has ever worked here
-            volume.health.take_out(error.strerror or str(error))
+        try:
+            if (
+                error.errno not in READ_ONLY_ERRNOS
+            ):  # one failure is not many, but nothing has ever worked here
+                raise
+            volume.attempt(directory.probe_reading)
+        except OSError as failure:
+            volume.health.take_out(failure.strerror or str(failure))
 
 
 def _check_emptied(directory: StoreDirectory, file_system: int) -> None:
@@ -266,12 +272,16 @@ def _check_mounted(directory: StoreDirectory, file_system: int) -> None:
 
 
 def _probe(volume: Volume) -> None:
-    """Try O_DIRECT; on a full disk the oldest segments go first: without room not even the index opens.
+    """Try O_DIRECT; on a full disk a few of the oldest segments go first: without room not even the index opens.
 
-    One after the other, for some file systems free in the background.
+    One after the other, for some file systems free in the background. Where a few make no room, all of them may make
+    none: a quota is used up by other files, or a snapshot keeps what is deleted.
+
+    Raises:
+        OSError: it is full all the same, or fails.
     """
     directory = volume.directory
-    unlink_at, wait_no_more_at = 0.0, time.monotonic() + _LONGEST_WAIT_S
+    given_up, next_at = 0, 0.0
     while True:
         try:
             volume.attempt(directory.probe)
@@ -279,17 +289,16 @@ def _probe(volume: Volume) -> None:
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
-            if time.monotonic() < unlink_at:
+            if time.monotonic() < next_at:
                 time.sleep(_PAUSE_S)
                 continue
-            sizes = volume.attempt(directory.segment_sizes)
-            oldest = min(sizes, default=None)
-            if oldest is None:
+            oldest = min(volume.attempt(directory.segment_sizes), default=None)
+            if oldest is None or given_up == _GIVEN_UP:
                 raise
-            logger.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
-            volume.attempt(partial(directory.unlink_segment, oldest))
-            if sizes[oldest]:
-                unlink_at = min(time.monotonic() + _SHOWS_S, wait_no_more_at)
+            with contextlib.suppress(PermissionError):  # then it stays full, and is read
+                volume.attempt(partial(directory.unlink_segment, oldest))
+                logger.warning("hcache: %s is full; segment %d is given up", directory.path, oldest)
+            given_up, next_at = given_up + 1, time.monotonic() + _SHOWS_S
 
 
 def _updated(

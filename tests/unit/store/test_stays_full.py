@@ -1,0 +1,171 @@
+"""A disk that is full whatever is deleted: a quota that other files use up, or a snapshot that keeps the blocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_hcache.core import throttle
+from sglang_hcache.core.errors import StoreFullError, StoreIOError
+from sglang_hcache.core.observer import Counters
+from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.io.probing import gives_direct_reads
+from sglang_hcache.store.volumes import opening
+from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.testing.open_store import Inside
+from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
+from tests.unit.store.conftest import conditions, is_healthy
+
+OpenStore = Callable[..., DiskStore]
+LAYERS = (4096, 4096)
+RUNS = 12
+"""One a segment, of which each fills most."""
+
+
+def keys_of(number: int) -> tuple[bytes, ...]:
+    return make_keys(20 * number, 20)
+
+
+def there(store: DiskStore) -> list[int]:
+    """The runs that are served; reads them all."""
+    found = [number for number in range(RUNS) if match_keys(store, keys_of(number)) == 20]
+    for number in found:
+        read_keys(store, keys_of(number))
+    return found
+
+
+class Full:
+    """What needs room in the directory fails with ``number`` while this is set."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self.lets_probes_pass = False
+        self._folder = folder
+        self._probe, self._create = StoreDirectory.probe, StoreDirectory.create_segment
+        monkeypatch.setattr(StoreDirectory, "probe", lambda item: self._try_probe(item))
+        monkeypatch.setattr(StoreDirectory, "create_segment", lambda *args: self._try_create(*args))
+
+    def _try_probe(self, directory: StoreDirectory) -> None:
+        if not self.lets_probes_pass:
+            self._check(directory)
+        self._probe(directory)
+
+    def _try_create(self, directory: StoreDirectory, segment: int, size: int) -> None:
+        self._check(directory)
+        self._create(directory, segment, size)
+
+    def _check(self, directory: StoreDirectory) -> None:
+        if self.number and directory.path == self._folder:
+            raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.fixture
+def config(tmp_path: Path, open_store: OpenStore) -> StoreConfig:
+    """Of a closed store."""
+    config = small_config(tmp_path)
+    store = open_store(config)
+    for number in range(RUNS):
+        write_keys(store, keys_of(number), LAYERS)
+    assert store.stats().segments == RUNS
+    store.close()
+    return config
+
+
+@pytest.fixture
+def full(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Full:
+    monkeypatch.setattr(opening, "_SHOWS_S", 0.1)
+    return Full(config.dirs[0], monkeypatch)
+
+
+def retry(store: DiskStore) -> None:
+    """A round of the keeper, in which every directory that is not well is tried."""
+    for volume in Inside(store).volumes:
+        volume.health._retry_at = 0.0
+    Inside(store).keeper.round()
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_start_gives_three_segments_up_and_serves_the_rest(
+    config: StoreConfig, open_store: OpenStore, counters: Counters, full: Full, number: int
+) -> None:
+    full.number = number
+    store = open_store(config)
+    assert conditions(store) == ["read-only"]
+    assert there(store) == [*range(3, RUNS)]
+    assert counters["store.index_rebuilds"] == 0
+    volume = Inside(store).volumes[0]
+    assert volume.directory.direct == gives_direct_reads(volume.directory.segment_path(RUNS - 1))
+    full.number = 0
+    retry(store)
+    assert is_healthy(store)
+    write_keys(store, make_keys(1000, 20), LAYERS)
+    assert there(store) == [*range(3, RUNS)]
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_start_on_a_full_disk_whose_oldest_file_cannot_be_deleted(
+    config: StoreConfig, open_store: OpenStore, full: Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(StoreDirectory, "unlink_segment", refuse)
+    full.number = errno.ENOSPC
+    store = open_store(config)
+    assert conditions(store) == ["read-only"]
+    assert there(store) == [*range(RUNS)]
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_full_disk_that_cannot_be_read_either_is_refused(
+    config: StoreConfig, full: Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(*_: object) -> None:
+        raise OSError(errno.EIO, "bad")
+
+    monkeypatch.setattr(StoreDirectory, "probe_reading", bad)
+    full.number = errno.ENOSPC
+    with pytest.raises(StoreIOError, match=r"cannot use .*disk0 .*: bad"):
+        DiskStore.open(config, Counters())
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("lets_probes_pass", [False, True])
+def test_while_a_store_runs_a_few_segments_go_and_then_one_now_and_then(
+    config: StoreConfig,
+    open_store: OpenStore,
+    full: Full,
+    monkeypatch: pytest.MonkeyPatch,
+    lets_probes_pass: bool,
+) -> None:
+    """However often it is tried to probe it, or to write to it where a block finds room and a segment does not."""
+    now = 1000.0
+    monkeypatch.setattr(throttle.time, "monotonic", lambda: now)
+    store = open_store(config)
+    full.number, full.lets_probes_pass = errno.EDQUOT, lets_probes_pass
+
+    def try_often() -> int:
+        for _ in range(20):
+            if lets_probes_pass:
+                with pytest.raises(StoreFullError):
+                    write_keys(store, make_keys(1000, 20), LAYERS)
+            else:
+                Inside(store).volumes[0].health.failed(OSError(errno.EDQUOT, "quota"), writing=True)
+            retry(store)
+        return len(there(store))
+
+    left = try_often()
+    assert RUNS - 5 <= left <= RUNS - 3
+    assert try_often() == left
+    now += 601
+    assert try_often() == left - 1
+    full.number = 0
+    retry(store)
+    write_keys(store, make_keys(1000, 20), LAYERS)
+    full.number = errno.EDQUOT
+    assert try_often() < left - 3, "room was found: the next time is another one"
