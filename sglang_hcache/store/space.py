@@ -138,9 +138,9 @@ class Space:
         self._remover.on_evicted = tell
 
     def evict_one(self) -> bool:
-        """Remove the segment with the lowest score; False if none can go."""
+        """Remove the segment with the lowest score; False if none can go, or files cannot be deleted."""
         with self._lock:
-            return self._remover.evict_coldest()
+            return self._remover.evict_coldest(~self._remover.stopped())
 
     def relieve(self, stripes: Iterable[int]) -> None:
         """These directories are full: see :meth:`Eviction.relieve`."""

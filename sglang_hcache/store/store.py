@@ -259,7 +259,7 @@ class DiskStore:
         return self._space.used_bytes() + index_bytes
 
     def evict_one(self) -> bool:
-        """Remove the segment with the lowest score; False if none can go."""
+        """Remove the segment with the lowest score; False if none can go, or files cannot be deleted."""
         with self._operations.one():
             return self._space.evict_one()
 

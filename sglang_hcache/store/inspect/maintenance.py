@@ -62,11 +62,11 @@ def collect(dirs: Sequence[Path], to_bytes: int | None = None, max_age_s: float 
 
     Raises:
         StoreLockedError: a server runs.
-        StoreError: the store cannot be opened, or a directory is out.
+        StoreError: the store cannot be opened, a directory is out, or files cannot be deleted.
     """
     with _opened(dirs, max_age_s) as (store, before, segment_bytes, counters):
         if to_bytes is not None:
-            _shrink(store, to_bytes, segment_bytes)
+            _shrink(store, to_bytes, segment_bytes, counters)
     return _change(dirs, before, counters)
 
 
@@ -153,12 +153,22 @@ def _change(dirs: Sequence[Path], before: Snapshot, counters: Counters) -> Chang
         return Change(before, Snapshot.of(view), counters.snapshot())
 
 
-def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int) -> None:
-    """Evict until no more than ``to_bytes`` are allocated, or nothing is left."""
+def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int, counters: Counters) -> None:
+    """Evict until no more than ``to_bytes`` are allocated, or nothing is left.
+
+    Raises:
+        StoreIOError: files cannot be deleted, and evicting more would only cost chunks.
+    """
     while (excess := store.allocated_bytes() - to_bytes) > 0:
         # Measuring takes long in a large store: several at once, but fewer than could be too many.
         for _ in range(max(1, excess // (2 * segment_bytes))):
             if not store.evict_one():
+                if counters["store.unlink_failures"]:
+                    left = store.stats().segments
+                    raise StoreIOError(
+                        f"files of segments cannot be deleted; until they are gone nothing else is evicted: {left} "
+                        "segments stay"
+                    )
                 return
 
 

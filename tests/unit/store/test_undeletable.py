@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.store import DiskStore, removal
+from sglang_hcache.store.inspect.maintenance import collect
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, small_config, write_keys
@@ -20,17 +23,18 @@ LAYERS = (64 * 1024,) * 2
 
 
 class Files:
-    """Which segments cannot be deleted, and which were tried."""
+    """Which segments cannot be deleted, why, and which were tried."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: Callable[[int], bool] = lambda segment: False
+        self.number = errno.EPERM
         self.tried: list[int] = []
         unlink = StoreDirectory.unlink_segment
 
         def refuse(directory: StoreDirectory, segment: int) -> None:
             self.tried.append(segment)
             if self.kept(segment):
-                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+                raise OSError(self.number, os.strerror(self.number))
             unlink(directory, segment)
 
         monkeypatch.setattr(StoreDirectory, "unlink_segment", refuse)
@@ -111,6 +115,23 @@ def test_thousands_of_them_are_no_more_than_three(store: DiskStore, files: Files
     files.kept = lambda segment: False
     remover.retry()
     assert not Inside(store).leftovers
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO])
+def test_gc_to_a_size_stops_where_files_cannot_be_deleted(
+    store: DiskStore, files: Files, number: int
+) -> None:
+    """It would empty the index, and free nothing."""
+    dirs = [volume.path for volume in Inside(store).volumes]
+    store.close()
+    files.kept, files.number = lambda segment: True, number
+    for _ in range(2):
+        with pytest.raises(StoreIOError, match=r"files .* cannot be deleted; .*: 13 segments stay"):
+            collect(dirs, 0)
+        with StoreView.open(dirs) as view:
+            assert len(view.runs()) == 13
+    files.kept = lambda segment: False
+    assert collect(dirs, 0).after.segment_files == 0
 
 
 @pytest.fixture
