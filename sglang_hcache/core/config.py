@@ -116,10 +116,10 @@ class HCacheConfig(BaseModel):
     the disk, the tier deletes its own chunks to keep this much free."""
     disk_at_start: DiskAtStart = DiskAtStart.REQUIRED
     """What to do if the disk tier cannot be opened at startup: a directory is in use, belongs to another user or has
-    another format, or disks are out of service, read-only or hanging (all disks of an existing store, or any disk of a
-    new one). required: the server does not start. optional: the server logs a warning, runs with the host tier only,
-    and retries at growing intervals, from 2 s to one minute, until the disk tier opens. Use optional if an
-    orchestrator restarts the server."""
+    another format, or disks are out of service or hanging (all disks of an existing store, or any disk of a new one,
+    which may not be read-only either). required: the server does not start. optional: the server logs a warning, runs
+    with the host tier only, and retries at growing intervals, from 2 s to one minute, until the disk tier opens. Use
+    optional if an orchestrator restarts the server."""
     host_size: Size = 4 * 2**30
     """Host memory for chunks, staging and restore buffers together, for all ranks. On a CPU it is committed as it
     fills; on a GPU all of it is pinned at startup. With ``method`` recompute none is allocated."""

@@ -86,7 +86,10 @@ class Eviction:
         volume = self._volumes[0]
         if any(item.health.is_full for item in self._volumes):
             return StoreFullError(f"{volume.path}: {volume.health.reason}")
-        return StoreIOError(f"no directory takes writes; {volume.path} is out: {volume.health.reason}")
+        health = volume.health
+        return StoreIOError(
+            f"no directory takes writes; {volume.path} is {health.condition}: {health.reason}"
+        )
 
     def make_room(self, file_bytes: int, members: Sequence[int]) -> str:
         """Evict until a segment in ``members`` fits cap and floor; says why it does not fit, if so."""

@@ -17,7 +17,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreError, TierMissError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.format.geometry import BLOCK
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import (
@@ -221,6 +221,28 @@ def test_a_disk_that_goes_read_only_and_comes_back(
     wait_until(lambda: is_healthy(store), HANG_S)
     write(store, range(40, 50))
     assert served(store, range(50)) == [*range(10), 30, *range(40, 50)]
+
+
+def test_starting_on_a_disk_that_is_mounted_read_only(
+    disk: SmallDisk, open_store: OpenStore, counters: Counters
+) -> None:
+    config = config_on(disk)
+    store = open_store(config)
+    write(store, range(10))
+    store.close()
+    disk.cover()
+    look_ahead(config)
+    store = open_store(config)
+    assert conditions(store) == ["read-only"]
+    assert served(store, range(10)) == list(range(10))
+    assert not takes_writes(store, 20)
+    assert counters["store.index_rebuilds"] == 0
+    disk.unmount()
+    wait_until(lambda: takes_writes(store, 20), HANG_S)
+    write(store, range(21, 30))
+    store.close()
+    store = open_store(config)
+    assert served(store, range(30)) == [*range(10), *range(20, 30)]
 
 
 @pytest.fixture

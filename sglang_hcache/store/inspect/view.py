@@ -244,8 +244,9 @@ class StoreView:
 
     def _told_health(self) -> dict[int, tuple[str, str]]:
         """What the running server thinks of its directories, by stripe."""
-        if self.lock_holder is None:
-            return {}  # what the last server thought is long over
+        home = self.volumes[self.identity.index_stripe]
+        if self.lock_holder is None or _mounted(home.path)[0] != Condition.HEALTHY:
+            return {}  # what the last server thought is long over, and this one cannot say it
         return read_value(self._meta.get("health"), _health_of)
 
 

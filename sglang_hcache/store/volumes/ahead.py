@@ -16,6 +16,7 @@ from sglang_hcache.core.paths import check_distinct, real_place
 from sglang_hcache.core.units import exact_size, format_bytes
 from sglang_hcache.store.config import StoreConfig
 from sglang_hcache.store.volumes.agreement import Found, check_shared
+from sglang_hcache.store.volumes.directory import has_superblock
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, SilentHealth
 from sglang_hcache.store.volumes.mounts import mount_of
@@ -91,7 +92,10 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
                 "hcache: %s (--hcache-dirs) is on %s, which is memory: it counts against the memory of this machine or "
                 "container beside --hcache-host-size, and is gone after a reboot", path, mount.kind,
             )  # fmt: skip
-        volume.attempt(directory.check_writable)
+        if not volume.attempt(
+            partial(has_superblock, path)
+        ):  # what is stored is served, whether or not it grows
+            volume.attempt(directory.check_writable)
         volume.attempt(directory.check_ours)
         found.holder = volume.attempt(directory.lock.holder)
         try:

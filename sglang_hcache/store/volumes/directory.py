@@ -69,7 +69,10 @@ class StoreDirectory:
         """
         _make(self.path, self._may_make)
         self.check_ours()
-        os.chmod(self.path, 0o700)
+        if (
+            stat.S_IMODE(self.path.stat().st_mode) != 0o700
+        ):  # a file system that is mounted read-only is served
+            os.chmod(self.path, 0o700)
         self.lock.take()
 
     def segment_path(self, segment: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -109,13 +110,12 @@ class DirectoryLock:
         return self._try_once()
 
     def _try_once(self) -> int:
-        fd = os.open(
-            self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        fd, is_writable = self._open()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(fd, 0o600)
-            _write_down(fd, self._user_pid or os.getpid())
+            if is_writable:
+                os.fchmod(fd, 0o600)
+                _write_down(fd, self._user_pid or os.getpid())
         except BlockingIOError:
             holder = _written_in(fd)
             os.close(fd)
@@ -126,6 +126,16 @@ class DirectoryLock:
             os.close(fd)
             raise
         return fd
+
+    def _open(self) -> tuple[int, bool]:
+        """The file, made if need be, and whether it can be written: not where its file system is mounted read-only."""
+        path, flags = self._directory / LOCK_NAME, os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags | os.O_RDWR, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return os.open(path, flags | os.O_RDONLY, 0o600), False
 
 
 def _write_down(fd: int, pid: int) -> None:

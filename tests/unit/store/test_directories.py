@@ -28,8 +28,10 @@ from sglang_hcache.core.errors import (
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig, look_ahead
 from sglang_hcache.store.inspect.rebuild import rebuild
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.looking import SeenDirectory
+from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
 
 OpenStore = Callable[..., DiskStore]
@@ -164,37 +166,80 @@ def test_looking_ahead_tells_what_the_file_systems_could_give(
     assert look_ahead(config).most_bytes is None
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_directory_that_takes_no_writes_is_judged_alike_by_looking_ahead_and_by_opening(
-    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
-) -> None:
-    """A new store needs them all; one that exists goes on without it."""
-    config = small_config(tmp_path, 2)
-    if is_known:
-        open_store(config).close()
-    chmod, statvfs, bad = os.chmod, os.statvfs, config.dirs[1]
-    bad.mkdir(exist_ok=True)
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Folders that behave as if their file systems were mounted read-only, as far as a start notices."""
+    chmod, open_, statvfs = os.chmod, os.open, os.statvfs
+    folders: set[Path] = set()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     def read_only_chmod(path: Path, mode: int) -> None:
-        if path == bad:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        chmod(path, mode)
+        refuse(path) if path in folders else chmod(path, mode)
+
+    def read_only_open(path: Path, flags: int, *more: int, dir_fd: int | None = None) -> int:
+        place = Path(path).parent if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"))
+        if place in folders and flags & (os.O_RDWR | os.O_WRONLY):
+            refuse(path)
+        return open_(path, flags, *more, dir_fd=dir_fd)
 
     def read_only_statvfs(path: Path) -> Any:
         found = statvfs(path)
         names = ("f_flag", "f_blocks", "f_frsize", "f_bavail", "f_fsid")
         values = {name: getattr(found, name) for name in names}
-        return SimpleNamespace(**{**values, "f_flag": found.f_flag | (os.ST_RDONLY if path == bad else 0)})
+        return SimpleNamespace(**{**values, "f_flag": found.f_flag | (os.ST_RDONLY * (path in folders))})
 
     monkeypatch.setattr("os.chmod", read_only_chmod)
+    monkeypatch.setattr("os.open", read_only_open)
     monkeypatch.setattr("os.statvfs", read_only_statvfs)
-    if is_known:
-        assert look_ahead(config).holders == {}
-        assert [item.condition for item in open_store(config).stats().directories] == ["healthy", "out"]
-    else:
-        with pytest.raises(StoreFormatError, match=r"cannot write to .*disk1 .*Read-only"):
-            look_ahead(config)
-        open_fails(config, StoreIOError, "cannot use .*disk1 .*Read-only")
+    return folders
+
+
+def test_a_new_store_needs_all_directories_to_take_writes(tmp_path: Path, read_only: set[Path]) -> None:
+    """By looking ahead as well as by the start."""
+    config = small_config(tmp_path, 2)
+    config.dirs[1].mkdir()
+    read_only.add(config.dirs[1])
+    with pytest.raises(StoreFormatError, match=r"cannot write to .*disk1 .*Read-only"):
+        look_ahead(config)
+    open_fails(config, StoreIOError, "cannot use .*disk1 .*Read-only")
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize(("num_dirs", "stripe"), [(1, 0), (2, 0), (2, 1)])
+def test_a_start_serves_what_is_on_a_file_system_that_is_mounted_read_only(
+    tmp_path: Path,
+    open_store: OpenStore,
+    counters: Counters,
+    read_only: set[Path],
+    num_dirs: int,
+    stripe: int,
+) -> None:
+    """The index is in the first one."""
+    config, keys = small_config(tmp_path, num_dirs), make_keys(0, 4)
+    store = open_store(config)
+    write_keys(store, keys, (4096,) * 4)
+    store.close()
+    read_only.add(config.dirs[stripe])
+    holder = (config.dirs[stripe] / "lock").read_text()
+    assert look_ahead(config).holders == {}
+    store = open_store(replace(config, user_pid=77))
+    expected = ["healthy"] * num_dirs
+    expected[stripe] = "read-only"
+    assert [item.condition for item in store.stats().directories] == expected
+    read_keys(store, keys)
+    assert counters["store.index_rebuilds"] == 0
+    assert (config.dirs[stripe] / "lock").read_text() == holder
+    open_fails(config, StoreLockedError, "in use by process")
+    Inside(store).keeper.round()
+    with StoreView.open(config.dirs) as view:
+        assert [item.condition for item in view.directories()] == expected
+    read_only.clear()
+    Inside(store).volumes[stripe].health._retry_at = 0.0
+    Inside(store).keeper.round()
+    write_keys(store, make_keys(10, 4), (4096,) * 4)
+    read_keys(store, (*keys, *make_keys(10, 4)))
 
 
 def test_a_directory_of_ours_that_is_closed_to_us_is_opened(
