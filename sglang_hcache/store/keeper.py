@@ -99,20 +99,21 @@ class Keeper:
     def _take_again(self, volume: Volume) -> None:
         seen = volume.health.condition
         try:
-            identity, full = volume.attempt(lambda: take_again(volume, self._ledger.identity))
-            if full is None or seen is Condition.OUT:
+            identity, refusal = volume.attempt(lambda: take_again(volume, self._ledger.identity))
+            if refusal is None or seen is Condition.OUT:
                 self._ledger.outgrow(identity)
                 self._space.reconcile(volume)
+            if refusal is None or (seen is Condition.OUT and refusal.errno in FULL_ERRNOS):
                 self._ledger.welcome(volume)
         except Exception as error:
             if not isinstance(error, HCacheError | OSError):
                 self._unforeseen("hcache: %s cannot be taken in again", volume.path)
             volume.health.still_sick(getattr(error, "strerror", None) or str(error))
             return
-        if full is None:
+        if refusal is None:
             volume.health.recover(seen)
         else:
-            volume.health.mark_only_full(full.strerror or str(full), seen)
+            volume.health.mark_read_only(refusal, seen)
             self._space.relieve({volume.stripe})
 
     def _try(self, step: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ class Health:
         HEALTHY --ENOSPC, EROFS, 3 failed writes in a row--> READ_ONLY
         HEALTHY, READ_ONLY --3 failed reads in a row, a hang, gone--> OUT
         READ_ONLY, OUT --recover(), by the keeper, which probed it when is_due()--> HEALTHY
-        READ_ONLY, OUT --mark_only_full(), likewise--> READ_ONLY
+        READ_ONLY, OUT --mark_read_only(), likewise--> READ_ONLY
 
     Args:
         retry_s: seconds until the first attempt to take it in again; doubles each time, up to a minute.
@@ -166,17 +166,18 @@ class Health:
             self.reason = reason
             self._back_off()
 
-    def mark_only_full(self, reason: str, seen: Condition) -> None:
-        """A probe found that all but writing works: its chunks are served, and deleting them makes room.
+    def mark_read_only(self, error: OSError, seen: Condition) -> None:
+        """A probe found that all but writing works: its chunks are served. On a full disk, deleting them makes room.
 
         Args:
             seen: its condition when it was probed; what another thread found meanwhile counts.
         """
+        reason, is_full = error.strerror or str(error), error.errno in FULL_ERRNOS
         with self._lock:
             if self.condition is not seen:
                 return
-            is_news = not self.is_full
-            self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, True
+            is_news = (seen, self.is_full) != (Condition.READ_ONLY, is_full)
+            self.condition, self.reason, self.is_full = Condition.READ_ONLY, reason, is_full
             self.is_missing = False
             self.has_worked = True
             self._failed_reads = 0
@@ -190,7 +191,7 @@ class Health:
         """A probe went well: use it again, unless something began to hang meanwhile.
 
         Args:
-            seen: as :meth:`mark_only_full`.
+            seen: as :meth:`mark_read_only`.
         """
         with self._lock:
             if self.condition is not seen or self._hanging:

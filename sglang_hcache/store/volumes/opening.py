@@ -99,8 +99,8 @@ def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, 
     start nobody knows whose they are, so a directory that has been out since then is left to ``fsck``.
 
     Returns:
-        What it said of the store: more than ``identity`` if others were not there when it was written. And why it is
-        full, where all but writing works.
+        What it said of the store: more than ``identity`` if others were not there when it was written. And why it takes
+        no writes, where all else works.
 
     Raises:
         StoreFormatError, StoreLockedError, OSError: it cannot be used (yet).
@@ -126,7 +126,7 @@ def take_again(volume: Volume, identity: StoreIdentity) -> tuple[StoreIdentity, 
             )
         directory.probe()
     except OSError as error:
-        if error.errno not in FULL_ERRNOS:
+        if error.errno not in READ_ONLY_ERRNOS:
             raise
         directory.probe_reading()
         return found.identity, error  # without the new superblock it is as it is after a crash now

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreIOError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, removal
+from sglang_hcache.store import DiskStore, ledger, removal
 from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
@@ -20,7 +20,7 @@ from sglang_hcache.store.volumes.directory import StoreDirectory
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import is_healthy, sick, wait_until
+from tests.unit.store.conftest import conditions, is_healthy, sick, wait_until
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (8192, 5000)
@@ -66,6 +66,45 @@ def test_a_disk_that_became_full_meanwhile_is_read_and_shrinks(
     write_keys(store, make_keys(1000, 2), LAYERS)
 
 
+@pytest.mark.usefixtures("no_keeper")
+def test_a_disk_that_was_mounted_read_only_meanwhile_is_read(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(small_config(tmp_path, 2))
+    inside, keys = Inside(store), make_keys(0, 20)
+    write_keys(store, keys, (4096, 4096))
+    refusing, probe = set(inside.volumes), StoreDirectory.probe
+
+    def read_only(self: StoreDirectory) -> None:
+        if any(volume.directory is self for volume in refusing):
+            raise OSError(errno.EROFS, "read-only")
+        probe(self)
+
+    def remove(path: Path) -> None:
+        raise OSError(errno.EROFS, "read-only")  # whether or not it is there
+
+    def retry() -> None:
+        for volume in inside.volumes:
+            volume.health._retry_at = 0.0
+        inside.keeper.round()
+
+    monkeypatch.setattr(StoreDirectory, "probe", read_only)
+    for volume in inside.volumes:
+        volume.health.take_out("a read took long")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "remove_index", remove)
+        for _ in range(2):
+            retry()
+            assert conditions(store) == ["read-only", "read-only"]
+            assert not any(volume.health.can_delete for volume in inside.volumes)
+            read_keys(store, keys)
+    refusing.clear()
+    retry()
+    assert is_healthy(store)
+    write_keys(store, make_keys(1000, 2), LAYERS)
+    read_keys(store, keys)
+
+
 def test_a_full_disk_that_cannot_be_read_either_stays_out(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +133,7 @@ def test_on_a_full_disk_what_another_thread_finds_meanwhile_counts(tmp_path: Pat
     health.failed(OSError(errno.ENOSPC, "full"), writing=True)
     seen = health.condition
     health.take_out("it hangs")
-    health.mark_only_full("full", seen)
+    health.mark_read_only(OSError(errno.ENOSPC, "full"), seen)
     assert (health.condition, health.reason) == (Condition.OUT, "it hangs")
 
 
