@@ -116,20 +116,19 @@ class Remover:
         segment.retired = True
         self.leftovers[segment] = None
 
-    def remove(self, segment: Segment) -> None:
-        """Files that are of no use, and were never in use here, go at once; what cannot, at the next :meth:`retry`."""
-        self.remember(segment)
-        self._unlink(segment)
-
     def remember_stray(self, stripe: int, number: int, file: SegmentFile) -> None:
         """As :meth:`remember`, a file of no segment in one directory. It may have the number of one elsewhere."""
         stray = Segment(number, self._volumes, (stripe,), file.size)
         stray.note(stripe, file)
         self.remember(stray)
 
-    def retry(self) -> None:
-        """Delete what could not be deleted before, and what is not pinned any more; the rest the next time."""
-        until = time.monotonic() + _RETRY_S
+    def retry(self, limit_s: float | None = None) -> None:
+        """Delete what could not be deleted before, and what is not pinned any more; the rest the next time.
+
+        Args:
+            limit_s: for so long, seconds; None: for a moment.
+        """
+        until = time.monotonic() + (_RETRY_S if limit_s is None else limit_s)
         for segment in self._deletable():
             self._unlink(segment)
             if time.monotonic() > until:

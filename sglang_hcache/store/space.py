@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -76,7 +77,8 @@ class Space:
             self._catalog.set_floor()
             self._retention.enforce()
             for segment in leftovers:
-                self._remover.remove(segment)
+                self._remover.remember(segment)
+            self._remover.retry()  # of thousands, as a clearing that was killed leaves them, the rest goes later
             self._eviction.restore_cap()
 
     def reserve(self, run: Run) -> StoredRun:
@@ -141,6 +143,11 @@ class Space:
         """Remove the segment with the lowest score; False if none can go, or files cannot be deleted."""
         with self._lock:
             return self._remover.evict_coldest(~self._remover.stopped())
+
+    def delete_leftovers(self) -> None:
+        """Delete all files of no segment, however long that takes."""
+        with self._lock:
+            self._remover.retry(math.inf)
 
     def relieve(self, stripes: Iterable[int]) -> None:
         """These directories are full: see :meth:`Eviction.relieve`."""

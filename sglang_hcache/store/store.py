@@ -263,6 +263,11 @@ class DiskStore:
         with self._operations.one():
             return self._space.evict_one()
 
+    def delete_leftovers(self) -> None:
+        """Delete all files of no use now, and not in the background."""
+        with self._operations.one():
+            self._space.delete_leftovers()
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove ``keys``, the only ones that were written since the store was opened: their segments go as a whole."""
         with self._operations.one():
@@ -326,11 +331,10 @@ class DiskStore:
 
     def _meta(self, *, anew: bool) -> dict[str, str]:
         """What the index keeps beside runs; ``anew``: as it is now, and not a minute ago."""
-        health = [[str(volume.health.condition), volume.reason] for volume in self._volumes]
         return {
             "totals": self._tally.to_json(),
             "written": self._allowance.to_json(),
-            "health": json.dumps(health),
+            "health": json.dumps([[str(volume.health.condition), volume.reason] for volume in self._volumes]),
             "directory_errors": errors_to_json(self._volumes),
             "notes": self.notes.to_json(),
             "namespaces": self.namespaces.to_json(anew=anew),

@@ -169,7 +169,7 @@ def _gc(
 ) -> None:
     """Delete leftovers: torn writes, files that belong to no run, temporary files, index rows without files.
 
-    A server does this by itself at startup. --to shrinks the store once; the server's --hcache-disk-size limits how
+    A server does this by itself. --to shrinks the store once; the server's --hcache-disk-size limits how
     large it grows, and --hcache-disk-max-age how old chunks get.
     """
     from sglang_hcache.cli.store import report

@@ -139,6 +139,7 @@ def _opened(
     config = replace(config_of(identity, paths), max_age_s=max_age_s, makes_dirs=False)
     store = DiskStore.open(config, counters)
     try:
+        store.delete_leftovers()
         for item in before.directories:
             if item.condition == Condition.HEALTHY:  # one that hangs would hold us up for good
                 with contextlib.suppress(OSError):

@@ -46,6 +46,7 @@ def rebuild(dirs: Sequence[Path]) -> list[str]:
     counters = Counters()
     store = DiskStore.open(config_of(identity, [item.volume.path for item in seen]), counters)
     try:
+        store.delete_leftovers()
         stats = store.stats()
     finally:
         store.close()

@@ -17,9 +17,11 @@ import pytest
 
 from sglang_hcache.core.errors import CorruptExtentError, StoreIOError, StoreLockedError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty
+from sglang_hcache.store import DiskStore, StoreConfig, aligned_empty, removal
 from sglang_hcache.store.format.geometry import BLOCK, extent_bytes
 from sglang_hcache.store.format.record import pack_header
+from sglang_hcache.store.inspect.maintenance import clear, collect, erase
+from sglang_hcache.store.inspect.rebuild import rebuild
 from sglang_hcache.store.io.engine import OpenFile
 from sglang_hcache.store.notes import Notes
 from sglang_hcache.store.volumes.directory import StoreDirectory
@@ -38,6 +40,7 @@ from sglang_hcache.testing.stored_chunks import (
 )
 
 OpenStore = Callable[..., DiskStore]
+MIB = 2**20
 LAYERS = (8192, 5000, 4096, 100)
 RUNS = 6
 
@@ -441,3 +444,50 @@ def test_kill_9_while_evicting_leaves_only_verified_data_within_the_cap(
         assert store.stats().runs < len(written)
         store.close()
     assert counters["store.corrupt_extents"] == 0
+
+
+def left_by_a_killed_clearing(config: StoreConfig, number: int) -> list[Path]:
+    """Files that are cleared and not deleted."""
+    files = [config.dirs[0] / f"segment-{5000 + index:08d}.seg" for index in range(number)]
+    for path in files:
+        path.write_bytes(bytes(MIB))
+    return files
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_a_start_deletes_files_of_no_run_for_a_moment_and_then_serves(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands. They count against the cap until they are gone."""
+    monkeypatch.setattr(removal, "_RETRY_S", -1.0)
+    config = small_config(tmp_path, size=16 * MIB)
+    store = open_store(config)
+    write_keys(store, run_keys(0), LAYERS)
+    store.close()
+    files = left_by_a_killed_clearing(config, 6)
+    store = open_store(config)
+    read_keys(store, run_keys(0))
+    assert sum(path.exists() for path in files) == len(Inside(store).leftovers) == 5
+    assert Inside(store).space.used_bytes() > 5 * MIB
+    Inside(store).keeper.round()
+    assert sum(path.exists() for path in files) == 4
+    store.close()
+    store = open_store(replace(config, size_bytes=8 * MIB))
+    assert physical_bytes(config.dirs) <= Inside(store).reserved_bytes <= 8 * MIB, "the cap does not wait"
+    assert readable(store) == [0], "nothing is evicted for them"
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("operation", [collect, clear, rebuild, lambda dirs: erase(dirs, [bytes(16)])])
+def test_commands_delete_all_of_them(
+    tmp_path: Path,
+    open_store: OpenStore,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: Callable[[tuple[Path, ...]], object],
+) -> None:
+    monkeypatch.setattr(removal, "_RETRY_S", -1.0)
+    config = small_config(tmp_path)
+    open_store(config).close()
+    files = left_by_a_killed_clearing(config, 6)
+    operation(config.dirs)
+    assert not any(path.exists() for path in files)
