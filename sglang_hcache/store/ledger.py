@@ -36,8 +36,8 @@ class Ledger:
     It is given up if it is damaged, or if its directory is gone or takes no writes for long. Until then nothing more is
     stored. Afterwards no start reads it: the next one finds all runs by their headers.
 
-    Safe from several threads. ``identity``, ``outdate`` and ``outgrow`` do no I/O; the other methods may, and raise
-    ``StoreError``.
+    Safe from several threads. ``identity``, ``takes_upkeep``, ``outdate`` and ``outgrow`` do no I/O; the other methods
+    may, and raise ``StoreError``.
 
     Args:
         index: the index in directory ``identity.index_stripe``; None if it could not be opened or created.
@@ -78,6 +78,18 @@ class Ledger:
     def identity(self) -> StoreIdentity:
         """What the directories agree on."""
         return self._identity
+
+    @property
+    def takes_upkeep(self) -> bool:
+        """Whether what is saved now and then should find no obstacle: its directory takes writes, or it is given up."""
+        return self.is_given_up or self._home.health.writable
+
+    def index_bytes(self) -> int:
+        """What the index takes on disk; 0 if that cannot be asked."""
+        try:
+            return self._volumes[self._identity.index_stripe].index_bytes()
+        except StoreError:  # it is elsewhere in a moment
+            return 0
 
     def check_takes_runs(self) -> None:
         """Before a run is written.

@@ -253,10 +253,7 @@ class DiskStore:
         return sum(volume.allocated_bytes() for volume in self._volumes)
 
     def _counted_bytes(self) -> int:
-        index_bytes = 0
-        with contextlib.suppress(StoreError):  # it is elsewhere in a moment
-            index_bytes = self._volumes[self._ledger.identity.index_stripe].index_bytes()
-        return self._space.used_bytes() + index_bytes
+        return self._space.used_bytes() + self._ledger.index_bytes()
 
     def evict_one(self) -> bool:
         """Remove the segment with the lowest score; False if none can go, or files cannot be deleted."""
@@ -342,13 +339,16 @@ class DiskStore:
 
     def _write_down(self, *, anew: bool = False) -> None:
         self._used_bytes = self._counted_bytes()
-        self._ledger.save_recency()
-        with self._saving:  # what one thread has dropped, another one must not write after it
-            changed = dict(self._meta(anew=anew).items() - self._saved.items())
-            if changed:
-                self._ledger.save_meta(changed)
-                self._saved |= changed
-            self._ledger.save_runs()
+        # A full disk may take them all the same, and then others are told that it is full.
+        expected = () if anew or self._ledger.takes_upkeep else (StoreError,)
+        with contextlib.suppress(*expected):
+            self._ledger.save_recency()
+            with self._saving:  # what one thread has dropped, another one must not write after it
+                changed = dict(self._meta(anew=anew).items() - self._saved.items())
+                if changed:
+                    self._ledger.save_meta(changed)
+                    self._saved |= changed
+                self._ledger.save_runs()
 
 
 @contextlib.contextmanager

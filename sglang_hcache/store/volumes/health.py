@@ -115,7 +115,12 @@ class Health:
         self._observer.count("store.corrupt_extents")
 
     def failed(self, error: OSError, *, writing: bool) -> None:
-        """An operation failed. What this process lacks says nothing of the device, and is only counted."""
+        """An operation failed. What this process lacks says nothing of the device, and is only counted.
+
+        What is known to take no writes is not counted again with each of them.
+        """
+        if error.errno in READ_ONLY_ERRNOS and self.condition is Condition.READ_ONLY:
+            return
         self._observer.count("store.io_errors")
         if error.errno in OWN_ERRNOS:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,16 @@ from sglang_hcache.core import throttle
 from sglang_hcache.core.errors import StoreFullError, StoreIOError
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store.format.rows import Recency
+from sglang_hcache.store.index import Index
+from sglang_hcache.store.inspect.view import StoreView
 from sglang_hcache.store.io.probing import gives_direct_reads
 from sglang_hcache.store.volumes import opening
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.health import Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
-from tests.unit.store.conftest import conditions, is_healthy
+from tests.unit.store.conftest import ask_index, conditions, is_healthy
 
 OpenStore = Callable[..., DiskStore]
 LAYERS = (4096, 4096)
@@ -169,3 +173,59 @@ def test_while_a_store_runs_a_few_segments_go_and_then_one_now_and_then(
     write_keys(store, make_keys(1000, 20), LAYERS)
     full.number = errno.EDQUOT
     assert try_often() < left - 3, "room was found: the next time is another one"
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_an_index_on_a_full_disk_fails_once_and_is_brought_up_to_date_later(
+    config: StoreConfig,
+    open_store: OpenStore,
+    counters: Counters,
+    full: Full,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else every round would be an error, for as long as the disk is full."""
+    save = Index.save_recency
+
+    def save_if_room(index: Index, recency: Mapping[int, Recency]) -> None:
+        if full.number:
+            raise StoreIOError("the index failed") from OSError(full.number, os.strerror(full.number))
+        save(index, recency)
+
+    monkeypatch.setattr(Index, "save_recency", save_if_room)
+    store = open_store(config)
+    inside = Inside(store)
+    full.number = errno.ENOSPC
+    for number in range(5):
+        store.touch(keys_of(number))
+        inside.keeper.round()
+    assert conditions(store) == ["read-only"]
+    assert (counters["store.io_errors"], counters["store.upkeep_failures"]) == (1, 1)
+    store.touch(keys_of(7))
+    full.number = 0
+    retry(store)
+    question = "SELECT segment FROM segments ORDER BY last_used DESC"
+    segments = [number for (number,) in ask_index(config.dirs[0] / "index.sqlite", question)]
+    assert segments[:2] == [inside.run_of(keys_of(number)[0]).segment.number for number in (7, 4)]
+
+
+@pytest.mark.usefixtures("no_keeper")
+def test_an_index_that_a_full_disk_takes_all_the_same_says_that_it_is_full(
+    config: StoreConfig, open_store: OpenStore
+) -> None:
+    """SQLite writes over the log that is there."""
+    inside = Inside(open_store(config))
+    inside.volumes[0].health.failed(OSError(errno.ENOSPC, "no space"), writing=True)
+    inside.keeper.round()
+    with StoreView.open(config.dirs) as view:
+        assert [(item.condition, item.reason) for item in view.directories()] == [("read-only", "no space")]
+
+
+def test_what_takes_no_writes_is_not_an_error_again_with_each_of_them(tmp_path: Path) -> None:
+    """Such as each file of no segment on a file system that is mounted read-only, every second."""
+    counters = Counters()
+    health = Health(tmp_path, counters, 1.0)
+    for _ in range(5):
+        health.failed(OSError(errno.EROFS, "read-only"), writing=True)
+    assert counters["store.io_errors"] == health.io_errors == 1
+    health.failed(OSError(errno.EIO, "bad"), writing=False)
+    assert counters["store.io_errors"] == health.io_errors == 2
