@@ -11,7 +11,7 @@ from sglang_hcache.store.config import FILE_SLACK_BYTES
 from sglang_hcache.store.ledger import Ledger
 from sglang_hcache.store.removal import Remover
 from sglang_hcache.store.segments import Segment
-from sglang_hcache.store.volumes.volume import Volume
+from sglang_hcache.store.volumes.volume import MEASURE_S, Volume
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Reconciler:
         Raises:
             StoreError, OSError: it fails again.
         """
-        files = volume.attempt(volume.directory.segment_files)
+        files = volume.attempt(volume.directory.segment_files, MEASURE_S)
         first = self._ledger.identity.first_segment
         for segment in self._catalog.segments():
             lost = segment.number < first

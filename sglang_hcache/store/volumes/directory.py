@@ -79,6 +79,11 @@ class StoreDirectory:
         """File of ``segment`` in this directory."""
         return self.path / f"segment-{segment:08d}.seg"
 
+    def segment_numbers(self) -> list[int]:
+        """Of every segment file here; asks none of them, which takes long where there are thousands. Raises OSError."""
+        found = (_SEGMENT_NAME.fullmatch(entry.name) for entry in self._entries())
+        return [int(match.group(1)) for match in found if match is not None]
+
     def segment_sizes(self) -> dict[int, int]:
         """Bytes of every segment file here, by segment number; otherwise as :meth:`segment_files`. Raises OSError."""
         return {number: file.size for number, file in self.segment_files().items()}
@@ -301,9 +306,9 @@ class StoreDirectory:
         Raises:
             OSError: it cannot be read.
         """
-        sizes = self.segment_sizes()
-        if sizes:
-            self.direct = gives_direct_reads(self.segment_path(max(sizes)))
+        numbers = self.segment_numbers()
+        if numbers:
+            self.direct = gives_direct_reads(self.segment_path(max(numbers)))
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

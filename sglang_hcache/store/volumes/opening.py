@@ -292,7 +292,7 @@ def _probe(volume: Volume) -> None:
             if time.monotonic() < next_at:
                 time.sleep(_PAUSE_S)
                 continue
-            oldest = min(volume.attempt(directory.segment_sizes), default=None)
+            oldest = min(volume.attempt(directory.segment_numbers), default=None)
             if oldest is None or given_up == _GIVEN_UP:
                 raise
             with contextlib.suppress(PermissionError):  # then it stays full, and is read

@@ -16,7 +16,7 @@ from sglang_hcache.store.volumes.health import FULL_ERRNOS, GONE_ERRNOS, READ_ON
 
 T = TypeVar("T")
 
-_MEASURE_S = 60.0
+MEASURE_S = 60.0
 """To ask for the size of each file, of which there may be thousands."""
 _ALLOCATED_PER_S = 200e6
 """Bytes that a nearly full file system finds for a file at least: it may have to look for them in many places."""
@@ -127,7 +127,7 @@ class Volume:
 
     def allocated_bytes(self) -> int:
         self.free_bytes()  # a device that hangs is not waited for as long as many files are
-        return self.call(self.directory.allocated_bytes, "cannot ask for sizes", patience_s=_MEASURE_S)
+        return self.call(self.directory.allocated_bytes, "cannot ask for sizes", patience_s=MEASURE_S)
 
     def free_bytes(self) -> int:
         return self.call(self.directory.free_bytes, "cannot ask for free space")
@@ -137,7 +137,7 @@ class Volume:
 
     def segment_files(self) -> dict[int, SegmentFile]:
         self.free_bytes()
-        return self.call(self.directory.segment_files, "cannot list the segments", patience_s=_MEASURE_S)
+        return self.call(self.directory.segment_files, "cannot list the segments", patience_s=MEASURE_S)
 
     def segment_sizes(self) -> dict[int, int]:
         return {number: file.size for number, file in self.segment_files().items()}

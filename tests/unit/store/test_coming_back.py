@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from sglang_hcache.store.io import probing
 from sglang_hcache.store.reader import LayerReader, SliceFailure
 from sglang_hcache.store.reconciler import Reconciler
 from sglang_hcache.store.volumes.directory import StoreDirectory
+from sglang_hcache.store.volumes.files import SegmentFile
 from sglang_hcache.store.volumes.health import Condition, Health
 from sglang_hcache.testing.open_store import Inside
 from sglang_hcache.testing.stored_chunks import make_keys, match_keys, read_keys, small_config, write_keys
@@ -179,6 +182,37 @@ def test_files_of_no_segment_go_when_the_directory_is_in_use_again_a_moment_in_e
         assert inside.space.used_bytes() - before == left * (8192 + FILE_SLACK_BYTES)
     write_keys(store, make_keys(0, 2), LAYERS)
     assert max(volume.segment_sizes()) > 9
+
+
+@pytest.mark.usefixtures("no_keeper")
+@pytest.mark.parametrize("refusal", [0, errno.ENOSPC])
+def test_a_directory_with_thousands_of_files_has_as_much_time_to_list_them_as_at_start(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    """Each is asked for its size, which takes longer than one operation may on a disk that is busy."""
+    store = open_store(small_config(tmp_path))
+    keys = make_keys(0, 20)
+    write_keys(store, keys, (4096, 4096))
+    (volume,) = Inside(store).volumes
+    volume.patience_s = 2.0
+    listed, probe = StoreDirectory.segment_files, StoreDirectory.probe
+
+    def list_slowly(self: StoreDirectory) -> dict[int, SegmentFile]:
+        time.sleep(3.0)
+        return listed(self)
+
+    def refuse(self: StoreDirectory) -> None:
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        probe(self)
+
+    monkeypatch.setattr(StoreDirectory, "segment_files", list_slowly)
+    monkeypatch.setattr(StoreDirectory, "probe", refuse)
+    volume.health.take_out("the test says so")
+    volume.health._retry_at = 0.0
+    Inside(store).keeper.round()
+    assert conditions(store) == ["read-only" if refusal else "healthy"]
+    read_keys(store, keys)
 
 
 @pytest.mark.usefixtures("no_keeper")
