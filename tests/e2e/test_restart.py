@@ -169,7 +169,10 @@ def check_without_disk(server: TierServer, let_go: Callable[[], None]) -> None:
         late = random_prompt(8, 900)
         before = server.ask(late)
         server.to_tiers()
-        wait_for(lambda: server.state()["disk"]["chunks"] == 14, "what is new to be on disk")
+        both = 7 + 14
+        wait_for(
+            lambda: server.state()["disk"]["chunks"] == both, "what is new, and what was there, to be on disk"
+        )
         server.assert_nothing_left()
         server.process.stop()
         server.process.start()
