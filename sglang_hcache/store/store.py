@@ -340,8 +340,7 @@ class DiskStore:
     def _write_down(self, *, anew: bool = False) -> None:
         self._used_bytes = self._counted_bytes()
         # A full disk may take them all the same, and then others are told that it is full.
-        expected = () if anew or self._ledger.takes_upkeep else (StoreError,)
-        with contextlib.suppress(*expected):
+        with contextlib.suppress(*(() if anew or self._ledger.takes_upkeep else (StoreError,))):
             self._ledger.save_recency()
             with self._saving:  # what one thread has dropped, another one must not write after it
                 changed = dict(self._meta(anew=anew).items() - self._saved.items())
