@@ -30,7 +30,7 @@ class ChunkInMaking:
         tokens: so far.
         slot: of the host tier, open, with a row for each token; None: no rows were copied, or it has a key.
         key: once it is whole.
-        last_use: when its request ended, as :attr:`.HostTier.uses` counts.
+        last_use: when its request ended, or another one asked for it, as :attr:`.HostTier.uses` counts.
     """
 
     parent: ChunkKey
@@ -43,9 +43,9 @@ class ChunkInMaking:
 class Beginnings:
     """Chunks in making, filled and unfinished, by their parents: the newest 64 behind each.
 
-    A filled chunk is the host tier's. An unfinished one keeps its open slot, until it was not used for longer than
-    whole chunks that would have to go: it is of use only as long as its tokens are on the device. At most an eighth of
-    all slots are kept. :meth:`covers` may be called by any thread, the rest by one.
+    A filled chunk is the host tier's. An unfinished one keeps its open slot, until it was not used for longer than a
+    whole chunk that had to go: it is of use only as long as its tokens are on the device. At most an eighth of all
+    slots are kept. :meth:`covers` may be called by any thread, the rest by one.
 
     Args:
         host: the tier that slots are of.
@@ -107,6 +107,7 @@ class Beginnings:
         for chunk in reversed(self._by_parent.get(parent, ())):
             is_here = chunk.slot is not None if chunk.key is None else chunk.key in self._host
             if is_here and chunk.tokens[: len(tokens)] == tokens:
+                chunk.last_use = self._host.uses
                 for kept in (self._filled, self._unfinished):
                     if chunk in kept:
                         kept.move_to_end(chunk)
@@ -142,11 +143,11 @@ class Beginnings:
             self._give_back(chunk)
 
     def give_old_back(self) -> None:
-        """Free the slots of unfinished chunks that are older than the whole ones that would have to go next."""
+        """Free the slots of unfinished chunks that are older than the whole one that went last."""
         with self._lock:
             while self._unfinished:
                 chunk = next(iter(self._unfinished))
-                if chunk is self._held or chunk.last_use >= self._host.oldest_use():
+                if chunk is self._held or chunk.last_use >= self._host.gone_use:
                     return
                 self._forget(chunk)
 

@@ -35,8 +35,8 @@ class StagingRing:
         memory: uint8, 1-D; as many rows as fit into it.
         layout: what a row holds of each layer.
         dtype: element type of the rows.
-        pass_rows: of the largest pass, of which the ring holds a few. Large spans begin at multiples of it where they
-            can: one between that is shorter would leave no gap that is long enough.
+        pass_rows: of the largest pass, of which the ring holds a few. Where it can, no large span lies across a
+            multiple of it: a short one there would leave no gap for a whole pass.
     """
 
     def __init__(
@@ -117,10 +117,12 @@ class StagingRing:
         return (begin - count, 0) if begin >= count else None
 
     def _find_first(self, count: int, step: int) -> tuple[int, int] | None:
-        """As :meth:`_find`: the first place for them at a multiple of ``step``."""
-        begin = 0
-        for index, span in enumerate(self._spans):
+        """As :meth:`_find`: the first place for them that begins at a multiple of ``step``, or ends before the next."""
+        end = 0
+        for index in range(len(self._spans) + 1):
+            span = self._spans[index] if index < len(self._spans) else RowSpan(self.num_rows, 0)
+            begin = end if end % step + count <= step else -(-end // step) * step
             if span.first - begin >= count:
                 return begin, index
-            begin = max(begin, -(-(span.first + span.count) // step) * step)
-        return (begin, len(self._spans)) if self.num_rows - begin >= count else None
+            end = span.first + span.count
+        return None

@@ -41,24 +41,26 @@ def parse_size(text: str | int) -> int:
 
 
 def _size(text: str | int, or_else: str = "") -> int:
-    size = text if isinstance(text, int) and not isinstance(text, bool) else _with_unit(text)
+    written, factor = (text, 1) if isinstance(text, int) and not isinstance(text, bool) else _with_unit(text)
+    size = int(written * factor)
     if size < 0:
         raise ValueError(f"{text} is negative")
     if size >= _TOO_LARGE:
         raise ValueError("a size is less than 8 EiB")
     is_bare = isinstance(text, int) or text.strip()[-1].isdigit()
-    if is_bare and 0 < size < _LEAST_WITHOUT_UNIT:
+    if is_bare and 0 < written < _LEAST_WITHOUT_UNIT:
         number = str(text).strip()
         raise ValueError(f"{text!r} is {size} bytes; write its unit, such as {number}GB{or_else}")
     return size
 
 
-def _with_unit(text: object) -> int:
+def _with_unit(text: object) -> tuple[Decimal, int]:
+    """The number, and what it is multiplied by."""
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write {SIZE_HELP}")
-    return int(Decimal(match.group(1)) * factor)
+    return Decimal(match.group(1)), factor
 
 
 def exact_size(count: int) -> str:

@@ -117,7 +117,7 @@ def _requests_come(scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...]
     # tree in a tick, and not while SGLang is paused, for the weights may be about to change.
     if (requests or scheduler._engine_paused) and not restores.waiting:
         restores.reap()
-    if scheduler._engine_paused and restores.running:
+    if scheduler._engine_paused and restores.running and not requests:
         restores.pause()
     unanswered = scheduler.hcache_clear_calls.unanswered
     return ((scheduler, [*requests, *unanswered]), {}) if unanswered else None

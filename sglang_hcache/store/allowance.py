@@ -73,8 +73,8 @@ class WriteAllowance:
         Raises:
             WriteBudgetError: not within the budget; nothing is counted.
         """
-        hour = int(now_s // _HOUR_S)
         with self._lock:
+            hour = self._hour(now_s)
             if not self._allows(size, 1.0, now_s):
                 budget = format_bytes(self.budget_bytes or 0)
                 raise WriteBudgetError(
@@ -89,6 +89,11 @@ class WriteAllowance:
             with self._lock:
                 self._hours[hour] = max(0, self._hours.get(hour, 0) - size)
             raise
+
+    def _hour(self, now_s: float) -> int:
+        """To which one bytes are added. While the clock may be behind, the last one: it will be right again."""
+        hour = int(now_s // _HOUR_S)
+        return hour if self._is_steady(now_s) else max([hour, *self._hours])
 
     def _allows(self, size: int, share: float, now_s: float) -> bool:
         return self.budget_bytes is None or self._written(now_s) + size <= share * self.budget_bytes

@@ -23,7 +23,7 @@ _EVICTIONS_IN_VAIN = 3
 _SEGMENTS_IN_VAIN = 2
 """Full ones, that went where nothing can be written all the same, ..."""
 _RELIEF_S = 600.0
-"""... before another one goes there only so often, seconds."""
+"""... before others go there only so often, seconds, the first of them at once."""
 _FLOOR_WARNING_S = 600.0
 
 

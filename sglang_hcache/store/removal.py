@@ -147,7 +147,7 @@ class Remover:
 
     def _deletable(self, within: int = -1) -> list[Segment]:
         """Leftovers with a file in one of these directories, as bits, of which it may be deleted now."""
-        within &= mask_of(volume.stripe for volume in self._volumes if volume.health.readable)
+        within &= mask_of(volume.stripe for volume in self._volumes if volume.health.can_delete)
         return [segment for segment in self.leftovers if segment.left & within and not segment.pins]
 
     def _unlink(self, segment: Segment) -> None:

@@ -101,8 +101,8 @@ class HostTier(SlotMemory):
         self._pinned, self._pinned_dirty = set[ChunkKey](), set[ChunkKey]()  # of those in _entries
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean = Recency()
-        self.uses = 0
-        """Of chunks, so far."""
+        self.uses = self.gone_use = 0
+        """Uses of chunks so far; and how many there had been at the last one of the chunk that went last."""
         self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()  # of those in _entries
         self.generation = 0
         """How often everything was forgotten."""
@@ -128,6 +128,8 @@ class HostTier(SlotMemory):
     def _evict(self) -> None:
         most = max(_MOST_TRIED, self._evicted_at_once)
         oldest = list(itertools.islice(filter(self._is_evictable, self._clean.oldest()), most))
+        if oldest:
+            self.gone_use = self._clean.last_use(oldest[0])
         for number, key in enumerate(oldest, 1):
             if key in self._clean:  # else it went with a neighbour
                 last_use = self._clean.last_use(key)
@@ -295,9 +297,11 @@ class HostTier(SlotMemory):
         """
         with self._lock:
             self.keep_dirty = True
-            for key in list(self._clean.oldest()):
-                entry = self._entries[key]
-                if not is_on_disk(key):
+            keys = list(self._clean.oldest())
+        stored = set(filter(is_on_disk, keys))  # which takes a while
+        with self._lock:
+            for key, entry in ((key, self._entries[key]) for key in keys if key in self._entries):
+                if key not in stored:
                     self._set_dirty(key, entry)
                 elif for_good:
                     entry.info = None
@@ -363,9 +367,3 @@ class HostTier(SlotMemory):
             dirty = 0 if pinned else len(self._pinned_dirty)  # to be left out
             clean = 0 if pinned else len(self._pinned) - dirty
             return SlotCounts(len(self._free), len(self._clean) - clean, len(self._dirty) - dirty)
-
-    def oldest_use(self) -> int:
-        """What :attr:`uses` was when the chunk that goes next was used last; 0: none has to go."""
-        with self._lock:
-            oldest = None if len(self._free) else next(self._clean.oldest(), None)
-            return 0 if oldest is None else self._clean.last_use(oldest)

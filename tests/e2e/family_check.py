@@ -168,6 +168,7 @@ def _mutants(rig: Rig) -> Iterator[tuple[str, Projector]]:
         yield f"wrong position far away ({name})", _Mutant(projector, shift=1, far=LENGTH)
         yield f"K too large ({name})", _Mutant(projector, scale=1.001)
         yield f"K of the pass ({name})", _Mutant(projector, scale=1.5, beyond=LENGTH)
+        yield f"K of a short pass ({name})", _Mutant(projector, scale=1.5, beyond=LENGTH, in_short=True)
 
 
 def _damaged(forms: tuple[AttentionForm, ...]) -> Iterator[tuple[str, list[AttentionForm]]]:
@@ -237,16 +238,25 @@ class _Mutant:
         scale: of K.
         beyond: K is scaled where the pass has a token beyond this position, then that of all: right for prompts that
             are short. So do some rotations.
+        in_short: it is scaled in all other passes.
     """
 
     def __init__(
-        self, projector: Projector, *, shift: int = 0, far: int = 0, scale: float = 1.0, beyond: int = -1
+        self,
+        projector: Projector,
+        *,
+        shift: int = 0,
+        far: int = 0,
+        scale: float = 1.0,
+        beyond: int = -1,
+        in_short: bool = False,
     ) -> None:
         self._projector = projector
         self._shift = shift
         self._far = far
         self._scale = scale
         self._beyond = beyond
+        self._in_short = in_short
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
@@ -254,7 +264,8 @@ class _Mutant:
         key, value = self._projector.project(
             layer, hidden, positions + self._shift * (positions >= self._far)
         )
-        return key * (self._scale if int(positions.max()) > self._beyond else 1.0), value
+        is_long = int(positions.max()) > self._beyond
+        return key * (1.0 if is_long == self._in_short else self._scale), value
 
 
 # -- processes -----------------------------------------------------------------------------------

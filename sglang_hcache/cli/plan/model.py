@@ -57,8 +57,8 @@ def _named(model: str) -> ModelShape | None:
 
 
 def _parts(name: str) -> list[str]:
-    """Words and numbers: Llama-2-7B has those of llama2-7b, llama-27b has others."""
-    return re.findall("[a-z]+|[0-9]+|[^-_.]", name.lower())
+    """Words and numbers: Llama-2-7B has those of llama2-7b, llama-27b and llama-2.7b have others."""
+    return re.findall(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^-_.]", name.lower())
 
 
 def _read(model: str, dtype: str) -> tuple[ModelShape, bool]:

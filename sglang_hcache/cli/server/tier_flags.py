@@ -103,10 +103,10 @@ def _check_words(arguments: Sequence[str]) -> None:
 
 def _in_one_word(flag: str, words: Sequence[str]) -> str:
     if flag == _DIRS_FLAG:
-        names = ",".join(word.strip(",") for word in words)
+        names = ",".join(filter(None, (word.strip(",") for word in words)))
         return f"separate directories with commas, without spaces: {names}"
     value, *others = words
-    if flag in _WITH_UNIT and value[-1:].isdigit() and len(others) == 1:
+    if flag in _WITH_UNIT and value[-1:].isdigit() and len(others) == 1 and not others[0][:1].isdigit():
         return f"write '{value}{others[0]}', without a space"
     return f"it takes one value, and {others[0]!r} follows {value!r}"
 

@@ -67,7 +67,7 @@ class Outcomes:
 
     def _report_gain(self, restore: Restore, recompute_s: float) -> None:
         """What it saved the request that waited for it, or cost it, against recomputing at once."""
-        taken_s = restore.job.taken_s(min(time.monotonic(), restore.ended))
+        taken_s = restore.job.taken_s(min(time.monotonic(), restore.ended)) - restore.paused_s
         is_of_use = restore.is_complete and restore.ticket is not None
         if is_of_use and taken_s <= recompute_s:
             self._observer.observe("restore.saved_seconds", recompute_s - taken_s)

@@ -211,10 +211,10 @@ class RestoreCoordinator:
         recomputed layers. It is no fault of theirs, and none of their time.
         """
         began = time.monotonic()
+        going_on = [restore for restore in self.running if not restore.is_over]
         self.running.wait(self.scheduler.doze)
-        for restore in self.running:
-            restore.is_disturbed = True
-            restore.job.deadline_s += time.monotonic() - began
+        for restore in going_on:
+            restore.pause(time.monotonic() - began)
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""

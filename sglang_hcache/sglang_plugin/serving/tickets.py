@@ -58,6 +58,8 @@ class Restore:
     """While its first layers were computed."""
     is_in_tree: bool = False
     """Whether its slots are the tree's already, though the device may still write to them."""
+    paused_s: float = 0.0
+    """For which nothing of it was computed on the scheduler's thread, for SGLang was told to pause."""
     slowest_s: float = 0.0
     """What the slowest rank took, once that is known (:meth:`Outcomes.over`)."""
 
@@ -112,7 +114,7 @@ class Restore:
     def seconds(self) -> float:
         """How long it took, from the first read to the last layer."""
         computed = 0.0 if self.recomputation is None else self.job.ran_s(self.recomputation.ended)
-        return max(self.job.seconds, computed, self.slowest_s)
+        return max(self.job.seconds, computed - self.paused_s, self.slowest_s)
 
     @property
     def ended(self) -> float:
@@ -134,6 +136,12 @@ class Restore:
         used = max(0, min(prefix_tokens, self.end) - self.start) // CHUNK_TOKENS if self.is_complete else 0
         on_host = sum(source == HOST for source in self.job.sources[:used])
         return CHUNK_TOKENS * on_host, CHUNK_TOKENS * (used - on_host)
+
+    def pause(self, seconds: float) -> None:
+        """So long it has not gone on, through no fault of its own."""
+        self.is_disturbed = True
+        self.paused_s += seconds
+        self.job.deadline_s += seconds
 
     def abandon(self) -> None:
         """Stop as soon as possible."""

@@ -164,8 +164,7 @@ def _shrink(store: DiskStore, to_bytes: int, segment_bytes: int, counters: Count
         # Measuring takes long in a large store: several at once, but fewer than could be too many.
         for _ in range(max(1, excess // (2 * segment_bytes))):
             if not store.evict_one():
-                if counters["store.unlink_failures"]:
-                    left = store.stats().segments
+                if left := store.stats().segments:
                     raise StoreIOError(
                         f"files of segments cannot be deleted; until they are gone nothing else is evicted: {left} "
                         "segments stay"

@@ -245,7 +245,8 @@ class StoreView:
     def _told_health(self) -> dict[int, tuple[str, str]]:
         """What the running server thinks of its directories, by stripe."""
         home = self.volumes[self.identity.index_stripe]
-        if self.lock_holder is None or _mounted(home.path)[0] != Condition.HEALTHY:
+        is_told = self.lock_holder is not None and home.health.readable  # else to look may take for ever
+        if not is_told or _mounted(home.path)[0] != Condition.HEALTHY:
             return {}  # what the last server thought is long over, and this one cannot say it
         return read_value(self._meta.get("health"), _health_of)
 

@@ -144,18 +144,22 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
     path.finish()
 
 
-def test_one_that_is_older_than_what_would_have_to_go_is_forgotten() -> None:
+@pytest.mark.parametrize(("slots", "group_slots"), [(32, 1), (128, 1), (128, 4)])
+def test_one_that_is_older_than_what_had_to_go_is_forgotten(slots: int, group_slots: int) -> None:
     """The conversation has left the device long ago, and nobody goes on inside of its last chunk."""
-    path = SavePath(slots=16)
-    run(path, "old", [1] * 10)
-    for name in range(2, 15):
-        run(path, str(name), [name] * 64)
+    path = SavePath(slots=slots, group_slots=group_slots)
+    for name in (1, 2):
+        run(path, str(name), [name] * 10)
+    for name in range(3, slots // 2):
+        run(path, str(name), [*[0] * 64, *[name] * 64])
     assert covers(path, [1] * 10), "while slots are free nothing has to go"
-    run(path, "new", [15] * 10)
-    for name in range(16, 24):
-        run(path, str(name), [name] * 64)
-    assert not covers(path, [1] * 10)
-    assert covers(path, [15] * 10)
+    assert covers(path, [2] * 10)
+    run(path, "new", [1000] * 10)
+    for name in range(1001, 1001 + slots):
+        assert covers(path, [1] * 10), "whoever asks for it uses it"
+        run(path, str(name), [*[0] * 64, *[name] * 64])
+    assert not covers(path, [2] * 10)
+    assert not covers(path, [1000] * 10)
     path.finish()
 
 

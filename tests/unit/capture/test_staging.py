@@ -79,6 +79,12 @@ def test_large_spans_leave_gaps_for_whole_passes() -> None:
     ring = StagingRing(
         torch.zeros(ROWS * sum(LAYOUT.row_bytes), dtype=torch.uint8), LAYOUT, torch.float32, pass_rows=10
     )
+    for count, places in ((4, [0, 4, 10]), (7, [0, 10])):
+        spans = [ring.reserve(count) for _ in places]
+        assert [span and span.first for span in spans] == places
+        for span in spans:
+            assert span is not None
+            ring.release(span)
     short = ring.reserve(6)
     whole = ring.reserve(10)
     assert short is not None

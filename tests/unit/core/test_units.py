@@ -62,7 +62,7 @@ def test_no_size_is_larger_than_files_can_be(text: str | int) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["4", 4, "1.5", " 20 ", "999999"])
+@pytest.mark.parametrize("text", ["4", 4, "1.5", "0.5", " 20 ", "999999"])
 def test_a_small_number_lacks_its_unit(text: str | int) -> None:
     with pytest.raises(ValueError, match=rf"^{text!r} is \d+ bytes; write its unit, such as [\d.]+GB$"):
         parse_size(text)

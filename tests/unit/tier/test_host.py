@@ -53,13 +53,13 @@ def test_a_chunk_that_is_written_is_no_younger_for_it() -> None:
     assert slot is not None
     tier.mark_clean(info(3).key, slot)
     tier.unpin(info(3).key, slot)
-    assert tier.oldest_use() == 2
-    for name, left in ((4, [True, False, True]), (5, [True, False, False])):
+    for name, left, gone_use in ((4, [True, False, True], 2), (5, [True, False, False], 3)):
         put(tier, name)
+        assert tier.gone_use == gone_use
         assert [info(old).key in tier for old in (1, 2, 3)] == left
 
 
-def test_counting_what_is_pinned_looks_at_no_chunk() -> None:
+def test_pins_are_counted_by_what_is_pinned() -> None:
     tier = host(4, keep_dirty=True)
     for name in (1, 2, 3):
         put(tier, name)

@@ -17,7 +17,7 @@ from sglang_hcache.device.attention import Attention
 from sglang_hcache.plan.shapes import FFNKind, ModelShape
 from sglang_hcache.sglang_plugin.seam.computation import computation_of
 from sglang_hcache.sglang_plugin.seam.gpu import may_store_hidden
-from sglang_hcache.sglang_plugin.seam.model import ServedModel
+from sglang_hcache.sglang_plugin.seam.model import ServedModel, attention_end
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 
 
@@ -232,6 +232,16 @@ class Arguments:
 
     def get_attention_backends(self) -> tuple[str, str]:
         return self.attention_backend, self.decode_attention_backend or self.attention_backend
+
+
+def test_a_pass_ends_where_the_attention_has_run() -> None:
+    """Of the Transformers backend no module's end is called there, but that of the layer around it."""
+    layers = nn.ModuleList(
+        nn.ModuleDict({"self_attn": nn.ModuleDict({"attn": nn.Identity()})}) for _ in range(3)
+    )
+    model = nn.ModuleDict({"layers": layers})
+    assert attention_end(model, "layers.1.self_attn.attn") is layers[1]["self_attn"]["attn"]
+    assert attention_end(model, "layers.1.self_attn.attention_instances") is layers[1]
 
 
 def namespace_of(has_amx: bool = False, **given: object) -> bytes:
