@@ -22,7 +22,7 @@ import pytest
 
 from sglang_hcache.core.errors import StoreLockedError, StoreTimeoutError, WriteBudgetError
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.store import DiskStore, StoreConfig
+from sglang_hcache.store import DiskStore, StoreConfig, steadiness
 from sglang_hcache.store.io.engine import IOKind
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.testing.io_faults import HangingEngine
@@ -202,8 +202,9 @@ def admits(store: DiskStore) -> bool:
 
 
 def test_the_write_budget_with_a_clock_that_jumps(
-    tmp_path: Path, open_store: OpenStore, clock: Clock
+    tmp_path: Path, open_store: OpenStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(steadiness, "_STEADY_S", 0.0)  # as after an hour
     budget = 4 * MIB
     config = replace(small_config(tmp_path), write_budget_bytes=budget)
     store = open_store(config)

@@ -57,7 +57,8 @@ def build_launch(
             if not values_of([*in_file, *given], flag):
                 added += [flag] if value is None else [flag, value]
         environment = {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": str(stub_dir)}
-    return [sys.executable, "-m", "sglang.launch_server", *added, *given], environment
+    # Without -P Python would look in the working folder first, which may be a checkout of SGLang or of ours.
+    return [sys.executable, "-P", "-m", "sglang.launch_server", *added, *given], environment
 
 
 def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -71,13 +72,12 @@ def prepare_launch(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
     on_cpu = _wants_cpu(everything, has_gpu=gpu)
     folder = ensure_stub() if on_cpu else Path()
     command, changes = build_launch(arguments, has_gpu=gpu, stub_dir=folder)
-    # `python -m` would look in the working folder first, which may be a checkout of SGLang or of ours.
-    defaults = {"PYTHONSAFEPATH": "1"}
+    defaults: dict[str, str] = {}
     if on_cpu:
         # Restores must not wait for cores on which OpenMP's threads spin. Nor must a server without the tier spin,
         # which beside another busy process made it two to three times slower: with the tier's threads OpenMP spins
         # less, and a comparison would show a difference that has nothing to do with the tier.
-        defaults["OMP_WAIT_POLICY"] = "passive"
+        defaults = {"OMP_WAIT_POLICY": "passive"}
         if (num_ranks := _num_ranks(everything)) > 1:
             defaults |= variables_of_ranks(num_ranks, usable_cores())
     return command, environment_with(changes, defaults)

@@ -117,6 +117,8 @@ def _arguments_of_python(command: Any) -> list[str] | None:
     program, *arguments = map(str, command)
     if program == str(Path(sys.executable).with_name("hcache")):
         return [program, *arguments]
+    if arguments[:1] == ["-P"]:
+        del arguments[0]  # no module of a server's is in the folder where tests run
     is_plain = (
         program == sys.executable and arguments and (arguments[0] in ("-m", "-c") or arguments[0][0] != "-")
     )
