@@ -24,7 +24,7 @@ def test_an_engine_restores(tiny_model: Callable[..., Path], tmp_path: Path) -> 
     command, environment = prepare_launch([*given, *tier, *size])
     program = Path(__file__).with_name("offline_engine.py")
     done = subprocess.run(
-        [sys.executable, str(program), *command[3:]],
+        [sys.executable, str(program), *command[command.index("sglang.launch_server") + 1 :]],
         env=environment,
         capture_output=True,
         text=True,
