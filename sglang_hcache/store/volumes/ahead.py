@@ -92,9 +92,8 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
                 "hcache: %s (--hcache-dirs) is on %s, which is memory: it counts against the memory of this machine or "
                 "container beside --hcache-host-size, and is gone after a reboot", path, mount.kind,
             )  # fmt: skip
-        if not volume.attempt(
-            partial(has_superblock, path)
-        ):  # what is stored is served, whether or not it grows
+        # What is stored is served, whether or not it grows.
+        if not volume.attempt(partial(has_superblock, path)):
             volume.attempt(directory.check_writable)
         volume.attempt(directory.check_ours)
         found.holder = volume.attempt(directory.lock.holder)

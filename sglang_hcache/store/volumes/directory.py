@@ -69,9 +69,8 @@ class StoreDirectory:
         """
         _make(self.path, self._may_make)
         self.check_ours()
-        if (
-            stat.S_IMODE(self.path.stat().st_mode) != 0o700
-        ):  # a file system that is mounted read-only is served
+        # Only if need be: what is mounted read-only is served.
+        if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
             os.chmod(self.path, 0o700)
         self.lock.take()
 

@@ -236,10 +236,8 @@ def _ready(volume: Volume, identity: StoreIdentity, *, is_new: bool) -> None:
             raise StoreIOError(f"cannot write to {volume.path} (--hcache-dirs): {error}") from error
         volume.health.failed(error, writing=True)
         try:
-            if (
-                error.errno not in READ_ONLY_ERRNOS
-            ):  # one failure is not many, but nothing has ever worked here
-                raise
+            if error.errno not in READ_ONLY_ERRNOS:
+                raise  # one failure is not many, but nothing has ever worked here
             volume.attempt(directory.probe_reading)
         except OSError as failure:
             volume.health.take_out(failure.strerror or str(failure))
