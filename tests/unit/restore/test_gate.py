@@ -383,6 +383,22 @@ def test_so_are_they_where_recomputing_did_not_end_in_time() -> None:
     assert after.recompute_s == before.recompute_s
 
 
+def test_what_would_pay_is_never_only_tried() -> None:
+    """It is not started for the sake of others, and will be without a try."""
+    some = gate()
+    assert not any(some.is_due(decide(some, 1024, 0)) for _ in range(100))
+    assert any(some.is_due(decide(some, 0, 1024)) for _ in range(100))
+
+
+def test_a_restore_that_was_stopped_early_says_nothing_of_how_long_it_would_have_taken() -> None:
+    some = gate()
+    before = decide(some, 1024, 0)
+    some.restored(before, before.job_s / 2, is_complete=False)
+    assert decide(some, 1024, 0).job_s == before.job_s
+    some.restored(before, 2 * before.job_s, is_complete=False)
+    assert decide(some, 1024, 0).job_s > before.job_s
+
+
 def test_pays_from_the_first_length_that_is_restored() -> None:
     """2 ms of overhead against 20 us a token from host memory; the disk is slower than recomputing."""
     found = gate(disk=40e-6)

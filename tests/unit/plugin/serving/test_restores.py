@@ -974,6 +974,21 @@ def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(
     assert world.counters["restore.rests"] == 0, "nobody blames the disk"
 
 
+@pytest.mark.parametrize("pauses", [False, True])
+def test_what_a_restore_took_beside_a_pause_teaches_nothing(pauses: bool) -> None:
+    gate = gate_for(recompute_s=1.0, may_recompute=False)
+    world = World(gate)
+    world.store(tokens(1, 6))
+    world.queue("a", tokens(1, 6))
+    world.coordinator.tick()
+    if pauses:
+        world.coordinator.pause()
+    world.engine.jobs[0].seconds = 100.0
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert (set(gate._drift.factors.values()) == {1.0}) == pauses
+
+
 def waiting_for_room(world: World) -> None:
     world.store(tokens(1, 4))
     world.scheduler.running = True
