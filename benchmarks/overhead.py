@@ -201,6 +201,10 @@ def main(
     prompt: Annotated[
         int | None, typer.Option(help="Tokens of fresh prompts. Default: 2048, quick 512.", min=64)
     ] = None,
+    in_a_row: Annotated[
+        int,
+        typer.Option(help="Fresh prompts one after the other, timed until all is saved. 0: none.", min=0),
+    ] = 16,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -273,6 +277,7 @@ def main(
         raise ConfigError(f"--method: {method!r} is not allowed; allowed: {', '.join(PlanKind)}")
     settings = Settings(
         prompt=prompt or (512 if quick else 2048),
+        in_a_row=in_a_row,
         histories=parse_whole_numbers("--histories", lengths, low=64),
         long_history=long_history or (2048 if quick else 16384),
         batches=parse_whole_numbers("--batches", batches, low=1),

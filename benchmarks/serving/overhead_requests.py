@@ -28,8 +28,6 @@ _SHORT_PROMPT = 128
 """Tokens of prompts of requests that decode together."""
 _TAIL = 20
 """Tokens that a history lacks of its last chunk."""
-_IN_A_ROW = 16
-"""Prefills that are measured until all of them are saved: what saving defers is part of the time there."""
 _PIECE = 4096
 """Tokens of a history that is to come back which are computed at a time."""
 
@@ -40,6 +38,8 @@ class Settings:
 
     prompt: int
     """Tokens of prompts that nobody asked before."""
+    in_a_row: int
+    """Prefills that are measured until all of them are saved: what saving defers is part of the time there. 0: none."""
     histories: tuple[int, ...]
     """Tokens of prompts that come back."""
     long_history: int
@@ -76,6 +76,7 @@ def section_names(settings: Settings) -> list[str]:
     """What requests measure, in order."""
     return [
         "prefill",
+        *(["prefills in a row"] if settings.in_a_row else []),
         *(f"decoding, {batch} at once" for batch in settings.batches),
         *(f"{length} tokens on the device" for length in settings.histories),
         *(f"{length} tokens return" for length in settings.histories),
@@ -104,6 +105,7 @@ class PairedRequests:
         lengths = self._settings.histories
         sections = (
             self._prefill,
+            *([self._prefills_in_a_row] if self._settings.in_a_row else []),
             *(partial(self._decode, batch) for batch in self._settings.batches),
             *(partial(self._on_device, length) for length in lengths),
             *(partial(self._returning, length) for length in lengths),
@@ -126,30 +128,30 @@ class PairedRequests:
 
     async def _prefill(self) -> list[dict[str, Any]]:
         rounds, size = self._settings.short_rounds, self._settings.prompt
-        numbers = range(-self._settings.warm_up, rounds)
-        prompts = {n: self._prompt(size) for n in numbers}
-        in_a_row = {n: [self._prompt(size) for _ in range(_IN_A_ROW)] for n in numbers}
+        prompts = {number: self._prompt(size) for number in range(-self._settings.warm_up, rounds)}
 
         async def once(client: TokenClient, number: int) -> float:
-            return (await client.ask(prompts[number], max_tokens=1)).ttft_s
+            return (await client.ask(prompts[number], max_tokens=1, is_compared=False)).ttft_s
+
+        return [paired_row(f"prefill of {size} tokens", await self._alternate(rounds, once))]
+
+    async def _prefills_in_a_row(self) -> list[dict[str, Any]]:
+        rounds, size, count = self._settings.rounds, self._settings.prompt, self._settings.in_a_row
+        numbers = range(-self._settings.warm_up, rounds)
+        prompts = {number: [self._prompt(size) for _ in range(count)] for number in numbers}
 
         async def several(client: TokenClient, number: int) -> float:
             began = time.perf_counter()
-            for prompt in in_a_row[number]:
-                await client.ask(prompt, max_tokens=1)
+            for prompt in prompts[number]:
+                await client.ask(prompt, max_tokens=1, is_compared=False)
             await client.settle()
-            return (time.perf_counter() - began) / _IN_A_ROW
+            return (time.perf_counter() - began) / count
 
-        ones = await self._alternate(rounds, once)
         before = await self._saved_rows()
-        each = await self._alternate(self._settings.rounds, several)
-        saved = await self._saved_rows() - before
-        count = (self._settings.rounds + self._settings.warm_up) * _IN_A_ROW
-        return [
-            paired_row(f"prefill of {size} tokens", ones),
-            paired_row(f"prefills of {size} tokens, {_IN_A_ROW} in a row with all saving", each)
-            | {"saved_rows": saved / count},
-        ]
+        times = await self._alternate(rounds, several)
+        saved = (await self._saved_rows() - before) / (len(numbers) * count)
+        row = paired_row(f"prefills of {size} tokens, {count} in a row with all saving", times)
+        return [row | {"saved_rows": saved}]
 
     async def _decode(self, batch: int) -> list[dict[str, Any]]:
         """Mean times between tokens, over whole chunks: what is saved of a chunk is worked on when it is complete."""
@@ -157,7 +159,8 @@ class PairedRequests:
         before = await self._saved_rows()
 
         async def once(client: TokenClient, _: int) -> float:
-            asks = [client.ask(self._prompt(_SHORT_PROMPT), max_tokens=decoded) for _ in range(batch)]
+            prompts = [self._prompt(_SHORT_PROMPT) for _ in range(batch)]
+            asks = [client.ask(prompt, max_tokens=decoded, is_compared=False) for prompt in prompts]
             answers = await asyncio.gather(*asks)
             return statistics.fmean(gap for answer in answers for gap in answer.gaps_s[CHUNK_TOKENS - 1 :])
 
@@ -178,7 +181,7 @@ class PairedRequests:
         device: dict[str, list[int]] = {OFF: [], TIER: []}
 
         async def once(client: TokenClient, number: int) -> float:
-            answer = await client.ask([*history, *self._prompt(64)], max_tokens=1)
+            answer = await client.ask([*history, *self._prompt(64)], max_tokens=1, is_compared=False)
             if number >= 0:
                 device[TIER if client is self.clients[TIER] else OFF].append(answer.sources.device)
             return answer.ttft_s
@@ -220,7 +223,7 @@ class PairedRequests:
             for name in in_turn(self.clients, number):
                 client = self.clients[name]
                 await self._have_saved(client, history)
-                hit_s = (await client.ask(history, max_tokens=1)).ttft_s
+                hit_s = (await client.ask(history, max_tokens=1, is_compared=False)).ttft_s
                 await client.empty(tiers=False)
                 alone, beside, answer = await self._decode_beside(client, history, hit_s)
                 gaps[name]["alone"] += alone
@@ -233,7 +236,7 @@ class PairedRequests:
     async def _have_saved(self, client: TokenClient, history: list[int]) -> None:
         """All of ``history`` is computed, in pieces: passes right behind each other may find no room in staging."""
         for end in (*range(_PIECE, len(history), _PIECE), len(history)):
-            await client.ask(history[:end], max_tokens=1)
+            await client.ask(history[:end], max_tokens=1, is_compared=False)
             await client.settle()
 
     async def _decode_beside(
@@ -246,9 +249,8 @@ class PairedRequests:
         """
 
         async def batch() -> list[TokenAnswer]:
-            asks = [
-                client.ask(self._prompt(_SHORT_PROMPT), max_tokens=_COMPANY_TOKENS) for _ in range(_COMPANY)
-            ]
+            prompts = [self._prompt(_SHORT_PROMPT) for _ in range(_COMPANY)]
+            asks = [client.ask(prompt, max_tokens=_COMPANY_TOKENS, is_compared=False) for prompt in prompts]
             return list(await asyncio.gather(*asks))
 
         began = time.perf_counter()
@@ -258,7 +260,7 @@ class PairedRequests:
         stream = asyncio.create_task(batch())
         await asyncio.sleep(0.3 * took)  # all of them decode by now
         asked = time.perf_counter()
-        answer = await client.ask(history, max_tokens=1)
+        answer = await client.ask(history, max_tokens=1, is_compared=False)
         came_back = max(asked, asked + answer.ttft_s - hit_s)
         others = await stream
         beside = [

@@ -24,6 +24,8 @@ _SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _DEATH_S = 2.0
 _LOG_LINES = 25
+_LIKELY = 5
+"""Tokens whose logprobs are asked for. In 16 bits, rounding puts third ones between two that are equally probable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,8 @@ class TokenAnswer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    runners_up: tuple[tuple[int, float], ...]
-    """At each place the most probable token but the one that was taken, and its logprob."""
+    likely: tuple[dict[int, float], ...]
+    """At each place the most probable tokens and their logprobs; empty where the answer is compared with none."""
     sources: TokenSources
     ttft_s: float
     """From sending the request to the arrival of the first token, seconds."""
@@ -73,8 +75,8 @@ def compare(one: TokenAnswer, other: TokenAnswer, logprob_tolerance: float) -> C
 
 def _is_as_probable(answer: TokenAnswer, place: int, token: int, tolerance: float) -> bool:
     """Whether ``token`` would have done as well as the one that ``answer`` has at ``place``."""
-    second, logprob = answer.runners_up[place]
-    return second == token and abs(logprob - answer.logprobs[place]) <= tolerance
+    logprob = answer.likely[place].get(token, -math.inf)
+    return abs(logprob - answer.logprobs[place]) <= tolerance
 
 
 class TokenClient:
@@ -90,8 +92,11 @@ class TokenClient:
         self._url = url
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, limits=limits)
 
-    async def ask(self, prompt: Sequence[int], *, max_tokens: int) -> TokenAnswer:
+    async def ask(self, prompt: Sequence[int], *, max_tokens: int, is_compared: bool = True) -> TokenAnswer:
         """Send ``prompt`` and read an answer of exactly ``max_tokens`` tokens.
+
+        Args:
+            is_compared: ask for what :func:`compare` needs. It takes the server's time, in each pass.
 
         Raises:
             ChatError: the server refused, failed or fell silent.
@@ -100,7 +105,7 @@ class TokenClient:
             "input_ids": list(prompt),
             "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
-            "top_logprobs_num": 2,
+            "top_logprobs_num": _LIKELY if is_compared else 0,
             "stream": True,
         }
         reader = _Reader()
@@ -222,7 +227,7 @@ class _Reader:
         self._arrivals: list[float] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._runners_up: list[tuple[int, float]] = []
+        self._likely: list[dict[int, float]] = []
         self._meta: dict[str, Any] = {}
 
     def take(self, line: str) -> None:
@@ -242,8 +247,9 @@ class _Reader:
             self._arrivals.append(before + (now - before) * number / len(fresh))
             self._tokens.append(token)
             self._logprobs.append(logprob)
-        for (_, token, *_), best in zip(fresh, self._meta.get("output_top_logprobs") or (), strict=True):
-            self._runners_up.append(next((other, its) for its, other, *_ in best if other != token))
+        best = self._meta.get("output_top_logprobs") or [()] * len(fresh)
+        for _, likely in zip(fresh, best, strict=True):
+            self._likely.append({token: logprob for logprob, token, *_ in likely or ()})
 
     def answer(self) -> TokenAnswer:
         """The whole answer.
@@ -260,7 +266,7 @@ class _Reader:
         return TokenAnswer(
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
-            runners_up=tuple(self._runners_up),
+            likely=tuple(self._likely),
             sources=TokenSources(
                 device=device,
                 host=host,

@@ -9,6 +9,8 @@ from sglang_hcache.core.config import STAGED_PASSES_AHEAD, STAGING_PARTS, host_s
 from sglang_hcache.core.units import format_bytes, format_duration
 
 _DAY_S = 86_400
+_POOLS = 2
+"""KV pools that host memory should hold: what the device evicts was saved before, and must not have left since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,8 @@ class Sizing:
 
     pass_tokens: int
     """Most tokens of one prefill pass."""
+    pool_tokens: int | None
+    """Of SGLang's KV pool; None: it is not known, and nothing is said of it."""
     tokens_per_s: float | None
     """New tokens of prompts and answers, without what comes from a cache; None: it is not known, and nothing is said
     of the disk."""
@@ -37,6 +41,12 @@ class Sizing:
             "pass_tokens": self.pass_tokens,
             "host_size_at_least": least_host,
         }
+        if self.pool_tokens is not None:
+            pools = _POOLS * self.pool_tokens * bytes_per_token
+            sizes |= {
+                "pool_tokens": self.pool_tokens,
+                "host_size_for_pool": max(least_host, host_size_for(staging, pools)),
+            }
         if self.tokens_per_s is None:
             return sizes
         kept = round(self.tokens_per_s * self.keep_s)
@@ -62,6 +72,9 @@ class Sizing:
             return []
         least = format_bytes(data["host_size_at_least"])
         lines = [f"Memory    {least} at least on a GPU, for prefill passes of {self.pass_tokens:,} tokens"]
+        if self.pool_tokens is not None:
+            size = format_bytes(data["host_size_for_pool"])
+            lines.append(f"          {size} for {_POOLS} times the KV pool's {self.pool_tokens:,} tokens")
         if self.tokens_per_s is None:
             return lines
         kept = f"{self.tokens_per_s:,g} tokens/s for {format_duration(self.keep_s)}"

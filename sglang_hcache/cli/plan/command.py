@@ -91,6 +91,14 @@ PassTokens = Annotated[
         help="Tokens of the largest prefill pass: SGLang's --chunked-prefill-size. Used to size host memory."
     ),
 ]
+PoolTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Tokens of SGLang's KV pool, max_total_num_tokens in its log. Also prints the host memory for twice as "
+        "many: with less than once, hardly anything is restored from host memory.",
+    ),
+]
 TokensPerS = Annotated[
     float | None,
     typer.Option(
@@ -134,6 +142,7 @@ def plan(
     dtype: DtypeName = "",
     kv_cache_dtype: KVCacheDtypeName = "auto",
     pass_tokens: PassTokens = 8192,
+    pool_tokens: PoolTokens = None,
     tokens_per_s: TokensPerS = None,
     keep: Keep = None,
     drive_size: DriveSize = "",
@@ -155,7 +164,8 @@ def plan(
     of the first layers to recompute.
 
     `hcache plan llama2-7b`, without rates, prints only what a token takes and how much host memory a GPU server needs
-    at least, for the passes of overlap scheduling, SGLang's default. `--tokens-per-s 2000 --keep 10m --drive-size 4TB`
+    at least, for the passes of overlap scheduling, SGLang's default. `--pool-tokens 800000` adds how much it needs to
+    find there what the KV pool drops. `--tokens-per-s 2000 --keep 10m --drive-size 4TB`
     adds the size that the disk tier needs and how fast it wears its drives.
 
     With quantized weights (`quantization_config` in config.json) or an FP8 KV cache (`--kv-cache-dtype`), a server
@@ -165,9 +175,9 @@ def plan(
     from sglang_hcache.core.layout import PlanKind
 
     kind = _kind(method)
-    _check_between(1, _MOST, tokens=tokens, pass_tokens=pass_tokens)
+    _check_between(1, _MOST, tokens=tokens, pass_tokens=pass_tokens, pool_tokens=pool_tokens)
     _check_between(1 / _MOST, _MOST, io_gbps=io_gbps, tflops=tflops, tokens_per_s=tokens_per_s)
-    sizing = _sizing(pass_tokens, tokens_per_s, keep, drive_size)
+    sizing = _sizing(pass_tokens, pool_tokens, tokens_per_s, keep, drive_size)
     planned = _model(model, dtype, kv_cache_dtype)
     why_not_hidden = None if planned is None else planned.why_not_hidden
     if kind is PlanKind.HIDDEN and why_not_hidden is not None:
@@ -218,7 +228,9 @@ def _check_between(least: float, most: float, **values: float | None) -> None:
             raise ConfigError(f"{flag}: {value} is not allowed; give a number between {least:g} and {most:g}")
 
 
-def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str | None, drive_size: str) -> Sizing:
+def _sizing(
+    pass_tokens: int, pool_tokens: int | None, tokens_per_s: float | None, keep: str | None, drive_size: str
+) -> Sizing:
     from sglang_hcache.cli.plan.capacity import Sizing
 
     keep_s = _read("--keep", parse_duration, _KEEP if keep is None else keep)
@@ -230,7 +242,7 @@ def _sizing(pass_tokens: int, tokens_per_s: float | None, keep: str | None, driv
             raise ConfigError(
                 f"{flag}: it counts only with --tokens-per-s; give that as well, or leave it out"
             )
-    return Sizing(pass_tokens, tokens_per_s, keep_s, drive_bytes)
+    return Sizing(pass_tokens, pool_tokens, tokens_per_s, keep_s, drive_bytes)
 
 
 def _read(flag: str, parse: Callable[[str], _Value], text: str) -> _Value:

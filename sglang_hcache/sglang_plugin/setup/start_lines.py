@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sglang_hcache.core.config import HCacheConfig
+from sglang_hcache.core.config import HCacheConfig, host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.units import format_bytes, format_duration
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
@@ -80,10 +80,13 @@ def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget, pool
         config.write_policy,
     )  # fmt: skip
     if tiers.host.num_slots * CHUNK_TOKENS <= pool_tokens:
+        row_bytes = sum(tiers.layout.row_bytes)
         logger.log(
             logging.INFO if tiers.may_have_disk else logging.WARNING,
             "hcache: the KV pool holds %d tokens, no fewer than the host tier: what the pool drops has mostly left the "
-            "host tier before, so hardly anything is restored from there; raise --hcache-host-size", pool_tokens,
+            "host tier before, so hardly anything is restored from there; for twice as many set --hcache-host-size to "
+            "%s, or give the pool less (--max-total-tokens)", pool_tokens,
+            format_bytes(host_size_for(budget.ring_rows * row_bytes, 2 * pool_tokens * row_bytes)),
         )  # fmt: skip
 
 

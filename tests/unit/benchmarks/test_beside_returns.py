@@ -85,7 +85,7 @@ class Client:
         self._staged = 0
         self.saved: list[int] = []
 
-    async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+    async def ask(self, prompt: list[int], *, max_tokens: int, is_compared: bool = True) -> Any:
         restored = 0
         if len(prompt) > 1000:
             if not self._on_device:
@@ -114,7 +114,7 @@ def answer_of(bench: Import) -> Callable[[int, int], Any]:
         return token_answer(
             tokens=(1,) * tokens,
             logprobs=(0.0,) * tokens,
-            runners_up=((2, -9.0),) * tokens,
+            likely=({2: -9.0},) * tokens,
             sources=SimpleNamespace(restored=restored, host=restored, disk=0, device=0),
             ttft_s=0.001,
             gaps_s=(0.001,) * (tokens - 1),
@@ -149,7 +149,7 @@ def test_what_was_restored_is_that_of_the_rounds_that_count(bench: Import) -> No
     answer, returns = answer_of(bench), [0, 0, LENGTH]
 
     class Deciding(Client):
-        async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+        async def ask(self, prompt: list[int], *, max_tokens: int, is_compared: bool = True) -> Any:
             await asyncio.sleep(0)
             return answer(returns.pop(0) if len(prompt) > LENGTH else 0, max_tokens)
 
@@ -169,7 +169,7 @@ def test_answers_after_a_return_are_compared(bench: Import) -> None:
             super().__init__(answer, 5000)
             self._by = by
 
-        async def ask(self, prompt: list[int], *, max_tokens: int) -> Any:
+        async def ask(self, prompt: list[int], *, max_tokens: int, is_compared: bool = True) -> Any:
             await asyncio.sleep(0)
             return replace(answer(0, max_tokens), tokens=(prompt[-1] + self._by,) * max_tokens)
 

@@ -22,7 +22,7 @@ def burst(bench: Import, ttft_s: float, *, restored: int) -> Any:
         bench("serving.token_client").TokenAnswer(
             tokens=(1, 2),
             logprobs=(-1.0, -2.0),
-            runners_up=((3, -4.0),) * 2,
+            likely=({3: -4.0},) * 2,
             sources=TokenSources(device=0, host=64 * (number < restored), disk=0, recomputed=40),
             ttft_s=ttft_s + number,
             gaps_s=(0.1,),

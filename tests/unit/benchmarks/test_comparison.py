@@ -20,7 +20,7 @@ Import = Callable[[str], Any]
 def answer(bench: Import, **changes: Any) -> Any:
     sources = TokenSources(device=10, host=20, disk=30, recomputed=40)
     fields = {"tokens": (1, 2, 3), "logprobs": (-1.0, -2.0, -3.0), "sources": sources, "ttft_s": 2.0}
-    fields["runners_up"] = ((9, -2.0),) * 3
+    fields["likely"] = ({9: -2.0},) * 3
     return bench("serving.token_client").TokenAnswer(
         **{**fields, "gaps_s": (0.1, 0.3), "total_s": 2.5, **changes}
     )
@@ -50,22 +50,24 @@ def test_answers_are_compared_token_by_token(
 @pytest.mark.parametrize(
     ("own", "others", "is_tie"),
     [
-        ((2, -2.0004), (9, -2.0004), True),  # each has the other's token right behind its own
-        ((2, -2.5), (9, -2.0004), False),
-        ((2, -2.0004), (9, -2.5), False),
-        ((7, -2.0004), (9, -2.0004), False),
-        ((2, -2.0004), (7, -2.0004), False),
+        ({2: -2.0004}, {9: -2.0004}, True),  # each has the other's token right behind its own
+        ({7: -2.0002, 2: -2.0004}, {7: -2.0001, 9: -2.0004}, True),  # a third is as probable
+        ({2: -2.5}, {9: -2.0004}, False),
+        ({2: -2.0004}, {9: -2.5}, False),
+        ({7: -2.0004}, {9: -2.0004}, False),
+        ({2: -2.0004}, {7: -2.0004}, False),
+        ({}, {}, False),
     ],
 )
 def test_a_tie_is_one_to_both(bench: Import, own: Any, others: Any, is_tie: bool) -> None:
     """Where answers part, each as sure of its own token, one of them is wrong if it does not know the other's."""
-    one = answer(bench, tokens=(1, 9, 9), logprobs=(-1.0, -2.0, -9.0), runners_up=((5, -3.0), own, (5, -9.5)))
-    other = answer(bench, runners_up=((5, -3.0), others, (5, -3.5)))
+    one = answer(bench, tokens=(1, 9, 9), logprobs=(-1.0, -2.0, -9.0), likely=({5: -3.0}, own, {5: -9.5}))
+    other = answer(bench, likely=({5: -3.0}, others, {5: -3.5}))
     found = bench("serving.token_client").compare(one, other, 1e-3)
     assert (found.is_equal, found.is_tie) == (is_tie, is_tie)
 
 
-def test_the_second_choice_is_read_with_the_answer(bench: Import) -> None:
+def test_likely_tokens_are_read_with_the_answer(bench: Import) -> None:
     reader = bench("serving.token_client")._Reader()
     for tokens, best in (
         ([[-0.1, 4, None]], [[[-0.1, 4], [-2.0, 6]]]),
@@ -74,7 +76,7 @@ def test_the_second_choice_is_read_with_the_answer(bench: Import) -> None:
         meta = {"output_token_logprobs": tokens, "output_top_logprobs": best, "completion_tokens": 2}
         reader.take("data: " + json.dumps({"meta_info": {**meta, "prompt_tokens": 3}}))
     found = reader.answer()
-    assert (found.tokens, found.runners_up) == ((4, 5), ((6, -2.0), (8, -1.0)))
+    assert (found.tokens, found.likely) == ((4, 5), ({4: -0.1, 6: -2.0}, {8: -1.0, 5: -1.0}))
 
 
 def test_rows_have_ratios_times_and_speedups(bench: Import) -> None:

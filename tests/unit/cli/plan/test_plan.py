@@ -239,6 +239,18 @@ def test_sizes_are_of_what_the_server_stores(plan, plan_json):
     assert "drive writes" not in plan("llama3-8b", *RATES, "--tokens-per-s", 1)[1]
 
 
+def test_host_memory_for_a_pool(plan, plan_json):
+    """A server whose host tier holds no more than its KV pool says at start that it restores hardly anything."""
+    (sizes,) = plan_json("llama3-8b", "--method", "kv", "--pool-tokens", 800_000)["sizes"].values()
+    staging, pools = 3 * 8192 * 131_072, 2 * 800_000 * 131_072
+    assert (sizes["pool_tokens"], sizes["host_size_for_pool"]) == (800_000, (staging + pools) * 8 // 7)
+    text = "243.4 GB for 2 times the KV pool's 800,000 tokens"
+    assert text in plan("llama3-8b", "--method", "kv", "--pool-tokens", 800_000)[1]
+    small = plan_json("llama3-8b", *RATES, "--pool-tokens", 1)["sizes"]
+    assert small["host_size_for_pool"] == small["host_size_at_least"]
+    assert "--pool-tokens: 0 is not allowed" in plan("llama3-8b", "--pool-tokens", 0)[2]
+
+
 def test_names_may_be_written_in_other_ways(plan, plan_json, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for written, name in (

@@ -51,7 +51,7 @@ def test_staging_holds_two_prefill_passes_where_there_is_room() -> None:
 
 def test_the_planned_host_size_is_the_least_that_stages_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "available_host_bytes", lambda: 10**12)
-    sizes = Sizing(8192, None, 0.0, None).data(sum(LAYOUT.row_bytes))
+    sizes = Sizing(8192, None, None, 0.0, None).data(sum(LAYOUT.row_bytes))
     assert sizes is not None
     least = sizes["host_size_at_least"]
 

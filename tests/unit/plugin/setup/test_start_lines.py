@@ -41,9 +41,11 @@ def test_a_host_tier_that_holds_no_more_than_the_pool(
 ) -> None:
     """It has a place before a disk tier, and next to none without one."""
     tiers: Any = SimpleNamespace(
-        disk=None, disk_stats=None, host=SimpleNamespace(num_slots=9), may_have_disk=has_disk
-    )
+        disk=None, disk_stats=None, host=SimpleNamespace(num_slots=9), may_have_disk=has_disk,
+        layout=SimpleNamespace(row_bytes=(600_000, 400_000)),
+    )  # fmt: skip
     with caplog.at_level(logging.INFO):
         log_tiers(HCacheConfig(), tiers, HostBudget.least(), pool_tokens)
-    found = [record for record in caplog.records if "raise --hcache-host-size" in record.message]
+    # Staging of 64 tokens and room for 2 * 576, of 1 MB each, and an eighth for restores.
+    found = [record for record in caplog.records if "set --hcache-host-size to 1.4 GB, or" in record.message]
     assert [record.levelno for record in found] == ([logging.INFO if has_disk else logging.WARNING] * is_told)
