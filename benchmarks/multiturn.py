@@ -305,7 +305,7 @@ def main(
         ),
     ] = None,
     mean_rounds: Annotated[
-        float, typer.Option(help="Mean rounds of generated conversations. Default: 3.", min=2)
+        float, typer.Option(help="Mean rounds of generated conversations. Default: 3.", min=2, max=1000)
     ] = 3.0,
     think_time: Annotated[
         float | None,

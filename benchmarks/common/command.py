@@ -70,7 +70,7 @@ def carry_out(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure in a scratch folder, which is removed however that ends; write the results and print them.
+    """Measure in a scratch folder, which is removed however that ends; print the results and write them.
 
     A signal or an error ends the measuring; the results are then those that were there.
 
@@ -81,22 +81,26 @@ def carry_out(
 
     Raises:
         typer.Exit: status 1: answers are unequal; 130, 143: it was ended by Ctrl-C or SIGTERM.
-        HCacheError, OSError: what went wrong.
+        Exception: what went wrong.
     """
     prefix = name.replace("_", "-") + "-"
-    found = Gathered()
+    found, failure = Gathered(), None
     with Stopping() as stopping:
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder or Path.cwd()) as scratch:
-            try:
+        try:
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder or Path.cwd()) as scratch:
                 stopping.until_stopped(lambda: measure(Path(scratch).absolute(), found))
-            finally:  # also where measuring failed
-                data = found.results()
-                if out is not None and found.measured:
-                    report.write(out, data)
+        except Exception as error:
+            failure = error
+        data = found.results()
+        # Printed first: there may be no room for files.
         if found.measured and as_json:
-            print(json.dumps(data, indent=2))
+            print(json.dumps(data, indent=2), flush=True)
         elif found.measured:
             report.show(data, new_console())
+        if found.measured and out is not None:
+            report.write(out, data)
+        if failure is not None:
+            raise failure
         if stopping.signal is not None:
             print(ended_early(name, stopping, found, out), file=sys.stderr)
             raise typer.Exit(stopping.exit_status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import replace
@@ -12,10 +13,13 @@ from common.header import file_system_of
 from restoring.limited_engine import LimitedEngine
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.core.units import format_bytes
 from sglang_hcache.store import DiskStore, StoreConfig
 from sglang_hcache.store.io.engine import Batch, IOEngine, IOKind
 from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.store.io.probing import takes_direct_writes
+
+_STORE_BYTES, _SEGMENT_BYTES = 16 * 2**30, 2**28
 
 
 class CountingEngine:
@@ -63,13 +67,28 @@ def disk_facts(folder: Path, tiers: Container[str]) -> dict[str, Any]:
     return {"file_system": file_system, "direct": direct}
 
 
+def check_room(folder: Path, num_bytes: int) -> None:
+    """For a store below ``folder`` that is to keep ``num_bytes`` of chunks.
+
+    Raises:
+        ConfigError: there is too little; chunks would push each other out.
+    """
+    room = min(_STORE_BYTES, shutil.disk_usage(folder).free)
+    needed = num_bytes + 2 * _SEGMENT_BYTES
+    if room < needed:
+        raise ConfigError(
+            f"--dir: {format_bytes(room)} of room is too little, this takes up to {format_bytes(needed)}; name a "
+            "folder on another file system, or measure shorter histories"
+        )
+
+
 def disk_config(folder: Path) -> StoreConfig:
     """Of a new store in ``folder``."""
     return StoreConfig(
         dirs=(folder,),
-        size_bytes=16 * 2**30,
+        size_bytes=_STORE_BYTES,
         free_floor_bytes=0,
-        segment_bytes=2**28,
+        segment_bytes=_SEGMENT_BYTES,
     )
 
 

@@ -70,7 +70,7 @@ def _over_length(axis: Any, rows: Sequence[Row]) -> None:
 
 def _over_bandwidth(axis: Any, rows: Sequence[Row]) -> None:
     limits = {row["tier"]: limit / 1e6 for row in rows if (limit := split_tier(row["tier"])[1]) is not None}
-    limited = sorted((row for row in rows if row["tier"] in limits), key=lambda row: limits[row["tier"]])
+    limited = [row for row in rows if row["tier"] in limits]
     _lines(axis, limited, lambda row: limits[row["tier"]])
     axis.set(title=f"{limited[0]['length']:,} tokens, disk throttled", xlabel="MB/s")
     places = sorted(set(limits.values()))
@@ -79,7 +79,7 @@ def _over_bandwidth(axis: Any, rows: Sequence[Row]) -> None:
 
 def _lines(axis: Any, rows: Sequence[Row], where: Callable[[Row], float]) -> None:
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        chosen = [row for row in rows if row["variant"] == variant]
+        chosen = sorted((row for row in rows if row["variant"] == variant), key=where)
         axis.plot(
             [where(row) for row in chosen],
             [row["tokens_per_s"] for row in chosen],

@@ -15,7 +15,7 @@ from common.gathered import Gathered
 from common.statistics import median_with_interval
 from common.terminal import new_progress, while_doing
 from common.turns import in_turn
-from restoring.counted_disk import disk_config, posix_engine
+from restoring.counted_disk import check_room, disk_config, posix_engine
 from restoring.report import RATIOS
 from restoring.rig import Rig, Variant, gate_of
 from restoring.settings import PIECE, Settings, split_tier
@@ -100,11 +100,16 @@ def _measure_tier(
     name, limit = split_tier(tier)
     with ExitStack() as closing:
         if name == "disk":
+            shape = rig.model.shape
+            # Of each kind, and none stores more than K and V or hidden states of all layers.
+            row_bytes = max(shape.kv_row_bytes, shape.hidden_row_bytes)
+            check_room(store.parent, 4 * max(settings.lengths_of(tier)) * shape.num_layers * row_bytes)
             closing.callback(shutil.rmtree, store, ignore_errors=True)
             # What is not slowed down is read as a server would.
             engine = None if limit is None else posix_engine(limit)
             disk = DiskStore.open(disk_config(store), Counters(), engine)
             closing.callback(disk.close)
+            found.header.setdefault("io_engines", {})[tier] = disk.stats().engine
         profile = rig.profile(disk, settings.measure_s)
         found.header["profiles"][tier] = asdict(profile)
         variants = {}

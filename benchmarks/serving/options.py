@@ -27,7 +27,10 @@ HostSize = Annotated[
     ),
 ]
 DiskSize = Annotated[
-    str | None, typer.Option("--disk-size", help=f"Disk tier. {CAPACITY_HELP} Default: twice all contexts.")
+    str | None,
+    typer.Option(
+        "--disk-size", help=f"Disk tier, at least 256MiB. {CAPACITY_HELP} Default: twice all contexts."
+    ),
 ]
 Disk = Annotated[bool, typer.Option(help="Use a disk tier below host memory.")]
 

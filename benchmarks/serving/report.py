@@ -145,6 +145,7 @@ def draw_times(axes: Axes, rows: Sequence[Row], key: str, what: str, *, tail: st
     """Mean (solid) and a percentile (dashed) of each method over ``key``, milliseconds."""
     for method in measured_methods(rows):
         line = [row for row in rows if row["method"] == method and row[f"{what}_mean_s"] is not None]
+        line.sort(key=lambda row: row[key])
         at = [row[key] for row in line]
         for name, style in (("mean", "o-"), (tail, "^--")):
             heights = [1e3 * row[f"{what}_{name}_s"] for row in line]
@@ -166,6 +167,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
             break
         name = f"round_speedup_over_{baseline}"
         line = [row for row in rows if row["method"] == method and row[name] is not None]
+        line.sort(key=lambda row: row[key])
         at, heights = [row[key] for row in line], [row[name] for row in line]
         axes.plot(at, heights, "o-", color=COLOURS[method], label=method)
         lows, highs = ([row[f"{name}_{end}"] for row in line] for end in ("low", "high"))
@@ -185,7 +187,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Row], key: str) -> None:
 def draw_hits(axes: Axes, rows: Sequence[Row], key: str) -> None:
     """Where prompt tokens came from: stacked bars, one a method, side by side for each value of ``key``."""
     methods = measured_methods(rows)
-    values = list(dict.fromkeys(row[key] for row in rows))
+    values = sorted({row[key] for row in rows})
     width = 0.8 / max(len(methods), 1)
     for row in rows:
         if not row["requests"]:

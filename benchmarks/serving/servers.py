@@ -31,6 +31,7 @@ METHODS = (*OWN_METHODS, *OTHER_METHODS)
 _FEWEST_CHUNKS = 17 * 2
 """That a host tier must have room for, with its buffers."""
 _PREFILL_TOKENS = 4096
+_LEAST_DISK = 2**28
 _STARTUP_TIMEOUT_S = 600.0
 _LARGEST_GRAPH = "32"
 
@@ -107,6 +108,8 @@ class ServerSizes:
     disk_bytes: int
     measure_s: float
     """For each thing that ``auto`` and ``hybrid`` measure at start."""
+    io_engine: str = "posix"
+    """For all alike: what each would choose by itself at its start may differ."""
 
     @property
     def hicache_gb(self) -> int:
@@ -114,7 +117,7 @@ class ServerSizes:
         return max(1, round(self.host_bytes / 1e9))
 
     def as_json(self) -> dict[str, Any]:
-        names = ("pool_tokens", "host_bytes", "disk_bytes", "hicache_gb")
+        names = ("pool_tokens", "host_bytes", "disk_bytes", "hicache_gb", "io_engine")
         return {name: getattr(self, name) for name in names}
 
 
@@ -146,7 +149,7 @@ def sizes_for(
         context_tokens=longest_context,
         staging_bytes=staging,
         host_bytes=host_size_for(staging, chunks),
-        disk_bytes=max(disk_bytes, 2**28) if disk_bytes else 0,
+        disk_bytes=max(disk_bytes, _LEAST_DISK) if disk_bytes else 0,
         measure_s=0.2 if quick else 1.0,
     )
 
@@ -180,6 +183,7 @@ def _server(method: str, folder: Path, model: Path, sizes: ServerSizes, logs: Pa
             "staging_size": sizes.staging_bytes,
             "method": method,
             "restore": restored(method),
+            "io_engine": sizes.io_engine,
             "measure_s": sizes.measure_s,
         }
         args += settings_arguments(folder / f"{method}.yaml", settings)

@@ -19,7 +19,7 @@ from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 3600.0  # a request may wait behind many that are computed
 _SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _DEATH_S = 2.0

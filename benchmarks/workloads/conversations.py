@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,8 @@ _SPREAD = 1.0
 """Of generated lengths: standard deviation of the logarithm. Real ones have a long tail."""
 MOONCAKE_BLOCK = 512
 """Tokens of one id in ``hash_ids``."""
+_MOST = 2**53
+"""Of a trace's numbers: milliseconds and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,8 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"--dataset: {path} is not a file")
     with path.open("rb") as file:
-        is_array = file.read(64).lstrip().startswith(b"[")
-    if is_array:
+        begin = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"")
+    if begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from ((f"conversation {number}", record) for number, record in json_array(path))
     else:
         yield from ((f"line {number}", record) for number, record in json_lines(path))
@@ -243,8 +246,8 @@ def _trace_request(record: object) -> TraceRequest:
         raise ValueError("not a JSON object")
     values = [record.get(name) for name in ("timestamp", "input_length", "output_length")]
     for name, value in zip(("timestamp", "input_length", "output_length"), values, strict=True):
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            raise ValueError(f'"{name}" must be a number')
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _MOST:
+            raise ValueError(f'"{name}" must be a number from 0 to 2^53')
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(item, int) and item >= 0 for item in ids):
         raise ValueError('"hash_ids" must be a list of numbers')

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sglang_hcache.core.errors import ConfigError
+
+
+def _parsed(text: bytes) -> Any:
+    """Half a character, such as of an emoji that was cut, is replaced: no tokenizer takes it.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    value = json.loads(text)
+    if rb"\ud" not in text.lower():
+        return value
+    whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(whole.decode("utf-16", "replace"))
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
@@ -20,10 +34,10 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         # As bytes: a text may contain what Python takes for ends of lines and JSON does not.
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
+                if not line.removeprefix(codecs.BOM_UTF8).strip():
                     continue
                 try:
-                    yield number, json.loads(line)
+                    yield number, _parsed(line)
                 except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
                     raise ConfigError(f"--dataset: {file}, line {number}: not JSON: {error}") from None
     except OSError as error:
@@ -37,7 +51,7 @@ def json_array(file: Path) -> list[tuple[int, Any]]:
         ConfigError: the file cannot be read, or is not such an array.
     """
     try:
-        values = json.loads(file.read_bytes())
+        values = _parsed(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"--dataset: cannot read {file}: {error.strerror}") from None
     except json.JSONDecodeError as error:

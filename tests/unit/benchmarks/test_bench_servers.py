@@ -49,6 +49,11 @@ def test_a_server_of_a_method_has_a_disk_or_none(bench: Import, tmp_path: Path, 
     settings = (tmp_path / "hidden.yaml").read_text()
     assert ("dirs:" in settings, "disk_size:" in settings) == (has_disk, has_disk)
     assert server.log == logs / "hidden.log"
+    servers._server("auto", tmp_path, tmp_path, sizes, logs)
+    engines = {
+        name: (tmp_path / f"{name}.yaml").read_text().count("io_engine: posix") for name in ("hidden", "auto")
+    }
+    assert engines == {"hidden": 1, "auto": 1}, "not what each chooses by itself"
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -56,10 +56,15 @@ def test_results_are_complete_or_say_what_is_missing(parts: SimpleNamespace) -> 
 
 
 def carry_out(
-    parts: SimpleNamespace, folder: Path, measure: Callable[[Path, Any], None], *, out: Path | None
+    parts: SimpleNamespace,
+    folder: Path,
+    measure: Callable[[Path, Any], None],
+    *,
+    out: Path | None,
+    shown: list[dict[str, Any]] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Its exit status, and what it showed."""
-    shown: list[dict[str, Any]] = []
+    """Its exit status, and what it showed; that is also put into ``shown``."""
+    shown = [] if shown is None else shown
 
     def write(folder: Path, data: dict[str, Any]) -> None:
         parts.results.write_json(folder / "x.json", data)
@@ -123,6 +128,32 @@ def test_what_is_there_is_written(
         f"  written to {out}: alpha 0",
         "  not measured: alpha 1; alpha 2",
     ]
+
+
+def test_what_was_measured_before_an_error_is_printed_and_written(
+    parts: SimpleNamespace, tmp_path: Path
+) -> None:
+    (out := tmp_path / "out").mkdir()
+
+    def measure(_scratch: Path, found: Any) -> None:
+        found.expect(["alpha 0", "alpha 1"])
+        found.add("alpha 0", [{"name": "alpha 0"}])
+        raise ZeroDivisionError
+
+    shown: list[dict[str, Any]] = []
+    with pytest.raises(ZeroDivisionError):
+        carry_out(parts, tmp_path, measure, out=out, shown=shown)
+    assert [data["missing"] for data in shown] == [["alpha 1"]]
+    assert json.loads((out / "x.json").read_text())["missing"] == ["alpha 1"]
+
+
+def test_what_cannot_be_written_is_printed(parts: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "out" / "x.json").mkdir(parents=True)
+    shown: list[dict[str, Any]] = []
+    with pytest.raises(IsADirectoryError):
+        carry_out(parts, tmp_path, measure_until(None), out=tmp_path / "out", shown=shown)
+    assert [data["complete"] for data in shown] == [True]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the scratch folder needs room, too"
 
 
 def test_a_signal_that_is_ignored_stays_ignored(parts: SimpleNamespace, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,26 @@ def said(*messages: tuple[str, str]) -> dict[str, Any]:
     return {"conversations": [{"from": speaker, "value": text} for speaker, text in messages]}
 
 
+@pytest.mark.parametrize("before", ["", "\ufeff", " " * 100, "\ufeff\n\n"])
+@pytest.mark.parametrize("as_array", [True, False])
+def test_marks_and_blanks_before_the_first_record(
+    conversations: Any, tmp_path: Path, as_array: bool, before: str
+) -> None:
+    record = json.dumps(said(("user", "x"), ("assistant", "y")))
+    path = tmp_path / "talk.json"
+    path.write_text(before + (f"[{record}]" if as_array else record))
+    assert conversations.detect_format(path) == "sharegpt"
+    assert conversations.load_sharegpt(path) == [[("x", "y")]]
+
+
+@pytest.mark.parametrize("as_array", [True, False])
+def test_half_a_character_is_replaced(conversations: Any, tmp_path: Path, as_array: bool) -> None:
+    """Texts that were cut amid an emoji."""
+    record = json.dumps(said(("user", "hi \ud83d there \U0001f600"), ("assistant", "\ude00")))
+    (path := tmp_path / "talk.json").write_text(f"[{record}]" if as_array else record)
+    assert conversations.load_sharegpt(path) == [[("hi \ufffd there \U0001f600", "\ufffd")]]
+
+
 @pytest.mark.parametrize("as_array", [True, False])
 def test_sharegpt_files_are_read(conversations: Any, tmp_path: Path, as_array: bool) -> None:
     records = [
@@ -293,6 +314,10 @@ def test_equal_ids_of_the_trace_are_equal_prefixes(conversations: Any, tmp_path:
         ("7", "not a JSON object"),
         ({"timestamp": 0, "input_length": 5, "hash_ids": [1]}, '"output_length" must be a number'),
         ({**traced(0, 5, 1), "timestamp": "soon"}, '"timestamp" must be a number'),
+        ({**traced(0, 5, 1), "timestamp": math.nan}, '"timestamp" must be a number'),
+        ({**traced(0, 5, 1), "timestamp": 10**400}, '"timestamp" must be a number'),
+        ({**traced(0, 5, 1), "input_length": math.inf}, '"input_length" must be a number'),
+        ({**traced(0, 5, 1), "output_length": math.inf}, '"output_length" must be a number'),
         ({**traced(0, 5, 1), "hash_ids": ["a"]}, '"hash_ids" must be a list of numbers'),
         (traced(0, 513, 1), "513 tokens of input and 1 blocks"),
         (traced(0, 0), "0 tokens of input"),
