@@ -33,12 +33,14 @@ class _OpenRequest:
     Args:
         keys: of the whole chunks before it.
         complete: every row so far has been copied.
+        has_gap: a chunk before this one was dropped. A look-up ends there, so nothing behind it is saved.
     """
 
     namespace_id: bytes
     keys: list[ChunkKey]
     chunk: ChunkInMaking
     complete: bool = True
+    has_gap: bool = False
 
     @property
     def next_position(self) -> int:
@@ -146,7 +148,7 @@ class OpenRequests:
                 filled = len(request.chunk.tokens)
                 count = min(CHUNK_TOKENS - filled, rows.count - done)
                 first = rows.row + done
-                if not copied and not filled:
+                if not copied and not filled and request.complete:
                     copied = self._copied_together(request, taken, first, (rows.count - done) // CHUNK_TOKENS)
                 request.chunk.tokens.extend(taken.tokens[first : first + count])
                 if copied:
@@ -230,11 +232,16 @@ class OpenRequests:
         slot, chunk.slot = chunk.slot, None  # first: after an error nobody may give back what the tier owns
         if slot is not None:
             self._tiers.seal(slot, ChunkInfo(key, chunk.parent, len(request.keys), request.namespace_id))
+        elif key not in self._tiers:
+            if request.has_gap:
+                self._observer.count("capture.chunks_dropped_behind_another")
+            request.has_gap = True
         if request.complete:
             self.beginnings.mark_filled(chunk, key)
         request.keys.append(key)
-        request.chunk, request.complete = ChunkInMaking(key), True
-        self.beginnings.add(request.chunk)
+        request.chunk, request.complete = ChunkInMaking(key), not request.has_gap
+        if request.complete:
+            self.beginnings.add(request.chunk)
 
     def _drop_for_want_of_slots(self, request: _OpenRequest) -> None:
         self._drop_chunk(request, "capture.chunks_dropped_host_full")

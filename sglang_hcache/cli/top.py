@@ -60,6 +60,7 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("  dropped: incomplete_pass", "capture.chunks_dropped_incomplete", "bad"),
     ("  dropped: host_full", "capture.chunks_dropped_host_full", "bad"),
     ("  dropped: beginning_gone", "capture.chunks_dropped_beginning_gone", "bad"),
+    ("  dropped: behind_another", "capture.chunks_dropped_behind_another", "bad"),
     ("  dropped: disk_full", "demote.chunks_dropped_full", "bad"),
     ("  dropped: write_budget", "demote.chunks_dropped_budget", "bad"),
     ("  dropped: disk_error", "demote.chunks_dropped_error", "bad"),

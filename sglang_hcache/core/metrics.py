@@ -160,6 +160,7 @@ COUNTERS = (
             "capture.chunks_dropped_incomplete": "incomplete_pass",
             "capture.chunks_dropped_host_full": "host_full",
             "capture.chunks_dropped_beginning_gone": "beginning_gone",
+            "capture.chunks_dropped_behind_another": "behind_another",
             "demote.chunks_dropped_full": "disk_full",
             "demote.chunks_dropped_budget": "write_budget",
             "demote.chunks_dropped_error": "disk_error",

@@ -235,15 +235,20 @@ class Demoter:
     def _demote(self, chunks: dict[ChunkKey, ChunkInfo]) -> None:
         """Write ``chunks``, and all others that have to be written now."""
         more: list[ChunkInfo] = []
-        if self._is_behind():
+        is_behind = self._is_behind()
+        if is_behind:
             more = self._host.oldest_dirty(self._host.num_slots)
         elif self._is_short_of_slots():
             # Of a disk that took nothing a moment ago little is asked: it is asked again for each slot that is needed.
             count = self._run_chunks if self._is_resting() else max(self._spare_slots, self._run_chunks)
             more = self._host.oldest_dirty(count, pinned=False)
         chunks.update((info.key, info) for info in more)
-        runs = form_runs(chunks.values(), self._run_chunks)
-        # What was used again first: it must not find the write budget used up by what was not.
+        runs = [*form_runs(chunks.values(), self._run_chunks)]
+        if not is_behind:
+            # The oldest prefix first, and its tail before its head: what is written first is evicted first, in memory
+            # and on disk. Where all has to be written, time may run out: the newest prefix first, from its head on.
+            runs.reverse()
+        # Before that what was used again: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):
             if self._stopping or self._may_clear() or not self._write_run(run):
                 return

@@ -219,19 +219,42 @@ def test_a_full_staging_ring_drops_rows_counts_them_and_goes_on() -> None:
     path.forward([("a", 0, tokens[:192])])  # rows 100 to 191 do not fit
     path.finish()
     assert path.counters["capture.rows_dropped_staging_full"] == 92
-    assert path.counters["capture.chunks_dropped_staging_full"] == 2
+    assert path.counters["capture.chunks_dropped_staging_full"] == 1
+    assert path.counters["capture.chunks_dropped_behind_another"] == 1
     assert path.sealed(tokens[:192]) == [True, False, False]
 
 
-def test_the_chain_of_keys_survives_dropped_rows() -> None:
-    path = SavePath(rows=64)
+def test_nothing_is_saved_behind_a_chunk_that_was_dropped() -> None:
+    """No look-up would find it, and it would take the place of what one does."""
+    path = SavePath(rows=64, slots=8)
     tokens = list(range(256))
     path.begin("a", [])
     path.forward([("a", 0, tokens[:128])])
-    path.settle()
-    path.forward([("a", 128, tokens[128:192])])
+    for first in (128, 192):
+        path.settle()
+        path.forward([("a", first, tokens[first : first + 64])])
     path.finish()
-    assert path.sealed(tokens[:192]) == [True, False, True]
+    assert path.sealed(tokens) == [True, False, False, False]
+    assert path.tiers.host.counts() == (7, 1, 0)
+    assert path.counters["capture.chunks_dropped_behind_another"] == 2
+
+
+def test_the_chain_of_keys_survives_dropped_rows() -> None:
+    """Where an earlier request saved the chunk that was dropped, what follows is found behind it."""
+    path = SavePath(rows=64)
+    tokens = list(range(256))
+    path.begin("a", [])
+    path.forward([("a", 0, tokens[:64])])
+    path.settle()
+    path.forward([("a", 64, tokens[64:128])])
+    path.settle()
+    path.begin("b", [])
+    path.forward([("b", 0, tokens[:128])])
+    path.settle()
+    path.forward([("b", 128, tokens[128:192])])
+    path.finish()
+    assert path.counters["capture.rows_dropped_staging_full"] == 64
+    assert path.sealed(tokens[:192]) == [True, True, True]
 
 
 def test_a_full_host_tier_drops_chunks_counts_them_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

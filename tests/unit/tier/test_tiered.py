@@ -37,19 +37,21 @@ def open_tiers(
     policy: WritePolicy = WritePolicy.WRITE_BACK,
     write_budget: int | None = None,
     max_age_s: float | None = None,
+    layout: StateLayout = LAYOUT,
+    segment_bytes: int = 4 * 2**20,
 ) -> TieredStore:
     counters = Counters()
     config = StoreConfig(
         dirs=(folder,),
         size_bytes=64 * 2**20,
         free_floor_bytes=0,
-        segment_bytes=4 * 2**20,
+        segment_bytes=segment_bytes,
         io_engine="posix",
         write_budget_bytes=write_budget,
         max_age_s=max_age_s,
     )
     store = DiskStore.open(config, counters)
-    host = HostTier(np.zeros(slots * LAYOUT.chunk_bytes, np.uint8), LAYOUT, counters, keep_dirty=True)
+    host = HostTier(np.zeros(slots * layout.chunk_bytes, np.uint8), layout, counters, keep_dirty=True)
     return TieredStore(host, store, counters, write_policy=policy, run_chunks=4)
 
 
@@ -63,7 +65,7 @@ def tiers(tmp_path: Path) -> Iterator[TieredStore]:
 def put(tiers: TieredStore, name: int, *, wait: bool = False) -> None:
     slot = tiers.reserve() if wait else tiers.host.reserve()
     assert slot is not None
-    for layer in range(LAYOUT.num_layers):
+    for layer in range(tiers.layout.num_layers):
         tiers.host.layer_of(slot, layer)[:] = (name * 10 + layer) % 256
     tiers.seal(slot, ChunkInfo(key(name), key(name - 1), name - 1, bytes(16)))
 
@@ -93,6 +95,54 @@ def test_demoted_chunks_are_read_from_disk_once_the_host_forgot_them(tiers: Tier
     assert [key(name) in tiers.host for name in range(1, 7)] == [True, True, False, False, True, True]
     assert read(tiers, [1, 2, 3, 4, 5]) == (HOST, HOST, DISK, DISK, HOST)
     assert tiers.match([key(name) for name in (1, 2, 3, 99, 4)]) == 3
+
+
+def test_of_a_prefix_that_was_demoted_the_head_is_kept_longest(tmp_path: Path) -> None:
+    """On disk and, among what is in host memory only, there: without its head a tail is never found."""
+    count = 100
+    layout = StateLayout((Method.HIDDEN,) * 3, (256,) * 3)
+    tiers = open_tiers(tmp_path / "store", slots=2 * count, layout=layout, segment_bytes=2**20)
+    keys = [key(name) for name in range(1, count + 1)]
+    for name in range(1, count + 1):
+        put(tiers, name)
+    tiers.demote(lambda: keys)
+    wait_until_saved(tiers)
+    assert not tiers.host.counts().dirty
+    assert tiers.disk is not None
+    evicted = 0
+    while tiers.disk.evict_one():
+        on_disk = [tiers.disk.contains(key) for key in keys]
+        assert on_disk == sorted(on_disk, reverse=True), "what is left is found"
+        evicted += 1
+    assert evicted > 3
+    for gone in range(2 * count):
+        slot = tiers.host.reserve()
+        assert slot is not None
+        tiers.host.seal(slot, ChunkInfo(key(1000 + gone), key(999 + gone), gone, bytes(16)), on_disk=True)
+        in_memory = [key in tiers.host for key in keys]
+        assert in_memory == sorted(in_memory, reverse=True)
+    tiers.close()
+
+
+def test_of_all_that_has_to_be_written_at_once_the_head_comes_first(tmp_path: Path) -> None:
+    """A stop has little time."""
+    tiers = open_tiers(tmp_path / "store", slots=40)
+    written: list[int] = []
+    assert tiers.disk is not None
+    write_run = tiers.disk.write_run
+
+    def recorded(run: Run, *rest: Any) -> Any:
+        written.append(int.from_bytes(run.keys[0], "little"))
+        return write_run(run, *rest)
+
+    for name in (*range(1, 13), *range(101, 113)):
+        put(tiers, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers.disk, "write_run", recorded)
+        tiers.write_from_now_on()
+        tiers.flush(10.0)
+    assert written == [101, 105, 109, 1, 5, 9]
+    tiers.close()
 
 
 def test_write_through_writes_what_is_sealed(tmp_path: Path) -> None:
