@@ -199,6 +199,15 @@ class Catalog:
             run.segment.runs.discard(run)
             return True
 
+    def drop_file(self, segment: Segment, stripe: int) -> list[StoredRun]:
+        """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; returns them."""
+        with self._lock:
+            gone = [run for run in segment.runs if not run.dropped and run.place.shape.part_bytes[stripe]]
+            for run in gone:
+                self._forget(run)
+                segment.runs.discard(run)
+            return gone
+
     def quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> dict[int, str]:
         """Stop serving some chunks of a run; returns those that were served until now."""
         with self._lock:

@@ -67,9 +67,11 @@ class Judge:
                 self._volumes[failure.stripe].health.note_corrupt()
                 self._quarantine(failure, failure.bad_chunks or range(len(run.place.keys)))
             elif failure.error_number == errno.ENOENT:  # in a directory that is there
-                if self._catalog.drop_run(run):
-                    logger.warning("hcache: a stored run is forgotten: %s", failure.error)
-                    self._ledger.outdate(run)
+                gone = self._catalog.drop_file(run.segment, failure.stripe)
+                for other in gone:
+                    self._ledger.outdate(other)
+                if gone:
+                    logger.warning("hcache: stored runs are forgotten (%d): %s", len(gone), failure.error)
             elif _is_of_run(failure):
                 is_hang = failure.error_number == errno.ETIMEDOUT
                 if self._count_failure(run, began) >= (_HANGS_ALLOWED if is_hang else _FAILURES_ALLOWED):

@@ -20,7 +20,7 @@ from sglang_hcache.store.volumes.directory import has_superblock
 from sglang_hcache.store.volumes.lock import LockHolder
 from sglang_hcache.store.volumes.looking import SeenDirectory, SilentHealth
 from sglang_hcache.store.volumes.mounts import mount_of
-from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin
+from sglang_hcache.store.volumes.opening import agreed_at_start, check_may_begin, lost_superblock
 from sglang_hcache.store.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class _Candidate(Found):
     """Device number of its file system; None: it does not answer."""
     total_bytes: int = 0
     holder: LockHolder | None = None
+    has_segments: bool = False
+    """Looked for where there is no superblock."""
     error: OSError | None = None
 
 
@@ -99,6 +101,8 @@ def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
         found.holder = volume.attempt(directory.lock.holder)
         try:
             found.superblock = volume.attempt(directory.read_superblock)
+            if found.superblock is None:
+                found.has_segments = bool(volume.attempt(directory.segment_sizes))
         except StoreFormatError as error:
             found.damage = error
     except FileNotFoundError:
@@ -132,6 +136,8 @@ def _check_new(found: Sequence[_Candidate]) -> None:
     for item in found:
         if item.damage is not None:
             raise item.damage
+        if item.has_segments:
+            raise lost_superblock(item.volume.path)
         if item.error is not None and item.error.errno == errno.ENODEV:
             raise StoreFormatError(f"cannot use {item.volume.path} (--hcache-dirs): {item.error.strerror}")
     sick = {item.volume.path: item.error for item in found if item.error is not None}

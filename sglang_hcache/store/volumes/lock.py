@@ -46,7 +46,7 @@ class DirectoryLock:
     def __init__(self, directory: Path, user_pid: int | None = None) -> None:
         self._directory = directory
         self._user_pid = user_pid
-        self._fd = -1
+        self._fd = self._directory_fd = -1
         self._releases_in_child = False
 
     def take(self) -> None:
@@ -60,13 +60,15 @@ class DirectoryLock:
             fd = self._try_to_take()
             self.release()
             self._fd = fd
+            self._directory_fd = _shared(self._directory)
             self._release_in_child()
 
     def release(self) -> None:
         """Give it up; further calls do nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._directory_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._directory_fd = -1
 
     def is_here(self, directory_fd: int | None = None) -> bool:
         """Whether it is taken, and its file is in the directory still, or in the open one. Raises OSError."""
@@ -136,6 +138,18 @@ class DirectoryLock:
             if error.errno != errno.EROFS:
                 raise
             return os.open(path, flags | os.O_RDONLY, 0o600), False
+
+
+def _shared(directory: Path) -> int:
+    """A shared lock on the directory itself, or -1: systemd-tmpfiles deletes no old files where somebody has one."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return fd
+        except OSError:
+            os.close(fd)
+    return -1
 
 
 def _write_down(fd: int, pid: int) -> None:

@@ -187,15 +187,21 @@ def agreed_at_start(found: Sequence[Found]) -> StoreIdentity:
         ) from None
 
 
+def lost_superblock(path: Path) -> StoreFormatError:
+    """Of a directory that has segments, and no other one says which store they are of."""
+    return StoreFormatError(
+        f"--hcache-dirs: {path} has segments but no superblock; `hcache store fsck --rebuild` with all directories of "
+        "the store may save them, `hcache store clear --any-format` deletes them"
+    )
+
+
 def _new_identity(volumes: Sequence[Volume], config: StoreConfig) -> StoreIdentity:
     """For a store that does not exist yet: every directory must be there, and empty."""
     for volume in volumes:
         if not volume.health.readable:
             raise StoreIOError(f"cannot use {volume.path} (--hcache-dirs): {volume.health.reason}")
         if volume.attempt(volume.directory.segment_sizes):
-            raise StoreFormatError(
-                f"{volume.path} holds segments but no superblock; delete its files to start an empty store"
-            )
+            raise lost_superblock(volume.path)
     return StoreIdentity(
         store_id=uuid.uuid4().hex,
         epoch=0,

@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_written_down_by_the_keeper_and_no_reader_waits_f
         assert failed.wait(60)
     assert match_keys(store, BAD) == 0
     inside.write_down()
-    for table, rows in (("quarantine", 0 if is_gone else len(BAD)), ("runs", 1 if is_gone else 2)):
+    for table, rows in (("quarantine", 0 if is_gone else len(BAD)), ("runs", 0 if is_gone else 2)):
         assert ask_index(tmp_path / "disk0" / "index.sqlite", f"SELECT count(*) FROM {table}") == [(rows,)]
 
 
@@ -257,6 +257,24 @@ def test_missing_segment_file_while_running(tmp_path: Path, store: DiskStore, co
         read_keys(store, BAD)
     assert counters["store.io_errors"] == 0, "the device is well"
     assert match_keys(store, BAD) == 0
+
+
+def test_of_a_missing_file_nobody_else_waits_for_the_other_runs(
+    tmp_path: Path, open_store: OpenStore, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(small_config(tmp_path, size=2**26, segment=2**22))
+    runs = [make_keys(10 * number, 4) for number in range(5)]
+    for keys in runs:
+        write_keys(store, keys, LAYERS)
+    path, *others = {item[0] for item in find_extents(tmp_path / "disk0")}
+    assert not others
+    path.unlink()
+    with pytest.raises(StoreIOError, match="cannot open"):
+        read_keys(store, runs[2])
+    assert [match_keys(store, keys) for keys in runs] == [0] * 5
+    lines = [record.message for record in caplog.records if "forgotten" in record.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("hcache: stored runs are forgotten (5): ")
 
 
 def test_a_damaged_run_stays_forgotten(

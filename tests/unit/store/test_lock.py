@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -34,6 +35,27 @@ def test_what_the_file_says(tmp_path: Path, written: str, expected: str) -> None
     assert f"{tmp_path} is in use by {expected}; stop it or use other directories" in str(error.value)
     lock.release()
     assert other.holder() is None
+
+
+def test_whoever_deletes_old_files_sees_that_the_directory_is_used(tmp_path: Path) -> None:
+    """systemd-tmpfiles deletes what nobody touched for weeks, but nothing below a directory that is locked."""
+
+    def is_skipped() -> bool:
+        fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    lock = DirectoryLock(tmp_path)
+    assert not is_skipped()
+    lock.take()
+    assert is_skipped()
+    lock.release()
+    assert not is_skipped()
 
 
 def test_a_lock_that_was_not_taken_registers_nothing_for_forks(

@@ -49,6 +49,23 @@ def open_refused(config: StoreConfig, point: Path) -> None:
     assert wanted in str(error.value)
 
 
+def test_segments_without_a_superblock_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    """With the way to save them."""
+    config = small_config(tmp_path)
+    store = open_store(config)
+    write_keys(store, KEYS, SIZES)
+    store.close()
+    (config.dirs[0] / "superblock.json").unlink()
+    for opened in (look_ahead, lambda config: DiskStore.open(config, Counters())):
+        with pytest.raises(
+            StoreFormatError, match="has segments but no superblock; `hcache store fsck --rebuild`"
+        ):
+            opened(config)
+    assert list(config.dirs[0].glob("segment-*"))
+
+
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("below", ["", "some/folder"])
 def test_no_new_store_where_a_listed_disk_is_missing(tmp_path: Path, is_there: bool, below: str) -> None:
