@@ -110,6 +110,9 @@ class SchedulerView(Protocol):
     def looks_at_queue(self) -> bool:
         """Whether a waiting request may be admitted in this round: not while as many run as may."""
 
+    def places(self) -> int:
+        """How many waiting requests may be admitted beside those that run."""
+
     def doze(self, bell: int) -> None:
         """Wait a moment until ``bell``, a file descriptor, can be read, or requests come."""
 

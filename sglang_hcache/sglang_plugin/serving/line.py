@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS
-from sglang_hcache.sglang_plugin.seam.protocols import DeviceTree, QueuedRequest
+from sglang_hcache.sglang_plugin.seam.protocols import Device, QueuedRequest
 from sglang_hcache.sglang_plugin.serving.room import Room
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
@@ -96,7 +96,8 @@ class Overtaking:
     SGLang admits a request that there is room for although one before it waits for its restore. Two of them would do
     that one wrong:
 
-    * who takes the room that it will need: it would be restored, and wait until others end.
+    * who takes the room that it will need, the last place among running requests, or that of its adapter: it would be
+      restored, and wait until others end.
     * who has much to compute. SGLang computes a long prompt in passes, one after the other, with no other prefill
       beside them: who is restored meanwhile would wait for all of them. All in all, a request is held back for that
       for at most as long as the first one in the queue waits for room.
@@ -109,13 +110,15 @@ class Overtaking:
 
     def __init__(
         self,
-        tree: DeviceTree,
+        device: Device,
         room: Room,
         running: Running,
         waiting: Waiting,
         may_overtake: Callable[[float], float],
     ) -> None:
-        self._tree = tree
+        self._tree = device.tree
+        self._scheduler = device.scheduler
+        self._has_adapters = device.adapters is not None
         self._room = room
         self._running = running
         self._waiting = waiting
@@ -146,17 +149,21 @@ class Overtaking:
         return ticket is not None and self._takes_long(ticket)
 
     def _who_fits(self) -> set[str] | None:
-        """Those of SGLang's queue that there is room for beside all those before them; None: all of them."""
+        """Those of SGLang's queue that there is room and a place for beside all those before them; None: all of them,
+        and who comes next.
+        """
         ahead, left, fitting = Ahead(lambda *_: 0.0), self._room.left, set[str]()
-        queue = list(self._waiting.first_ones())
-        if sum(request.num_tokens + request.new_tokens for request, _ in queue) <= left:
+        queue, places = list(self._waiting.first_ones()), self._scheduler.places()
+        # Of adapters there are fewer places, and who comes next may take the last one.
+        is_for_all = len(queue) < places and not self._has_adapters
+        if is_for_all and sum(request.num_tokens + request.new_tokens for request, _ in queue) <= left:
             return None
-        for request, ticket in queue:
+        for request, ticket in queue[: max(0, places)]:
             ahead.add(request, ticket)
             if ahead.tokens > left:
                 return fitting
             fitting.add(request.rid)
-        return None
+        return None if is_for_all else fitting
 
     def _takes_long(self, ticket: Ticket) -> bool:
         """Whether it has more to compute than may be done before the first one."""

@@ -218,7 +218,7 @@ class RestoreCoordinator:
 
     def tick(self) -> None:
         """Once a scheduler round, before requests are admitted: the only place where slots are allocated."""
-        self._patience.turn()
+        self._patience.turn(is_full=bool(self.waiting) and self.scheduler.places() <= 0)
         if not self.waiting and not self.running:
             return
         device = {"evictions": self._tree.evictions, "room": self._tree.room()}

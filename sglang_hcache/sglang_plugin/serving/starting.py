@@ -59,7 +59,7 @@ class Starter:
         self._most_idle_s = most_idle_s
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
         self._line = Line(waiting.clock)
-        self._overtaking = Overtaking(device.tree, self._room, running, waiting, maker.may_overtake)
+        self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
         self.rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
         self._next_look = 0.0

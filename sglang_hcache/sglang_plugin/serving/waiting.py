@@ -17,7 +17,8 @@ _MOST_LOOKED_AT = 64  # for room: seldom are so many admitted before the next lo
 
 
 class Patience:
-    """The clock by which requests wait. It stands still while the scheduler does not turn: paused, or in one long pass.
+    """The clock by which requests wait. It stands still while the scheduler does not turn, paused or in one long pass,
+    and while as many requests run as may: nobody can be admitted then, whatever is given back.
 
     Args:
         clock: if it jumps, that was such a time.
@@ -28,10 +29,10 @@ class Patience:
         self._last_turn = clock()
         self._left_out_s = 0.0
 
-    def turn(self) -> None:
-        """Once a round."""
+    def turn(self, *, is_full: bool) -> None:
+        """Once a round; ``is_full``: as many requests run as may."""
         now = self._clock()
-        self._left_out_s += max(0.0, now - self._last_turn - _LONG_ROUND_S)
+        self._left_out_s += max(0.0, now - self._last_turn - (0.0 if is_full else _LONG_ROUND_S))
         self._last_turn = now
 
     def now(self) -> float:

@@ -67,6 +67,9 @@ class SchedulerOf:
             return True
         return not batch.batch_is_full and scheduler.get_num_allocatable_reqs(len(batch.reqs)) > 0
 
+    def places(self) -> int:
+        return int(self._scheduler.get_num_allocatable_reqs(len(self._running())))
+
     def look_again(self) -> None:
         # SGLang does so when a request ends: nothing else makes room there.
         self._scheduler.running_batch.batch_is_full = False

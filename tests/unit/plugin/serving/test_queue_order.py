@@ -364,5 +364,8 @@ def test_patience_counts_what_rounds_take() -> None:
     patience = Patience(clock)
     for seconds in (0.25, 0.5, 1.0, 30.0, 0.25):
         clock.now += seconds
-        patience.turn()
+        patience.turn(is_full=False)
+    assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25
+    clock.now += 0.5
+    patience.turn(is_full=True)
     assert patience.now() == 100.0 + 0.25 + 0.5 + 1.0 + 1.0 + 0.25

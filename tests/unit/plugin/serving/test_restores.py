@@ -134,11 +134,16 @@ class Scheduler:
     passed_over: set[str] = field(default_factory=set)
     is_full: bool = False
     """As many requests run as may."""
+    most_places: int = 48
+    """If not: as many more may run."""
     chunked: tuple[int, int] = (0, 0)
     """What :meth:`prefilling` says."""
 
     def looks_at_queue(self) -> bool:
         return not self.is_full
+
+    def places(self) -> int:
+        return 0 if self.is_full else self.most_places
 
     def prefilling(self) -> tuple[int, int]:
         return self.chunked
@@ -210,6 +215,7 @@ class World:
         pace: Pace | None = None,
         layout: StateLayout = LAYOUT,
         ranks: Ranks | None = None,
+        adapters: object = None,
     ) -> None:
         config = config or HCacheConfig()
         self.counters = Counters()
@@ -236,6 +242,7 @@ class World:
                 )
             ),
             ranks=ranks or Alone(),
+            adapters=adapters,  # type: ignore[arg-type]
         )
         self.maker = RestoreMaker(device, self.tiers, config, self.counters, block_chunks=2, gate=gate)
         self.coordinator = RestoreCoordinator(

@@ -1,0 +1,58 @@
+"""Places among running requests: who waits for a restore loses none to those behind it, and no pin for want of one."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hcache.restore.job import RestoreState
+from sglang_hcache.sglang_plugin.serving.waiting import Patience
+from tests.unit.plugin.serving.test_restores import World, tokens
+
+
+@pytest.mark.parametrize(("places", "admitted"), [(1, []), (2, ["b"]), (3, ["b", "c"]), (4, ["b", "c", "d"])])
+def test_who_waits_for_its_restore_keeps_its_place(places: int, admitted: list[str]) -> None:
+    world = World()
+    world.scheduler.most_places = places
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    for rid in ("b", "c"):
+        world.queue(rid, [7] * 10)
+    world.coordinator.tick()
+    world.queue("d", [7] * 10)  # comes before the next look at the queue
+    assert [rid for rid in "bcd" if world.coordinator.may_be_admitted(rid)] == admitted
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in "abcd")
+
+
+def test_who_waits_for_its_restore_keeps_its_adapters_place() -> None:
+    """SGLang takes one that it passes over as long as nobody before it is admitted."""
+    world = World(adapters=object())
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.queue("other adapter", [7] * 10)
+    world.queue("same", [7] * 10)
+    world.scheduler.passed_over = {"other adapter"}
+    world.coordinator.tick()
+    world.queue("later", [7] * 10)
+    rids = ("other adapter", "same", "later")
+    assert [world.coordinator.may_be_admitted(rid) for rid in rids] == [False, True, False]
+    world.engine.end(RestoreState.DONE)
+    world.coordinator.tick()
+    assert all(world.coordinator.may_be_admitted(rid) for rid in rids)
+
+
+@pytest.mark.parametrize(("is_full", "given_back"), [(True, 0), (False, 1)])
+def test_what_is_restored_is_kept_while_no_request_may_begin(is_full: bool, given_back: int) -> None:
+    world, now = World(), [100.0]
+    world.coordinator._patience = patience = Patience(lambda: now[0])
+    world.coordinator.waiting.clock = patience.now
+    world.scheduler.running = True
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.restore()
+    world.scheduler.is_full = is_full
+    for _ in range(120):
+        now[0] += 0.1
+        world.coordinator.tick()
+    assert world.counters["restore.pins_given_back"] == given_back
