@@ -12,6 +12,7 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, expect
 
+from sglang_hcache.cli.demo.parts import MARK
 from sglang_hcache.cli.logbooks import starters
 from sglang_hcache.cli.server.ports import free_port
 from tests.e2e.chat_page import PATIENCE_MS, ChatProcess, Tab, running_browser
@@ -343,6 +344,7 @@ def test_the_demo(
     """With a model that is there from a run before: its own, which ``test_demo.py`` runs, takes ten times as long."""
     keep = tmp_path / "kept"
     shutil.copytree(tiny_model(max_position=8192), keep / "model")
+    (keep / MARK).touch()
     # By them a restore is neither declined nor late, however busy the machine is
     switches = tmp_path / "switches"
     switches.mkdir()

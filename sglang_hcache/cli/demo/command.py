@@ -35,7 +35,7 @@ def demo(
         typer.Option(
             metavar="DIR",
             parser=named_path,
-            help="Keep model, disk tier and logs here; a second run uses them again.",
+            help="Keep model, disk tier and logs in this new or empty folder; a second run uses them again.",
         ),
     ] = None,
     as_json: AsJson = False,

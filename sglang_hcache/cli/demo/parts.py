@@ -17,6 +17,8 @@ from sglang_hcache.core.errors import ConfigError
 # Wide for its depth: attention of a prompt's last tokens to all before them, which no restore saves, is then cheap
 # beside the rest.
 MODEL = TinyModel(layers=8, hidden=768, heads=12, max_position=8192)
+MARK = ".hcache-demo"
+"""Says that a folder is a demo's: what is named like our files in any other one is somebody's own."""
 
 
 def tier_arguments(
@@ -42,13 +44,19 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
     """A folder for model, disk tier and logs: ``keep``, or a temporary one that is removed at the end.
 
     Raises:
-        ConfigError: ``keep`` cannot be made or written into.
+        ConfigError: ``keep`` cannot be made or written into, or holds what no demo wrote.
     """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder:
             yield Path(folder)
         return
-    yield _writable("--keep", given_path("--keep", keep))
+    kept = _writable("--keep", given_path("--keep", keep))
+    mark = kept / MARK
+    if not mark.exists():
+        if any(kept.iterdir()):
+            raise ConfigError(f"--keep: {kept} holds other files; name a new or empty folder")
+        mark.touch()
+    yield kept
 
 
 def tier_folders(dirs: Sequence[Path], folder: Path) -> tuple[Path, ...]:

@@ -174,7 +174,7 @@ def _servers(
     folder: Path, model: Path, sizes: _Sizes, dirs: Sequence[Path], scratch: str
 ) -> tuple[ServerProcess, ServerProcess]:
     tier = tier_arguments(
-        folder / "hcache.yaml",
+        folder / "hcache-demo.yaml",
         dirs,
         disk_size=sizes.disk_bytes,
         host_size=sizes.host_bytes,

@@ -202,6 +202,34 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_server_starts(
     assert str(result.exception).startswith(f"{flag}: cannot make {tmp_path}/file/tier: ")
 
 
+@pytest.mark.parametrize("page", [[], ["--chat", "--port", "0"]])
+def test_only_a_new_an_empty_or_a_demos_own_folder_is_kept_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: list[str]
+) -> None:
+    def launch(_: ServerProcess) -> None:
+        raise ServerProcessError("not here")
+
+    monkeypatch.setattr(demo, "has_gpu", lambda: False)
+    monkeypatch.setattr(demo, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo, "_prompt_lengths", lambda *_: [100])
+    monkeypatch.setattr(chat, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(ServerProcess, "launch", launch)
+    own = tmp_path / "own"
+    (own / "model").mkdir(parents=True)
+    (own / "hcache.yaml").write_text("disk_size: 1TiB\n")
+    before = sorted(own.iterdir())
+    result = CliRunner().invoke(app, ["demo", *page, "--keep", str(own)])
+    assert str(result.exception) == f"--keep: {own} holds other files; name a new or empty folder"
+    assert isinstance(result.exception, ConfigError)
+    assert sorted(own.iterdir()) == before
+    for _ in range(2):  # a second run uses the first one's folder
+        result = CliRunner().invoke(app, ["demo", *page, "--keep", str(tmp_path / "new")])
+        assert isinstance(result.exception, ServerProcessError)
+    (tmp_path / "new" / "hcache.yaml").write_text("disk_size: 1TiB\n")
+    CliRunner().invoke(app, ["demo", *page, "--keep", str(tmp_path / "new")])
+    assert (tmp_path / "new" / "hcache.yaml").read_text() == "disk_size: 1TiB\n"
+
+
 @pytest.mark.parametrize("dirs", ["", ",", "/tmp/a,", "/tmp/a, ,/tmp/b"])
 def test_an_empty_name_of_a_folder_is_refused(monkeypatch: pytest.MonkeyPatch, dirs: str) -> None:
     monkeypatch.setattr(demo, "run_demo", pytest.fail)

@@ -147,7 +147,7 @@ def settings_in(file: Path) -> dict[str, Any]:
 def start_of_demo(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
     sizes = demo._Sizes(pool_tokens=1000, staging_bytes=2**20, host_bytes=2**26, disk_bytes=2**29)
     demo._servers(folder, folder / "model", sizes, dirs, str(folder))
-    return settings_in(folder / "hcache.yaml")
+    return settings_in(folder / "hcache-demo.yaml")
 
 
 def start_of_chat(folder: Path, dirs: tuple[Path, ...]) -> dict[str, Any]:
