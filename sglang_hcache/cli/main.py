@@ -46,6 +46,11 @@ def main() -> None:
             app()
         finally:
             print(end="", flush=True)  # output that cannot be written is an error here, not when Python ends
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            # rich and click end with 1 then, by which some commands say that something is damaged.
+            raise SystemExit(2) from None
+        raise
     except (HCacheError, OSError) as error:
         if isinstance(error, OSError):
             sys.stdout = sys.stderr  # Python writes the rest when it ends, and would complain once more
