@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +19,7 @@ from sglang_hcache.core.metrics import RESTORE_PHASES, WAITING
 METHOD_NAMES = {Method.HIDDEN: "hidden states", Method.KV: "K and V", Method.RECOMPUTE: "recomputed"}
 _PIPE_WIDTH = 160
 """Columns where nobody's window limits them."""
+_ANY_WIDTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,26 @@ def print_report(parts: Iterable[RenderableType]) -> None:
 
 
 def new_table(columns: Sequence[str], right: set[str]) -> Table:
-    """An empty table with a heading; columns in ``right`` hold numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    """An empty table with a heading; columns in ``right`` hold numbers. In narrow windows all else folds."""
+    table = _FoldingTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
+        is_number = column in right
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     return table
+
+
+class _FoldingTable(Table):
+    """Where it is wider than the window, words of headings stand below each other, and columns closer together."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = Measurement.get(console, options.update(max_width=_ANY_WIDTH), self).maximum
+        narrow = copy(self)
+        if whole > options.max_width:
+            narrow.padding = (0, 1, 0, 0)
+            narrow.columns = [
+                replace(column, header=str(column.header).replace(" ", "\n")) for column in self.columns
+            ]
+        yield from Table.__rich_console__(narrow, console, options)
 
 
 def counted(number: int, what: str) -> str:

@@ -76,9 +76,6 @@ def list_namespaces(view: StoreView, limit: int) -> Report:
         ["namespace", "model", "weights", "tenant", "chunks", "runs", "on disk", "oldest", "newest"],
         right={"chunks", "runs", "on disk"},
     )
-    table.padding = (0, 1, 0, 0)
-    for column in table.columns:  # in narrow windows texts fold; no number is split
-        column.overflow, column.no_wrap = "fold", column.justify == "right"
     # `clear` is given what is copied from here.
     table.columns[0].no_wrap, table.columns[0].min_width = True, 32
     for item in shown:
