@@ -105,6 +105,11 @@ class AsyncChatClient:
         """Base address, as it may be shown."""
         return shown_address(self._url)
 
+    @property
+    def has_key(self) -> bool:
+        """Whether requests say a key."""
+        return "Authorization" in self._http.headers
+
     async def answer(self, messages: Sequence[Message], on_piece: Callable[[StreamReader], None]) -> None:
         """Ask for one answer and read it to its end. Cancelling it aborts the request at the server.
 
@@ -142,7 +147,7 @@ class AsyncChatClient:
         only is written to disk.
 
         Raises:
-            RefusalError: the server refused; with status 400 while requests run.
+            RefusalError: the server refused; with status 400 while requests run, and 401 where it takes another key.
             ChatError: no answer.
         """
         await self._elsewhere(self._request("POST", "/flush_cache", _FLUSH_S))

@@ -16,6 +16,7 @@ from sglang_hcache.cli.server.client import ChatError, StreamReader
 
 _STATUS_RUNNING = 400  # of SGLang's /flush_cache, for nothing else
 _MOST_EMPTY = 256
+_STATUS_NO_RIGHT = 401
 _REFUSED = "The server refuses while requests run: wait for them, or stop them."
 
 
@@ -84,13 +85,21 @@ class Session:
         try:
             await self._server.clear_gpu_cache()
         except ChatError as error:
-            is_running = isinstance(error, RefusalError) and error.status == _STATUS_RUNNING
-            hint = f" {_REFUSED}" if is_running else ""
-            self._tell(f"The GPU cache was not cleared. {error}{hint}", is_error=True)
+            problem = str(error).removesuffix(".")
+            self._tell(
+                f"The GPU cache was not cleared. {problem}. {self._hint(error)}".rstrip(), is_error=True
+            )
             return False
         self._tell("GPU cache cleared. The next answer shows what the tier brings back.")
         self._watch.hurry()
         return True
+
+    def _hint(self, error: ChatError) -> str:
+        status = error.status if isinstance(error, RefusalError) else None
+        if status == _STATUS_NO_RIGHT and self._server.has_key:
+            call = f"curl -X POST {self._server.url}/flush_cache -H 'Authorization: Bearer ADMIN_KEY'"
+            return f"If the server has an admin key, it takes only that for this: {call}"
+        return _REFUSED if status == _STATUS_RUNNING else ""
 
     async def close(self) -> None:
         """Stop all answers."""

@@ -7,7 +7,7 @@ import json
 import re
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -134,10 +134,14 @@ def refusal(response: httpx.Response) -> str:
     if "html" in response.headers.get("content-type", ""):
         text = "a web page, which is no answer of SGLang's"
     with contextlib.suppress(ValueError, TypeError, KeyError):  # what is not SGLang's is shown as it came
-        text = str(response.json()["message"])
+        body = response.json()
+        said = body if "message" in body else body["error"]
+        text = str(said["message"] if isinstance(said, Mapping) else said)
     hint = ""
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        hint = f"; give its API key as --api-key, or in {API_KEY_VARIABLE}"
+        is_given = "Authorization" in response.request.headers
+        does = "it takes another key than the one given" if is_given else "give its API key"
+        hint = f"; {does} as --api-key, or in {API_KEY_VARIABLE}"
     return f"HTTP {response.status_code}: {text}{hint}"
 
 

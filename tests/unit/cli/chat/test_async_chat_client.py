@@ -280,6 +280,24 @@ def test_why_the_gpu_cache_was_not_cleared(handler: Handler, said: str, is_runni
     asyncio.run(run())
 
 
+def test_a_server_with_an_admin_key_takes_that_to_clear_its_gpu_cache() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": "Unauthorized"}))
+
+    async def told(api_key: str | None) -> str:
+        server = AsyncChatClient("http://server", AnswerOptions(), api_key=api_key, transport=transport)
+        session = Session(server, Watch(server))
+        assert not await session.clear_gpu_cache()
+        await server.close()
+        return session.notice.text
+
+    assert asyncio.run(told("secret")) == (
+        "The GPU cache was not cleared. HTTP 401: Unauthorized; it takes another key than the one given as --api-key, "
+        "or in HCACHE_API_KEY. If the server has an admin key, it takes only that for this: "
+        "curl -X POST http://server/flush_cache -H 'Authorization: Bearer ADMIN_KEY'"
+    )
+    assert asyncio.run(told(None)).endswith("; give its API key as --api-key, or in HCACHE_API_KEY.")
+
+
 def info(tier: dict[str, Any] | None) -> dict[str, Any]:
     return {"internal_states": [{} if tier is None else {"hcache": tier}], "served_model_name": "dir/name"}
 

@@ -58,10 +58,11 @@ def test_the_api_key_is_sent() -> None:
     transport = httpx.MockTransport(_answers_who_has("secret"))
     with ChatClient("http://server", api_key="secret", transport=transport) as client:
         assert client.tier_state() == {"saving": False}
-    for key in (None, "", "other"):
+    for key, told in ((None, "give its API key"), ("", "give its API key"), ("other", "another key than")):
         client = ChatClient("http://server", api_key=key, transport=transport)
-        with client, pytest.raises(ChatError, match=r"401.*--api-key, or in HCACHE_API_KEY"):
+        with client, pytest.raises(ChatError, match=rf"{told}.*--api-key, or in HCACHE_API_KEY") as refused:
             client.tier_state()
+        assert "HTTP 401: Unauthorized; " in str(refused.value)
 
 
 @pytest.mark.parametrize(
