@@ -368,8 +368,8 @@ def test_sigterm_gives_the_cursor_back(tmp_path: Path) -> None:
 def test_a_terminal_that_cannot_draw_over_gets_look_after_look(tmp_path: Path) -> None:
     process, terminal = in_terminal("dumb", tmp_path)
     try:
-        for _ in range(2):
-            assert b"restores done" in read_until(terminal, b"I/O errors")
+        looks = b"".join(read_until(terminal, b"I/O errors") for _ in range(2))
+        assert looks.count(b"restores done") >= 2
     finally:
         process.kill()
         process.wait()
