@@ -71,6 +71,26 @@ def test_tags_of_a_model_are_text(tab: Tab, script: ScriptedServer) -> None:
     expect(text).to_contain_text("the end")
 
 
+def test_a_wide_table_scrolls_and_keeps_its_words_whole(tab: Tab, script: ScriptedServer) -> None:
+    words = (
+        "recomputed",
+        "hidden states",
+        "transformation",
+        "bandwidth",
+        "characteristics",
+        "a longer heading",
+    )
+    script.answer = "\n".join(f"| {' | '.join(row)} |" for row in (words, ["-"] * len(words), words, words))
+    tab.page.set_viewport_size({"width": 360, "height": 740})
+    tab.send("A table")
+    table = tab.answer(0).locator(".answer table")
+    assert table.evaluate("element => element.scrollWidth > element.clientWidth")
+    assert tab.page.evaluate("document.scrollingElement.scrollWidth") <= 360
+    assert table.get_by_role("cell", name="characteristics").first.evaluate(
+        "element => element.scrollWidth <= element.clientWidth && element.clientWidth > 100"
+    )
+
+
 def test_a_text_that_is_too_long_is_not_taken(tab: Tab, script: ScriptedServer) -> None:
     script.answer = "Yes."
     tab.field.fill("short")
