@@ -313,6 +313,8 @@ def test_a_narrow_screen(open_tab: Callable[..., Tab], screenshots: Path) -> Non
 def test_the_panels_of_a_wide_screen_open_and_close(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab()
     for name, shown in (("Conversations", "New conversation"), ("Tier", "Clear the GPU cache")):
+        panel = tab.page.get_by_role("complementary", name=name, exact=True)
+        expect(panel.get_by_role("button", name=shown).first).to_be_visible()
         content = tab.page.get_by_role("button", name=shown).first
         expect(content).to_be_in_viewport()
         for _ in range(2):

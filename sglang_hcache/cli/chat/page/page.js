@@ -1,4 +1,4 @@
-/* Follows an answer to its end, unless the reader scrolled up; moves the focus; closes drawers; refuses what is too long. */
+/* Follows an answer to its end, unless the reader scrolled up; moves the focus; names and closes drawers; refuses what is too long. */
 (() => {
   const near = 80; // pixels from the end that count as at the end
   const page = () => document.scrollingElement;
@@ -16,6 +16,10 @@
   window.hcacheFocus = (selector) => setTimeout(() => document.querySelector(selector)?.focus(), 50);
   // Only drawers that cover the page, on narrow screens, have something behind them that can be clicked.
   window.hcacheCloseDrawers = () => document.querySelectorAll(".q-drawer__backdrop").forEach((back) => back.click());
+  window.hcacheNameDrawers = (left, right) => {
+    document.querySelector(".q-drawer--left")?.setAttribute("aria-label", left);
+    document.querySelector(".q-drawer--right")?.setAttribute("aria-label", right);
+  };
   // NiceGUI ends a connection that brings more than 1 MB at once, and the page would go on with what it knew before. It
   // writes text as JSON, twice, with its own words around it.
   const most = 950000; // bytes

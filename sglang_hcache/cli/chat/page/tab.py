@@ -84,6 +84,8 @@ class ChatPage:
         ui.skip_link("Skip to the conversation", target=self._thread.root)
         with ui.footer().classes("composer"):
             self._composer = Composer(session, self._selection, watch, texts.note)
+        # Quasar hands no attribute on to what it makes of a drawer.
+        ui.run_javascript('hcacheNameDrawers("Conversations", "Tier")')
         self._refresh()
         ui.timer(_REFRESH_S, self._refresh)
 
