@@ -142,7 +142,7 @@ def _state_html(look: Look, tier: Mapping[str, Any]) -> str:
         (
             _sizes_html(tier),
             _hits_html(tier["counters"]),
-            _restores_html(tier["counters"]),
+            _restores_html(tier["counters"], tier["measures"]),
             _layers_html(look),
             _phases_html(tier["measures"]),
         )
@@ -191,7 +191,7 @@ def _hits_html(counters: Mapping[str, int]) -> str:
     )
 
 
-def _restores_html(counters: Mapping[str, int]) -> str:
+def _restores_html(counters: Mapping[str, int], measures: Mapping[str, Any]) -> str:
     rows = []
     for event, result in restore_results().items():
         count = counters.get(event, 0)
@@ -201,6 +201,8 @@ def _restores_html(counters: Mapping[str, int]) -> str:
     for tier in ("host", "disk"):
         tokens = counters.get(f"restore.tokens_{tier}", 0)
         rows.append(_row(f"tokens from {'host memory' if tier == 'host' else tier}", f"{tokens:,}"))
+    saved_s = measures.get("restore.saved_seconds", {}).get("sum", 0.0)
+    rows.append(_row("seconds saved (predicted)", f"{saved_s:,.1f}"))
     return _section("Restores since the start", "".join(rows))
 
 

@@ -18,7 +18,8 @@ _LONG_QUESTION = 600  # characters; longer ones are folded
 _CLEARED = "GPU cache cleared"
 _TEACHING = (
     "Each answer shows how long its first token took, and where its prompt's tokens came from: the KV cache of the "
-    "GPU, the tier in host memory or on disk, or computed again."
+    "GPU, the tier in host memory or on disk, or computed again. To see a restore, send a long message and then "
+    "another one, press Clear the GPU cache (above the tier's numbers), and send a third."
 )
 
 

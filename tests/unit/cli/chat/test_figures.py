@@ -102,6 +102,7 @@ def test_the_tier() -> None:
     assert "/b: out: EIO" in shown
     assert "75% 6 of 8 requests found" in shown
     assert "done 5 failed 1" in shown
+    assert "seconds saved (predicted) 0.0" in shown
     assert "predicted slower" not in shown  # did not happen
     assert "tokens from disk 640" in shown
     assert "hidden states: 2 layers K and V: 1 layer" in shown
@@ -118,6 +119,12 @@ def test_every_result_of_a_restore_has_a_name() -> None:
     assert set(_RESULT_NAMES) == set(restore_results().values())
     html = tier_html(tier_look(tier=state(restore__failed_on_another_rank=3)))
     assert '<div class="line bad"><span>failed on another rank</span><b>3</b></div>' in html
+
+
+def test_seconds_saved() -> None:
+    measures = {"restore.saved_seconds": {"count": 9, "sum": 1234.56}}
+    shown = text_of(tier_html(tier_look(tier=state() | {"measures": measures})))
+    assert "seconds saved (predicted) 1,234.6" in shown
 
 
 def test_without_a_disk_tier() -> None:
