@@ -133,7 +133,10 @@ class ChatPage:
         if notice.number != self._noticed:
             self._noticed = notice.number
             ui.notify(
-                notice.text, type="negative" if notice.is_error else "positive", position="top", timeout=5000
+                notice.text,
+                type="negative" if notice.is_error else "positive",
+                position="top",
+                timeout=20000 if notice.is_error else 5000,
             )
 
     async def _clear(self) -> None:
