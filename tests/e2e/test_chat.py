@@ -372,6 +372,7 @@ def test_the_demo(
         assert not alive
         assert not list(demo.folder.iterdir())
         assert (keep / "model" / "config.json").exists()
+        assert "Starting a server with a random model\n" in demo.log.read_text()  # also without a terminal
     finally:
         demo.kill()
 

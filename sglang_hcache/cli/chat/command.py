@@ -6,7 +6,7 @@ import errno
 import math
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -102,8 +102,9 @@ def serve_page(
     allowed: Sequence[str] = (),
     api_key: str | None = None,
     note: str = "",
+    is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve the page until Ctrl-C.
+    """Serve the page until Ctrl-C, or until ``is_over``.
 
     Args:
         url: of the SGLang server.
@@ -111,6 +112,7 @@ def serve_page(
         port: 0 for a free one.
         allowed: as :func:`host_names` takes them.
         note: about the model, shown in the page.
+        is_over: whether the server is gone for good. Asked again and again.
 
     Raises:
         ConfigError: NiceGUI is missing, the key cannot be sent, a name is none, or the page cannot listen there.
@@ -132,6 +134,7 @@ def serve_page(
             options=options,
             texts=PageTexts(starters=starters(), note=note),
             opens_browser=opens_browser,
+            is_over=is_over,
         )
     )
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.chat.command import host_names, require_nicegui, serve_page, usable_port
 from sglang_hcache.cli.demo.parts import MODEL, demo_folder, tier_arguments, tier_folders
+from sglang_hcache.cli.demo.view import choose_view
 from sglang_hcache.cli.server.cpu_runtime import has_gpu
 from sglang_hcache.cli.server.process import ServerProcess, servers_scratch
 from sglang_hcache.cli.signals import terminated_as_interrupted
-from sglang_hcache.cli.terminal import spinner_for
 from sglang_hcache.cli.tiny_model.write import write_tiny_model
 from sglang_hcache.core.config import host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS
@@ -53,12 +51,11 @@ def run_chat_demo(
 
     Raises:
         ConfigError: a setting is wrong, NiceGUI is missing, or this machine cannot run a server.
-        ServerProcessError: the server did not start.
+        ServerProcessError: the server did not start, or died.
     """
     require_nicegui()
     host_names(host, allowed)
     port = usable_port(host, port)  # before anybody waits for a server
-    console = Console()
     with (
         terminated_as_interrupted() as interruptions,
         demo_folder(keep) as folder,
@@ -66,12 +63,16 @@ def run_chat_demo(
     ):
         folders = tier_folders(dirs, folder)
         model = folder / "model"
-        if not (model / "config.json").exists():
-            write_tiny_model(model, MODEL)
         server = _server(folder, model, folders, scratch)
         try:
-            with console.status("Starting a server with a random model", spinner=spinner_for(console)):
-                server.start()
+            with choose_view(as_json=False) as view:
+                if not (model / "config.json").exists():
+                    view.status("Writing a random model")
+                    write_tiny_model(model, MODEL)
+                view.status("Starting a server with a random model")
+                server.start(
+                    lambda waited: view.status(f"Starting a server with a random model: {waited:.0f} s")
+                )
             serve_page(
                 server.url,
                 host=host,
@@ -81,7 +82,9 @@ def run_chat_demo(
                 options=AnswerOptions(max_tokens=_ANSWER_TOKENS, temperature=0.0),
                 opens_browser=opens_browser,
                 note=_NOTE,
+                is_over=lambda: not server.is_running,
             )
+            server.require_running()
             if keep is not None or dirs:
                 server.stop()  # gracefully: what is still in host memory goes to disk
         finally:

@@ -56,7 +56,7 @@ def demo(
 
     Builds a small random model, so it needs no download. Without `--chat` it is for machines without a GPU. Exit status
     1 if an answer differs from the recomputed one or no turn was restored. With `--chat` you hold the conversations
-    yourself, until Ctrl-C.
+    yourself, until Ctrl-C; exit status 2 if the server dies.
     """
     from sglang_hcache.cli.demo.run import DemoSettings, run_demo
     from sglang_hcache.cli.demo.view import choose_view

@@ -42,7 +42,7 @@ Progress = Callable[[float], None]
 
 
 class ServerProcessError(HCacheError):
-    """The server did not start. The message is what it says the error is, or ends with the end of its log."""
+    """The server did not start, or died. The message is what it says the error is, or ends with the end of its log."""
 
 
 def settings_arguments(file: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -120,6 +120,15 @@ class ServerProcess:
     def is_running(self) -> bool:
         """Whether the main process lives."""
         return self._process is not None and self._process.poll() is None
+
+    def require_running(self) -> None:
+        """Nothing while the main process lives.
+
+        Raises:
+            ServerProcessError: it died; nothing of the server is left then.
+        """
+        if not self.is_running:
+            self._fail("died")
 
     def log_text(self) -> str:
         """What this server wrote since its last launch."""

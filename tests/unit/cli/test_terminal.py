@@ -17,6 +17,7 @@ from sglang_hcache.cli.demo import chat as demo_chat
 from sglang_hcache.cli.demo.view import LiveView
 from sglang_hcache.cli.profile import run as profile_run
 from sglang_hcache.cli.terminal import spinner_for
+from tests.waiting import wait_until
 
 
 class Terminal(io.TextIOWrapper):
@@ -76,19 +77,22 @@ def test_progress_of_the_demos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         view._live.refresh()
     assert "Starting two servers" in terminal.written
 
+    def is_told(text: str) -> None:
+        wait_until(lambda: text in terminal.written)
+
     class NoServer:
-        def start(self) -> None:
+        def start(self, _progress: object) -> None:
+            is_told("Starting a server with a random model")
             raise KeyboardInterrupt
 
         def kill(self) -> None:
             pass
 
     monkeypatch.setattr(demo_chat, "require_nicegui", lambda: None)
-    monkeypatch.setattr(demo_chat, "write_tiny_model", lambda *_: None)
+    monkeypatch.setattr(demo_chat, "write_tiny_model", lambda *_: is_told("Writing a random model"))
     monkeypatch.setattr(demo_chat, "_server", lambda *_: NoServer())
     with pytest.raises(KeyboardInterrupt):
         demo_chat.run_chat_demo(dirs=(), keep=tmp_path, host="127.0.0.1", port=0, opens_browser=False)
-    assert "Starting a server with a random model" in terminal.written
 
 
 def test_what_the_terminal_does_not_have_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from sglang_hcache.cli.chat.page.answer_html import code_css
 from sglang_hcache.cli.chat.page.tab import ChatPage, PageTexts
 from sglang_hcache.cli.chat.session import Session, Sessions
 from sglang_hcache.cli.chat.watch import Watch
+from sglang_hcache.cli.server.client import ChatError
 
 _TITLE = "hcache chat"
 _FOLDER = Path(__file__).parent
@@ -35,6 +38,7 @@ _FAVICON = (
 )
 _RECONNECT_S = 30.0
 """After that a page that comes back loads anew, with all that was said. A click just before that is lost."""
+_OVER_EVERY_S = 0.5
 _CLOSING_S = 1  # for connections of open pages, at the end
 
 
@@ -52,6 +56,8 @@ class PageSettings:
     texts: PageTexts
     opens_browser: bool
     api_key: str | None = field(repr=False)
+    is_over: Callable[[], bool] = lambda: False
+    """Asked again and again; the page ends when there is nothing left to talk to."""
 
     @property
     def address(self) -> str:
@@ -66,7 +72,7 @@ class ChatApp:
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
         self._sessions = Sessions(lambda: Session(self._server, self._watch))
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """On the page's event loop."""
@@ -74,7 +80,10 @@ class ChatApp:
             self._settings.url, self._settings.options, api_key=self._settings.api_key
         )
         self._watch = Watch(self._server)
-        self._watching = asyncio.create_task(self._watch.run())
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (self._watch.run(), self._first_look(), self._end_when_over())
+        ]
         print(
             f"hcache chat: {self._settings.address} talks to {self._server.url}; Ctrl-C ends it", flush=True
         )
@@ -82,10 +91,9 @@ class ChatApp:
     async def stop(self) -> None:
         """Stop all answers, here and at the server."""
         await asyncio.gather(*(session.close() for session in self._sessions))
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.close()
 
     def page(self) -> None:
@@ -96,6 +104,19 @@ class ChatApp:
         ChatPage(
             self._sessions.of(str(app.storage.browser["id"])), self._watch, self._settings.texts, self._clear
         )
+
+    async def _first_look(self) -> None:
+        """For who has not opened the page yet."""
+        try:
+            await self._server.info()
+        except ChatError as error:
+            problem = str(error).removesuffix(".")
+            print(f"hcache chat: warning: {problem}. The page tries again", file=sys.stderr, flush=True)
+
+    async def _end_when_over(self) -> None:
+        while not self._settings.is_over():
+            await asyncio.sleep(_OVER_EVERY_S)
+        app.shutdown()
 
     async def _clear(self, session: Session) -> None:
         # The GPU cache is one for everybody.
@@ -113,7 +134,7 @@ async def _with_policy(request: Request, call_next: RequestResponseEndpoint) -> 
 
 
 def run_page(settings: PageSettings) -> None:
-    """Serve the page until Ctrl-C or SIGTERM. For the main thread, once a process.
+    """Serve the page until Ctrl-C, SIGTERM, or nothing is left to talk to. For the main thread, once a process.
 
     Nothing is written to disk: NiceGUI's file storage is not used, and cookies are signed with a secret that dies
     with the process.

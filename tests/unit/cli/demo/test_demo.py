@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from sglang_hcache.cli.demo.run import DemoSettings
 from sglang_hcache.cli.demo.view import DemoView, JsonView, LiveView, PlainView, choose_view
 from sglang_hcache.cli.logbooks import write_scripts
 from sglang_hcache.cli.main import app
+from sglang_hcache.cli.server import process as server_process
 from sglang_hcache.cli.server.client import AnswerToken, ChatAnswer, TokenSources
 from sglang_hcache.cli.server.pair import PairedAnswer
 from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 from sglang_hcache.core.errors import ConfigError
+from tests.waiting import wait_until
 
 
 def _answer(*, ttft_s: float, disk: int = 0, logprob: float = -1.0) -> ChatAnswer:
@@ -165,6 +168,24 @@ def test_a_page_on_a_gpu_shows_restores_in_a_type_that_it_serves(
         monkeypatch.setattr(chat, "has_gpu", lambda gpu=gpu: gpu)
         arguments = chat._server(tmp_path, tmp_path, [], "")._args
         assert ("float16" in arguments) is ("always" in arguments) is gpu
+
+
+def test_a_page_whose_server_died_ends_with_what_its_log_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        server_process, "prepare_launch", lambda _: ([sys.executable, "-c", "print('the last word')"], {})
+    )
+    monkeypatch.setattr(ServerProcess, "wait_ready", lambda *_: None)
+    monkeypatch.setattr(chat, "write_tiny_model", lambda *_: None)
+
+    def serve_page(*_: object, is_over: Callable[[], bool], **__: object) -> None:
+        wait_until(is_over)
+
+    monkeypatch.setattr(chat, "serve_page", serve_page)
+    result = CliRunner().invoke(app, ["demo", "--chat", "--port", "0", "--keep", str(tmp_path)])
+    assert isinstance(result.exception, ServerProcessError)
+    assert str(result.exception) == "the server died (exit status 0); its log ends with:\n  | the last word"
 
 
 @pytest.mark.parametrize(
