@@ -38,7 +38,7 @@ app.add_typer(store_app, name="store")
 
 
 def main() -> None:
-    """Entry point of ``hcache``: our own errors and the system's end in one line and exit status 2."""
+    """Run ``hcache``: our own errors and the system's end in one line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
         never_fail_to_write(stream)
     try:
@@ -51,6 +51,8 @@ def main() -> None:
             # rich and click end with 1 then, by which some commands say that something is damaged.
             raise SystemExit(2) from None
         raise
+    except KeyboardInterrupt:  # before or after the command itself
+        raise SystemExit(130) from None
     except (HCacheError, OSError) as error:
         if isinstance(error, OSError):
             sys.stdout = sys.stderr  # Python writes the rest when it ends, and would complain once more

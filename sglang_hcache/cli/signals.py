@@ -1,4 +1,4 @@
-"""Signals of commands that have something to clean up."""
+"""Signals of commands that import for long, and of those that have something to clean up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType
+
+
+@contextlib.contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Around imports that take long: Ctrl-C ends the process at once.
+
+    Some libraries take the ``KeyboardInterrupt`` for a module that is missing. A handler of ours stays, and so does a
+    signal that our caller ignores.
+    """
+    is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_plain:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_plain:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Interruptions:

@@ -101,7 +101,7 @@ def test_entry_point_exists(table):
 
 
 def test_command_is_importable():
-    assert callable(importlib.import_module("sglang_hcache.cli.main").main)
+    assert callable(importlib.import_module("sglang_hcache.cli.entry").main)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

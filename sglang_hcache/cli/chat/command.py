@@ -15,6 +15,7 @@ from sglang_hcache.cli.chat.client import AnswerOptions
 from sglang_hcache.cli.options import ApiKey, ServerUrl
 from sglang_hcache.cli.server.client import authorization
 from sglang_hcache.cli.server.ports import try_to_listen
+from sglang_hcache.cli.signals import ended_by_interrupts
 from sglang_hcache.core.errors import ConfigError
 
 PAGE_PORT = 8088
@@ -170,7 +171,8 @@ def require_nicegui() -> None:
         ConfigError: NiceGUI is missing.
     """
     try:
-        import nicegui  # noqa: F401
+        with ended_by_interrupts():
+            import nicegui  # noqa: F401
     except ImportError:
         raise ConfigError(
             'the page needs NiceGUI (the extra `chat`); install it with: pip install "/path/to/sglang-hcache[chat]"'

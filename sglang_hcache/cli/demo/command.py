@@ -11,6 +11,7 @@ import typer
 from sglang_hcache.cli.chat.command import PAGE_PORT, AllowedHosts, OpensBrowser, PageHost, PagePort
 from sglang_hcache.cli.options import AsJson
 from sglang_hcache.cli.paths import given_path, named_path
+from sglang_hcache.cli.signals import ended_by_interrupts
 from sglang_hcache.core.errors import ConfigError
 
 _WITH_PAGE_ONLY = ("host", "port", "allowed", "opens_browser")
@@ -58,8 +59,9 @@ def demo(
     1 if an answer differs from the recomputed one or no turn was restored. With `--chat` you hold the conversations
     yourself, until Ctrl-C; exit status 2 if the server dies.
     """
-    from sglang_hcache.cli.demo.run import DemoSettings, run_demo
-    from sglang_hcache.cli.demo.view import choose_view
+    with ended_by_interrupts():
+        from sglang_hcache.cli.demo.run import DemoSettings, run_demo
+        from sglang_hcache.cli.demo.view import choose_view
 
     _check_used(context, with_page=with_page)
     folders = _folders(dirs)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sglang_hcache.cli.paths import named_path
+from sglang_hcache.cli.signals import ended_by_interrupts
 from sglang_hcache.cli.tiny_model.model import TinyModel
 
 
@@ -20,7 +21,8 @@ def tiny_model(
     ] = 0,
 ) -> None:
     """Write a small random Llama model with a tokenizer, without a download."""
-    from sglang_hcache.cli.tiny_model.write import write_tiny_model  # torch and transformers take seconds
+    with ended_by_interrupts():
+        from sglang_hcache.cli.tiny_model.write import write_tiny_model  # torch and transformers take seconds
 
     write_tiny_model(folder, TinyModel(seed=seed))
     print(f"wrote {folder}")

@@ -70,6 +70,15 @@ def test_serve_says_that_it_needs_a_model(monkeypatch, capsys, arguments):
     assert capsys.readouterr().err.startswith("hcache: error: --model-path is missing")
 
 
+def test_ctrl_c_outside_of_a_command_is_status_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "app", interrupted)
+    assert run(monkeypatch, "plan") == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_the_command_line_starts_without_what_takes_long_to_import():
     heavy = ("numpy", "matplotlib", "torch", "transformers", "tokenizers", "sglang", "nicegui")
     code = f"import sys, sglang_hcache.cli.main\nprint([name for name in {heavy} if name in sys.modules])"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from sglang_hcache.cli import entry, main
 from sglang_hcache.cli.demo import run as demo
 from sglang_hcache.cli.demo.run import DemoSettings, run_demo
 from sglang_hcache.cli.demo.view import JsonView
@@ -24,6 +27,49 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def send(*numbers: signal.Signals) -> None:
     for number in numbers:
         os.kill(os.getpid(), number)
+
+
+ENTRY = """
+import signal, sys, time
+from sglang_hcache.cli.entry import main
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "sglang_hcache.cli.main":
+            print(signal.getsignal(signal.SIGINT).name, flush=True)
+            time.sleep(600)
+
+sys.meta_path.insert(0, Slow())
+main()
+"""
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_ctrl_c_while_modules_are_imported_is_silent(handler: signal.Handlers) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENTRY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{handler.name}\n"
+        if handler is signal.SIG_DFL:
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+            assert process.returncode == -signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_command_gets_ctrl_c_as_python_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(main, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    entry.main()
+    assert seen == [signal.default_int_handler]
 
 
 @pytest.fixture(autouse=True)
