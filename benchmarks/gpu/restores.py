@@ -94,14 +94,7 @@ class Restores:
         count = len(rows[0]) // CHUNK_TOKENS
         slots = [index + index // (piece or count) for index in range(count)]
         host = HostTier(memory((slots[-1] + 1) * layout.chunk_bytes), layout, Counters(), keep_dirty=False)
-        self._tiers = TieredStore(
-            host,
-            None,
-            Counters(),
-            write_policy=WritePolicy.WRITE_BACK,
-            run_chunks=16,
-            piece_chunks=1,
-        )
+        self._tiers = TieredStore(host, None, Counters(), write_policy=WritePolicy.WRITE_BACK, run_chunks=16)
         self.keys = [ChunkKey(index.to_bytes(32, "little")) for index in range(1, count + 1)]
         taken = [host.reserve() for _ in range(host.num_slots)]
         for index, key in enumerate(self.keys):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from sglang_hcache.core.layout import Method
+from sglang_hcache.device.kv_rows import KVRows
 from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
 from sglang_hcache.device.row_writers import RowWriter
 from sglang_hcache.device.streams import Mark
@@ -77,7 +78,7 @@ class LayerRestorer:
         """Begin to write K and V of some layers to ``slots``; what is not done yet.
 
         Args:
-            stored: of the same n tokens in spans of the same lengths, of ``dtype``; not changed before all is done.
+            stored: of the same n tokens in the same spans, of ``dtype``; not changed before all is done.
             positions: (n,) int64, position of each token in its sequence, as :meth:`positions` has them.
             slots: (n,) int64.
             before_layer: called from time to time, on any thread; an error that it raises ends the work.
@@ -85,27 +86,15 @@ class LayerRestorer:
         if self.stage is not None:
             write = partial(self._write, check=before_layer)
             return self.stage.start(stored, positions, slots, write, before_layer)
-        writings: list[Writing] = []
-        first = 0
-        for piece in zip(*(of_layer.pieces for of_layer in stored), strict=True):
-            tokens = slice(first, first + len(piece[0]))
-            writings += self._start_piece(piece, positions[tokens], slots[tokens], before_layer)
-            first = tokens.stop
-        return writings
-
-    def _start_piece(
-        self,
-        stored: Sequence[StoredRows],
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        before_layer: Callable[[], object],
-    ) -> Sequence[Writing]:
-        """On a CPU, rows of some tokens where they are."""
+        places = stored[0].places
 
         def work(first: int, end: int) -> None:
-            for of_layer in stored:
-                before_layer()
-                self._write(of_layer.part(first, end), positions[first:end], slots[first:end])
+            tokens = [each[first:end] for each in (places, positions, slots)]
+            for part in slices(end - first, ROWS_AT_ONCE):
+                of_part = [each[part] for each in tokens]
+                for of_layer in stored:
+                    before_layer()
+                    self._write_from(of_layer, *of_part)
 
         if self._lanes is not None:
             return self._lanes.start(work, len(slots))
@@ -129,6 +118,25 @@ class LayerRestorer:
         if mark is not None and self.stage is not None:
             self.stage.after(mark)
 
+    def _write_from(
+        self, stored: StoredRows, places: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """On a CPU, the rows ``places`` of its memory."""
+        layer, is_kv = stored.layer, stored.method is Method.KV
+        if is_kv and isinstance(self._rows, KVRows):
+            self._rows.store(stored.memory, slots, self._pool.buffers(layer), places)
+        elif is_kv:
+            self._store(layer, self._side_by_side(stored.memory, places), slots)
+        else:
+            self._project(layer, self._side_by_side(stored.memory, places), positions, slots)
+
+    def _side_by_side(self, memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The rows ``places`` of ``memory``: copied, unless they lie so."""
+        if bool((places.diff() == 1).all()):
+            return memory[int(places[0]) :][: len(places)]
+        rows = self._scratch("rows", len(places), memory.shape[1])
+        return torch.index_select(memory, 0, places, out=rows)
+
     def _write(
         self,
         stored: StoredRows,
@@ -140,8 +148,8 @@ class LayerRestorer:
         if stored.method is Method.KV:
             self._store(layer, rows, slots)
             return
-        count, stage = len(rows), self.stage
-        for part in slices(count, ROWS_AT_ONCE) if stage is None else stage.pace.parts(count, check):
+        assert self.stage is not None
+        for part in self.stage.pace.parts(len(rows), check):
             self._project(layer, cut(rows, part), cut(positions, part), cut(slots, part))
 
     def _project(
@@ -153,7 +161,11 @@ class LayerRestorer:
             _, heads, head_dim = pools[0].shape
             steps = projector.key_steps(layer, self.dtype, with_norm=rows.fuses_norm)
             if steps is not None and rows.can_finish(steps, self.dtype, head_dim):
-                out = self._scratch(len(hidden), 2 * heads * head_dim, hidden.device)
+                width = 2 * heads * head_dim
+                if self.stage is None:
+                    out = self._scratch("products", len(hidden), width)
+                else:
+                    out = self.stage.products(len(hidden), width, self.dtype)
                 leave_norm = steps.norm is not None
                 key, value = projector.project_unrotated(layer, hidden, out, leave_norm=leave_norm)
                 rows.finish(key, value, steps, positions, slots, pools)
@@ -161,17 +173,16 @@ class LayerRestorer:
         assert self.projector is not None, "hidden states are stored, and nothing projects them"
         self._pool.write(layer, slots, *self.projector.project(layer, hidden, positions))
 
-    def _scratch(self, count: int, width: int, device: torch.device) -> torch.Tensor:
-        """(count, width), for each thread the same memory every time: to touch new pages takes as long as a product."""
-        if self.stage is not None:
-            return self.stage.products(count, width, self.dtype)
-        products = getattr(self._local, "products", None)
-        if products is None or products.numel() < count * width:
+    def _scratch(self, name: str, count: int, width: int) -> torch.Tensor:
+        """(count, width) on a CPU, for each thread the same memory every time: to touch new pages takes as long as a
+        product.
+        """
+        scratch: torch.Tensor | None = getattr(self._local, name, None)
+        if scratch is None or scratch.numel() < count * width:
             with torch.inference_mode(False):  # else nobody outside of that mode could write to it
-                products = self._local.products = torch.empty(
-                    ROWS_AT_ONCE * width, dtype=self.dtype, device=device
-                )
-        return products[: count * width].view(count, width)
+                scratch = torch.empty(ROWS_AT_ONCE * width, dtype=self.dtype)
+            setattr(self._local, name, scratch)
+        return scratch[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
         if self._rows is not None:

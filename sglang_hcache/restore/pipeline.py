@@ -1,6 +1,6 @@
 """Step by step: a step is a layer of a block of chunks, or several small ones; step i + 1 is read under step i.
 
-What lies in host memory in one piece, or nearly, need not be read: it is restored from where it is.
+What lies in host memory need not be read: it is restored from where it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sglang_hcache.device.memory import HostMemory, host_buffer
 from sglang_hcache.restore.job import RestoreJob
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows, Writing
-from sglang_hcache.tier.tiered import DISK, HOST, ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 NUM_BUFFERS = 4
 """Steps in memory at once: some are restored, the others are read."""
 NUM_READERS = NUM_BUFFERS - 1
-"""Steps of each tier that are read at once. With as many as there are buffers, all arrive at about the same time: the
-first one late, and while it is restored there is no buffer to read into."""
+"""Steps that are read at once. With as many as there are buffers, all arrive at about the same time: the first one
+late, and while it is restored there is no buffer to read into."""
 _MOST_WRITES = 2
 """Steps that are restored at once: who is done with its part of one begins with the next one."""
 _FEWEST_STEPS = 6
@@ -163,11 +163,7 @@ class LayerPipeline:
         self.layout = tiers.layout
         self._tiers = tiers
         self._restorer = restorer
-        # Each tier has its own: a disk that hangs must not hold up what comes from host memory.
-        self._readers = {
-            tier: ThreadPoolExecutor(NUM_READERS, thread_name_prefix=f"hcache-read-{tier}")
-            for tier in (HOST, DISK)
-        }
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="hcache-read")
         self._buffer_bytes = buffer_bytes(tiers.layout, block_chunks)
         self.most_read = min(STEP_BYTES, self._buffer_bytes)
         """Bytes of a step of several layers."""
@@ -217,8 +213,7 @@ class LayerPipeline:
 
     def close(self) -> None:
         """Begin with no more reads. One that hangs is not waited for."""
-        for readers in self._readers.values():
-            readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _take_back(self) -> None:
         """The buffers of reads that have ended. One in flight owns its buffer, and one that was given up keeps it.
@@ -284,8 +279,7 @@ class LayerPipeline:
             return Read(step)
         buffer = self._spare.pop()
         into = parts_of(buffer, self.layer_bytes(step.block, step.layers))
-        readers = self._readers[DISK if DISK in step.block.sources else HOST]
-        return Read(step, buffer, into, readers.submit(self._tiers.read_layers, step.block, into))
+        return Read(step, buffer, into, self._readers.submit(self._tiers.read_layers, step.block, into))
 
     def _give_back(self, read: Read) -> None:
         if read.buffer is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from sglang_hcache.core.layout import Method
@@ -41,9 +42,11 @@ class StoredRows:
         return cut(self.memory, slice(first, first + count))
 
     @property
-    def pieces(self) -> list[StoredRows]:
-        """Each span by itself."""
-        return [replace(self, spans=(span,)) for span in self.spans]
+    def places(self) -> torch.Tensor:
+        """(n,) int64: the row of ``memory`` of each token, of which there is at least one."""
+        # By numpy, which takes a quarter of the time.
+        of_spans = [np.arange(first, first + count, dtype=np.int64) for first, count in self.spans]
+        return torch.from_numpy(np.concatenate(of_spans))
 
     def moved(self, rows: torch.Tensor) -> StoredRows:
         """The same rows in other memory, which holds nothing else."""

@@ -39,9 +39,6 @@ HOST, DISK = "host", "disk"
 Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Host slots [first, first + count), in order."""
 
-PIECE_CHUNKS = 8
-"""A CPU's: shorter pieces take longer to work with, each for itself, than to copy together."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -65,11 +62,11 @@ class ChunkLease:
     _parts: tuple[_Part, ...]
     _holds: ExitStack
     _pieces: Pieces = ()
-    """That hold all chunks; empty if they are too scattered or on disk."""
+    """That hold all chunks; empty if one is on disk."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether nothing need be read: all chunks are in host memory, in pieces long enough to work with."""
+        """Whether nothing need be read: all chunks are in host memory."""
         return bool(self._pieces)
 
     def close(self) -> None:
@@ -92,8 +89,6 @@ class TieredStore:
         left_out: of a disk tier that could not be opened, and that the server does without for now.
         open_late: tries to open that one again.
         run_chunks: most chunks of one disk run.
-        piece_chunks: a prefix whose pieces in host memory are shorter, on average, is copied together before it is
-            restored.
     """
 
     def __init__(
@@ -104,12 +99,10 @@ class TieredStore:
         *,
         write_policy: WritePolicy,
         run_chunks: int,
-        piece_chunks: int = PIECE_CHUNKS,
         left_out: StoreStats | None = None,
         open_late: Callable[[], DiskStore] | None = None,
     ) -> None:
         self.host = host
-        self._piece_chunks = piece_chunks
         self.disk = disk
         self._left_out = left_out
         self._clears_late = False
@@ -258,9 +251,8 @@ class TieredStore:
                 else:
                     parts.append(self._disk_part(first, tuple(keys[first:stop]), holds, promote))
             sources = tuple(DISK if slot is None else HOST for slot in slots)
-            return ChunkLease(
-                tuple(keys), sources, tuple(parts), holds.pop_all(), _pieces(slots, self._piece_chunks)
-            )
+            pieces = [] if None in slots else stretches(slot for slot in slots if slot is not None)
+            return ChunkLease(tuple(keys), sources, tuple(parts), holds.pop_all(), tuple(pieces))
 
     def _disk_part(self, first: int, keys: tuple[ChunkKey, ...], holds: ExitStack, promote: bool) -> _Part:
         # First: what is cleared between the two must not come to host memory.
@@ -367,14 +359,6 @@ class TieredStore:
             self._demoter.close()
         if self.disk is not None:
             self.disk.close()
-
-
-def _pieces(slots: Sequence[int | None], piece_chunks: int) -> Pieces:
-    """Slots that follow each other as (first, count); none if one is missing or they are too many."""
-    known = [slot for slot in slots if slot is not None]
-    pieces = stretches(known)
-    is_whole = len(known) == len(slots)
-    return tuple(pieces) if is_whole and len(pieces) <= max(1, len(slots) // piece_chunks) else ()
 
 
 def _groups(flags: Sequence[bool]) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from sglang_hcache.sglang_plugin.setup.planning import choose_stored, find_profi
 from sglang_hcache.sglang_plugin.setup.start_lines import log_model, log_tiers, prediction_text
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import PIECE_CHUNKS, TieredStore
+from sglang_hcache.tier.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,6 @@ class _Assembly:
             self._counters,
             write_policy=config.write_policy,
             run_chunks=RUN_CHUNKS if stats is None else longest_run(layout, stats.cap_bytes),
-            piece_chunks=PIECE_CHUNKS if device.is_cpu else 1,  # else the device itself copies them together
             left_out=left_out,
             open_late=None if left_out is None else late,
         )

@@ -244,7 +244,9 @@ class Bench:
         return found
 
     def _host_curves(self, holds: ExitStack) -> TierCurves:
-        """Costs of host memory: a GPU copies most prefixes from where they lie."""
+        """Costs of host memory: a GPU copies prefixes from where they lie. A CPU works with them there, which takes no
+        longer than reading them.
+        """
         if self.restorer.stage is not None:
             return self._tier_curves(partial(self._bus_curve, self.restorer.stage))
         reads = self._scratch_in(None, holds)

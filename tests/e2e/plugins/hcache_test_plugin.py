@@ -123,16 +123,16 @@ def _is_on_here(switch):
 def _patch_restorer(switches):
     from sglang_hcache.restore.methods import LayerRestorer
 
-    write = LayerRestorer._write
+    write = LayerRestorer._write_from
 
-    def damaged(self, stored, positions, slots):
+    def damaged(self, stored, places, positions, slots):
         if (switches / "slow_restore").exists():
             time.sleep(_SLOW_S)
         while (switches / "hold_restore").exists():
             time.sleep(_LET_GO_S)
         if (switches / "break_restore").exists():
             raise RuntimeError("injected by a test")
-        write(self, stored, positions, slots)
+        write(self, stored, places, positions, slots)
         if _is_on_here(switches / "corrupt_restored_key"):
             key, value = self._pool.read(stored.layer, slots)
             factor = 1.05 if key.dtype.itemsize > 1 else 1.5  # FP8 would round less away
@@ -146,7 +146,7 @@ def _patch_restorer(switches):
             time.sleep(_LET_GO_S)
         return start(self, stored, positions, slots, before_layer)
 
-    LayerRestorer._write = damaged
+    LayerRestorer._write_from = damaged
     LayerRestorer.start = lingering
 
 
@@ -251,13 +251,13 @@ def _patch_projector(switches):
     from sglang_hcache.core.layout import Method
     from sglang_hcache.restore.methods import LayerRestorer
 
-    write = LayerRestorer._write
+    write = LayerRestorer._write_from
 
-    def at_wrong_positions(self, stored, positions, slots):
+    def at_wrong_positions(self, stored, places, positions, slots):
         shift = stored.method is Method.HIDDEN and (switches / "projector_positions").exists()
-        write(self, stored, positions + int(shift), slots)
+        write(self, stored, places, positions + int(shift), slots)
 
-    LayerRestorer._write = at_wrong_positions
+    LayerRestorer._write_from = at_wrong_positions
 
 
 def _patch_cache(cache, switches):

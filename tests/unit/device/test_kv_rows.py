@@ -72,6 +72,23 @@ def test_stored_rows_land_in_their_slots(rows: KVRows, dtype: torch.dtype, count
     assert torch.equal(mine[1], expected[1])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 6])
+@pytest.mark.parametrize("count", [1, 512, 1777])
+def test_any_rows_are_stored_from_where_they_are(
+    rows: KVRows, dtype: torch.dtype, head_dim: int, count: int
+) -> None:
+    width = HEADS * head_dim
+    memory = torch.randn(SLOTS, 2 * width).mul(20).to(dtype)
+    places, slots = torch.randperm(SLOTS)[:count], torch.randperm(SLOTS)[:count]
+    mine, expected = pools(dtype, head_dim), pools(dtype, head_dim)
+    rows.store(memory, slots, mine, places)
+    rows.store(memory[places], slots, expected)
+    assert torch.equal(mine[0], expected[0])
+    assert torch.equal(mine[1], expected[1])
+    assert torch.equal(mine[0][slots].flatten(1), memory[places, :width])
+
+
 class Pool:
     """Of ``LAYERS`` layers."""
 

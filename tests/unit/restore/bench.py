@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from sglang_hcache.restore.pipeline import LayerPipeline
 from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import TieredStore
+from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 LAYERS, WIDTH, SLOTS = 8, 8, 1024
 PATIENCE_S = 60.0
@@ -36,7 +37,13 @@ class ReadHook(TieredStore):
     """A tiered store whose reads can be disturbed."""
 
     before_read: Callable[[int], None] = staticmethod(lambda _layer: None)
+    reads = False
+    """Whether chunks are read as if one of them were on disk."""
     before_reads: Callable[[list[int]], None] = staticmethod(lambda _layers: None)
+
+    def lease(self, keys, *, promote=False) -> ChunkLease:  # type: ignore[no-untyped-def]
+        held = super().lease(keys, promote=promote)
+        return replace(held, _pieces=()) if self.reads else held
 
     def read_layers(self, lease, into) -> None:  # type: ignore[no-untyped-def]
         self.before_reads(list(into))
@@ -65,7 +72,9 @@ class Pool:
 
 
 class Bench:
-    """Chunks in every other slot, so that they are read unless ``piece_chunks`` is 1; or in neighbouring slots."""
+    """Chunks in host memory that are read as if they were on disk; or used from where they are: in neighbouring slots
+    (``in_place``), or in every other one (``scattered``).
+    """
 
     def __init__(
         self,
@@ -75,7 +84,7 @@ class Bench:
         lanes: int | None = None,
         streams: Streams | None = None,
         buffer_chunks: int = BLOCK_CHUNKS,
-        piece_chunks: int = 8,
+        scattered: bool = False,
     ) -> None:
         self.counters = Counters()
         self.streams: Any = streams
@@ -87,8 +96,8 @@ class Bench:
             self.counters,
             write_policy=WritePolicy.WRITE_BACK,
             run_chunks=4,
-            piece_chunks=piece_chunks,
         )
+        self.tiers.reads = not (in_place or scattered)
         self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
         self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
         taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]

@@ -56,7 +56,7 @@ def restored_right(bench: Bench, first: int = 0) -> bool:
 PLACES: dict[str, dict[str, Any]] = {
     "read": {},
     "in place": {"in_place": True},
-    "scattered": {"piece_chunks": 1},
+    "scattered": {"scattered": True},
 }
 """How chunks lie in host memory, and whether the device copies them from there."""
 

@@ -22,7 +22,7 @@ from sglang_hcache.testing.stored_chunks import match_keys
 from sglang_hcache.tier import demoter
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, HOST, TieredStore, _pieces
+from sglang_hcache.tier.tiered import DISK, HOST, Pieces, TieredStore
 
 LAYOUT = StateLayout((Method.HIDDEN,) * 3, (64,) * 3)
 
@@ -843,27 +843,26 @@ def wait_for(condition: object) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(
-    ("slots", "pieces"),
-    [
-        ([3], [(3, 1)]),
-        ([3, 4, 5], [(3, 3)]),
-        ([3, 5], []),
-        ([5, 4], []),
-        ([*range(8, 16), *range(8)], [(8, 8), (0, 8)]),
-        ([*range(8, 16), *range(7), 20], []),
-        ([*range(8, 15), None], []),
-    ],
-)
-def test_long_pieces_of_host_memory_are_used_where_they_are(
-    slots: list[int | None], pieces: list[Any]
-) -> None:
-    assert list(_pieces(slots, 8)) == pieces
+def test_what_is_in_host_memory_is_used_where_it_is(tiers: TieredStore) -> None:
+    for name in (1, 2, 5, 3, 4, 6):  # in slots that follow each other
+        put(tiers, name)
 
+    def pieces(*names: int) -> Pieces:
+        with tiers.lease([key(name) for name in names]) as lease:
+            assert lease.is_in_place
+            return tiers.rows_in_place(lease, 0)[1]
 
-def test_a_device_takes_pieces_of_any_length_from_where_they_are() -> None:
-    assert _pieces([5, 4, 3, 7, 8], 1) == ((5, 1), (4, 1), (3, 1), (7, 2))
-    assert _pieces([5, None], 1) == ()
+    assert pieces(1) == ((0, 1),)
+    assert pieces(1, 2) == ((0, 2),)
+    assert pieces(1, 2, 3, 4, 5, 6) == ((0, 2), (3, 2), (2, 1), (5, 1))
+    assert pieces(6, 5, 4) == ((5, 1), (2, 1), (4, 1))
+    tiers.demote_all()
+    wait_until_saved(tiers)
+    for name in range(7, 11):
+        put(tiers, name)
+    on_disk = next(name for name in range(1, 7) if key(name) not in tiers.host)
+    with tiers.lease([key(10), key(on_disk)]) as lease:
+        assert not lease.is_in_place
 
 
 @pytest.mark.usefixtures("patient")
