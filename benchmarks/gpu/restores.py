@@ -35,8 +35,8 @@ from sglang_hcache.tier.tiered import TieredStore
 TOKENS, LAYERS, ROUNDS = 4096, 8, 7
 _WHOLE = ("llama-2-13b", "llama-3-8b")
 """Of all layers: what a restore takes to begin and to end counts less than among eight."""
-_PIECES = (None, 4, 1)
-"""Chunks side by side: all, as many as a server keeps together where it can, and the worst."""
+_PIECES = (None, 1)
+"""Chunks side by side: all, and the worst, which is what a full host tier comes to."""
 _LONG, _LONG_TOKENS = "llama-2-13b", 16384
 BLOCK_CHUNKS = 64
 
@@ -210,7 +210,7 @@ def _cases() -> list[_Case]:
     return found + [
         _Case(shape, LAYERS, TOKENS, method, piece)
         for shape in SHAPES
-        for piece in (None, 1)
+        for piece in _PIECES
         for method in both
     ]
 

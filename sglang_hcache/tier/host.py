@@ -10,8 +10,8 @@ Life of a slot::
 *Dirty* chunks still have to be written to disk; *clean* ones need not: they are there, or could not be written, or
 there is no disk tier. One that is not there after all is dirty again when it is used again.
 Only clean, unpinned chunks are evicted, least recently used first, and of a prefix its tail before its head, without
-which it is of no use; where slots are in groups, with those neighbours that were used hardly later. Every method is
-short, takes the one lock and never does I/O, so the serving thread may call any of them.
+which it is of no use. Every method is short, takes the one lock and never does I/O, so the serving thread may call any
+of them.
 
 A prefix in slots that follow each other is restored from where it is (:class:`SlotMemory`): a chunk goes behind the one
 before it.
@@ -33,21 +33,13 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.free_slots import FreeSlots
 from sglang_hcache.tier.recency import Recency
 from sglang_hcache.tier.slot_memory import SlotMemory
 
-_MOST_IDLE = 1 / 16
-"""Share of all slots that may wait for the prefixes in front of them to go on, while others are evicted."""
-_MOST_TRIED = 4
-"""Chunks that are evicted with their neighbours for a group of slots that is free as a whole."""
 _MOST_EVICTED_AT_ONCE = 16
 _SHARE_EVICTED_AT_ONCE = 1 / 64
-"""Share of all slots that is evicted at once, at most. Without groups: slots of a prefix's tail are taken in order
-only if they are free together."""
-_OLD = 1 / 4
-"""A chunk's neighbours are evicted with it unless they were used much later: by more than this share of all uses since
-its own. What branches off a prefix lies beside the prefix's tail and is used once: it must not take the tail along."""
+"""Share of all slots that is evicted at once, at most: slots of a prefix's tail are taken in order only if they are
+free together."""
 
 
 @dataclass(slots=True)
@@ -75,7 +67,6 @@ class HostTier(SlotMemory):
     Args:
         memory, layout: as :class:`SlotMemory`; owned by the tier from now on.
         keep_dirty: True if a disk tier exists, so that a sealed chunk must be written before it may go.
-        group_slots: neighbours that a prefix takes, and that are evicted, together.
     """
 
     def __init__(
@@ -85,19 +76,17 @@ class HostTier(SlotMemory):
         observer: Observer,
         *,
         keep_dirty: bool,
-        group_slots: int = 1,
     ) -> None:
         super().__init__(memory, layout)
         self._observer = observer
         self.keep_dirty = keep_dirty
         self._lock = threading.Lock()
-        self._free = FreeSlots(self.num_slots, group_slots)
-        self._most_idle = int(self.num_slots * _MOST_IDLE)
-        together = min(_MOST_EVICTED_AT_ONCE, int(self.num_slots * _SHARE_EVICTED_AT_ONCE))
-        self._evicted_at_once = max(1, together) if group_slots == 1 else 1
+        # A stack: a prefix's head goes last, and what takes its slot next finds those of its tail behind it. A set
+        # would look for the few that are free in as many places as there are slots.
+        self._free = dict.fromkeys(reversed(range(self.num_slots)))
+        share = int(self.num_slots * _SHARE_EVICTED_AT_ONCE)
+        self._evicted_at_once = max(1, min(_MOST_EVICTED_AT_ONCE, share))
         self._entries: dict[ChunkKey, _Entry] = {}
-        self._keys: list[ChunkKey | None] = [None] * self.num_slots
-        """By slot, of those in ``_entries``."""
         self._pinned, self._pinned_dirty = set[ChunkKey](), set[ChunkKey]()  # of those in _entries
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
         self._clean = Recency()
@@ -118,47 +107,27 @@ class HostTier(SlotMemory):
             behind: the slot of the chunk before this one: the next one is the best.
         """
         with self._lock:
-            slot = self._free.take_behind(behind)
-            if slot is None and not self._free.has_group and len(self._free) <= self._most_idle:
+            if not self._free:
                 self._evict()
-            if slot is None:
-                slot = self._free.take_group()
-            return self._free.take_any() if slot is None else slot
+            if behind is not None and behind + 1 in self._free:
+                del self._free[behind + 1]
+                return behind + 1
+            return self._free.popitem()[0] if self._free else None
 
     def _evict(self) -> None:
-        most = max(_MOST_TRIED, self._evicted_at_once)
-        oldest = list(itertools.islice(filter(self._is_evictable, self._clean.oldest()), most))
-        if oldest:
-            self.gone_use = self._clean.last_use(oldest[0])
-        for number, key in enumerate(oldest, 1):
-            if key in self._clean:  # else it went with a neighbour
-                last_use = self._clean.last_use(key)
-                until = last_use + int((self.uses - last_use) * _OLD)
-                for slot in self._free.group_of(self._entries[key].slot):
-                    self._evict_slot(slot, until)
-            if self._free.has_group and number >= self._evicted_at_once:
-                return
-
-    def _is_evictable(self, key: ChunkKey) -> bool:
-        return key in self._clean and not self._entries[key].pins
-
-    def _evict_slot(self, slot: int, until: int) -> None:
-        key = self._keys[slot]
-        if key is not None and self._is_evictable(key) and self._clean.last_use(key) <= until:
+        evictable = (key for key in self._clean.oldest() if not self._entries[key].pins)
+        for key in list(itertools.islice(evictable, self._evicted_at_once)):
             self._clean.discard(key)
-            del self._entries[key]
-            self._set_free(slot)
+            entry = self._entries.pop(key)
+            self._free[entry.slot] = None
+            self.gone_use = entry.last_use
             self._observer.count("host.chunks_evicted")
             self.on_evicted(key)
-
-    def _set_free(self, slot: int) -> None:
-        self._keys[slot] = None
-        self._free.add(slot)
 
     def release(self, slot: int) -> None:
         """Give an open slot back unused."""
         with self._lock:
-            self._set_free(slot)
+            self._free[slot] = None
 
     def seal(self, slot: int, info: ChunkInfo, *, on_disk: bool, for_good: bool = False) -> bool:
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already.
@@ -182,7 +151,7 @@ class HostTier(SlotMemory):
         """
         with self._lock:
             if generation != self.generation:
-                self._set_free(slot)
+                self._free[slot] = None
                 return False
             if not self._enter(slot, key, None):
                 return False
@@ -194,9 +163,8 @@ class HostTier(SlotMemory):
         entry = self._entries.get(key)
         if entry is None:
             self._entries[key] = _Entry(slot, info)
-            self._keys[slot] = key
             return True
-        self._set_free(slot)
+        self._free[slot] = None
         entry.is_reused = True
         self._touch(key)
         return False
@@ -260,7 +228,7 @@ class HostTier(SlotMemory):
                 self._pinned.discard(key)
                 self._pinned_dirty.discard(key)
             else:
-                self._set_free(slot)
+                self._free[slot] = None
 
     # -- demotion --------------------------------------------------------------------------------
 
@@ -337,12 +305,11 @@ class HostTier(SlotMemory):
     def forget_all(self) -> None:
         """Drop every sealed chunk; pinned slots are freed when their last reader is done."""
         with self._lock:
-            for entry in self._entries.values():
+            for entry in reversed(self._entries.values()):
                 if entry.pins:
                     self._orphans[entry.slot] = entry
-                    self._keys[entry.slot] = None
                 else:
-                    self._set_free(entry.slot)
+                    self._free[entry.slot] = None
             for kept in (self._entries, self._pinned, self._pinned_dirty, self._clean, self._dirty):
                 kept.clear()
             self.generation += 1

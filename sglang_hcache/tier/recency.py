@@ -42,10 +42,6 @@ class Recency:
         """Whether it was here."""
         return any(queue.pop(key, None) is not None for queue in (self._used, self._written))
 
-    def last_use(self, key: ChunkKey) -> int:
-        """Raises KeyError if it is not here."""
-        return self._used[key] if key in self._used else self._written[key]
-
     def oldest(self) -> Iterator[ChunkKey]:
         """All, the least recently used first. Nothing may be added or discarded meanwhile."""
         for key, _ in heapq.merge(self._used.items(), self._written.items(), key=itemgetter(1)):

@@ -44,10 +44,6 @@ _TRIED = {
 """What may be restored, and so is checked before serving."""
 _MIXED = (PlanKind.AUTO, PlanKind.HYBRID)
 """What may recompute first layers, and needs costs for that whatever is restored."""
-_GROUP_SLOTS, _FEWEST_GROUPS = 4, 64
-"""Beside a GPU each stretch of neighbouring chunks is a copy: of 1 MB nearly twice as fast as of 256 KB (H200). In a
-simulation of conversations chunks lie alone before long without groups; with groups of four 1 to 3 % fewer are found
-again, of eight up to 15 %, for slots behind a prefix wait for it to go on."""
 
 
 def assemble(
@@ -152,9 +148,7 @@ class _Assembly:
     def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:
         config, device, disk, left_out = self._config, self._device, self._disk, self._left_out
         memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
-        may_group = not device.is_cpu and budget.num_slots >= _FEWEST_GROUPS * _GROUP_SLOTS
-        group_slots = _GROUP_SLOTS if may_group else 1
-        host = HostTier(memory, layout, self._counters, keep_dirty=disk is not None, group_slots=group_slots)
+        host = HostTier(memory, layout, self._counters, keep_dirty=disk is not None)
         stats = left_out if disk is None else disk.stats()
         hidden_size = self._model.shape.hidden_size
         late = partial(open_late, self._asked, hidden_size, self._counters, layout.methods, weights)

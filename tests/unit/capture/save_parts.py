@@ -55,13 +55,11 @@ class SaveParts:
 
     copying_threads = 1
 
-    def __init__(
-        self, layout: StateLayout, slots: int, rows: int, group_slots: int = 1, pass_rows: int = 1
-    ) -> None:
+    def __init__(self, layout: StateLayout, slots: int, rows: int, pass_rows: int = 1) -> None:
         self._layout = layout
         self.counters = Counters()
         memory = np.zeros(slots * layout.chunk_bytes, np.uint8)
-        host = HostTier(memory, layout, self.counters, keep_dirty=False, group_slots=group_slots)
+        host = HostTier(memory, layout, self.counters, keep_dirty=False)
         self.tiers = TieredStore(host, None, self.counters, write_policy=WritePolicy.WRITE_BACK, run_chunks=4)
         staging = torch.zeros(rows * sum(layout.row_bytes), dtype=torch.uint8)
         self.ring = StagingRing(staging, layout, torch.float32, pass_rows)

@@ -29,8 +29,8 @@ NAMESPACE = Namespace(model=b"m", layout="test")
 class SavePath(SaveParts):
     """Plays the serving thread: forward passes whose hidden states say which request and position they are."""
 
-    def __init__(self, slots: int = 64, rows: int = 512, group_slots: int = 1) -> None:
-        super().__init__(LAYOUT, slots, rows, group_slots)
+    def __init__(self, slots: int = 64, rows: int = 512) -> None:
+        super().__init__(LAYOUT, slots, rows)
         self.passes = self.capture()
 
     def begin(self, rid: str, prefix: list[int], tenant: str | None = None) -> None:
@@ -150,27 +150,20 @@ def test_requests_share_passes_and_keep_their_rows_apart(path: SavePath) -> None
     assert path.sealed(one) == [False, False]
 
 
-def test_chunks_of_a_prefix_are_neighbours_whoever_else_is_saved() -> None:
-    """Prompts, decoded tokens in turns, and a conversation that goes on."""
-    path = SavePath(group_slots=4)
-    texts = {rid: [number] * 7 * CHUNK_TOKENS for number, rid in enumerate("abc")}
+def test_a_chunk_goes_behind_the_one_before_it_where_that_slot_is_free(path: SavePath) -> None:
+    texts = {rid: [number] * 5 * CHUNK_TOKENS for number, rid in enumerate("ab")}
     for rid, text in texts.items():
         path.begin(rid, [])
         path.forward([(rid, 0, text[: 2 * CHUNK_TOKENS])])
-    for position in range(2 * CHUNK_TOKENS, 5 * CHUNK_TOKENS):
-        path.forward([(rid, position, [text[position]]) for rid, text in texts.items()])
-        path.settle()
-    for rid, text in texts.items():
+    path.settle()
+    for rid, text in reversed(texts.items()):
         path.end(rid)
-        path.begin(rid, text[: 5 * CHUNK_TOKENS])
-        path.forward([(rid, 5 * CHUNK_TOKENS, text[5 * CHUNK_TOKENS :])])
+        path.begin(rid, text[: 2 * CHUNK_TOKENS])
+        path.forward([(rid, 2 * CHUNK_TOKENS, text[2 * CHUNK_TOKENS :])])
     path.finish()
-    for text in texts.values():
-        slots = [path.tiers.host.slot_of(key) for key in chunk_keys(NAMESPACE.root_key(), text)]
-        first, second = slots[0], slots[4]
-        assert first is not None
-        assert second is not None
-        assert slots == [*range(first, first + 4), *range(second, second + 3)]
+    for text, slots in zip(texts.values(), ([0, 1, 7, 8, 9], [2, 3, 4, 5, 6]), strict=True):
+        keys = chunk_keys(NAMESPACE.root_key(), text)
+        assert [path.tiers.host.slot_of(key) for key in keys] == slots
 
 
 def test_a_request_that_starts_on_a_cached_prefix(path: SavePath) -> None:

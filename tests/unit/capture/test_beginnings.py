@@ -144,10 +144,10 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
     path.finish()
 
 
-@pytest.mark.parametrize(("slots", "group_slots"), [(32, 1), (128, 1), (128, 4)])
-def test_one_that_is_older_than_what_had_to_go_is_forgotten(slots: int, group_slots: int) -> None:
+@pytest.mark.parametrize("slots", [32, 128])
+def test_one_that_is_older_than_what_had_to_go_is_forgotten(slots: int) -> None:
     """The conversation has left the device long ago, and nobody goes on inside of its last chunk."""
-    path = SavePath(slots=slots, group_slots=group_slots)
+    path = SavePath(slots=slots)
     for name in (1, 2):
         run(path, str(name), [name] * 10)
     for name in range(3, slots // 2):

@@ -15,16 +15,16 @@ def info(name: int) -> ChunkInfo:
     return ChunkInfo(name.to_bytes(32, "little"), bytes(32), 0, bytes(16))
 
 
-def host(slots: int, *, keep_dirty: bool = False, group_slots: int = 1) -> HostTier:
+def host(slots: int, *, keep_dirty: bool = False) -> HostTier:
     memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
-    return HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty, group_slots=group_slots)
+    return HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty)
 
 
 def put(tier: HostTier, name: int, behind: int | None = None) -> int:
     slot = tier.reserve(behind)
     assert slot is not None
     for layer in range(LAYOUT.num_layers):
-        tier.layer_of(slot, layer)[:] = name
+        tier.layer_of(slot, layer)[:] = name % 256
     assert tier.seal(slot, info(name), on_disk=False)
     return slot
 
@@ -169,70 +169,43 @@ def test_slots_that_follow_each_other_are_one_piece_of_each_layer() -> None:
         assert np.shares_memory(rows[1:].reshape(-1), tier.memory), "no copy"
 
 
-def full(slots: int, group_slots: int) -> HostTier:
-    """One prefix, whose names are its slots."""
-    tier = host(slots, group_slots=group_slots)
+def full(slots: int) -> HostTier:
+    """One prefix, whose names are its slots; its request has ended."""
+    tier = host(slots)
     for name in range(slots):
         assert put(tier, name, name - 1 if name else None) == name
+    tier.touch([info(name).key for name in range(slots)], is_over=True)
     return tier
 
 
-def test_neighbours_are_evicted_together_and_taken_in_order() -> None:
-    tier = full(16, 4)
-    assert put(tier, 20) == 0  # the oldest, which goes with its neighbours
-    assert [info(name).key in tier for name in range(5)] == [False] * 4 + [True]
-    assert put(tier, 21, 0) == 1
-    assert put(tier, 22, 1) == 2
-    assert put(tier, 23, 8) == 4  # what is behind it is taken: a group of its own
-    assert tier.counts() == (4, 12, 0)
-
-
-def test_a_prefix_begins_where_nobody_waits_to_go_on_unless_many_slots_do() -> None:
-    tier = host(64, group_slots=4)
-    assert [put(tier, name) for name in range(16)] == list(range(0, 64, 4))
-    assert all(put(tier, 20 + number) % 4 for number in range(44))
-    assert tier.counts().clean == 60
-    put(tier, 100)  # as many as one in sixteen are idle: from now on others go
-    assert tier.counts().clean < 61
-
-
-def test_what_is_used_again_and_again_does_not_go_with_what_branched_off() -> None:
-    """A prefix of many requests; what each adds is used once."""
-    tier = host(64, group_slots=4)
-    prefix = [info(name).key for name in range(6)]
-    for name in range(6):
-        assert put(tier, name, name - 1 if name else None) == name
-    for request in range(150):
-        tier.touch(prefix)
-        put(tier, 100 + request, tier.slot_of(prefix[-1]))
-        tier.touch([*prefix, info(100 + request).key], is_over=True)
-        assert all(key in tier for key in prefix)
-
-
-def test_hot_neighbours_leave_no_slot_unused() -> None:
-    tier = full(64, 4)
-    hot = [info(name).key for name in range(0, 64, 4)]
-    for number in range(150):
-        tier.touch(hot)
-        put(tier, 100 + number)
-        assert all(key in tier for key in hot)
-        assert tier.counts().free < 4 + 4 * 4  # a sixteenth, and what the last look freed beyond it
-
-
-def test_without_groups_several_go_at_a_time_where_there_are_many() -> None:
-    tier = full(8, 1)
-    assert [put(tier, 10 + number) for number in range(3)] == [0, 1, 2]
+def test_where_there_are_many_several_go_at_a_time_and_their_slots_are_taken_in_order() -> None:
+    tier = full(8)
+    assert [put(tier, 10 + number) for number in range(3)] == [7, 6, 5]
     assert tier.counts() == (0, 8, 0)
-    tier = full(128, 1)
-    assert [put(tier, 130 + number) for number in range(4)] == [0, 1, 2, 3]
-    tier.touch([info(name).key for name in range(10)])  # no more there: 0 to 3
-    put(tier, 140)
-    assert tier.counts() == (1, 127, 0)  # two go at a time, the oldest that nobody used again: 10 and 11
-    assert [info(name).key in tier for name in (4, 9, 10, 11, 12)] == [True, True, False, False, True]
+    tier = full(256)
+    slots = [put(tier, 300)]
+    assert tier.counts() == (3, 253, 0)
+    for name in range(301, 308):
+        slots.append(put(tier, name, slots[-1]))
+    assert slots == [*range(252, 256), *range(248, 252)]
+    tier.touch([info(name).key for name in range(240, 248)])
+    put(tier, 400)
+    assert [info(name).key in tier for name in (235, 236, 239, 240)] == [True, False, False, True]
 
 
-def test_what_is_pinned_stays_and_the_rest_of_its_group_is_used() -> None:
-    tier = full(16, 4)
+def test_a_slot_behind_that_becomes_free_just_now_is_taken() -> None:
+    tier = full(256)
+    assert put(tier, 300, 253) == 254
+
+
+def test_what_was_forgotten_is_filled_in_order() -> None:
+    tier = full(8)
+    tier.forget_all()
+    assert [put(tier, 10 + number) for number in range(8)] == list(range(8))
+
+
+def test_what_is_pinned_stays_and_the_rest_is_used() -> None:
+    tier = full(16)
     for name in range(0, 16, 4):
         assert tier.pin(info(name).key) == name
     taken = {tier.reserve() for _ in range(12)}

@@ -49,58 +49,39 @@ class HostModel(RuleBasedStateMachine):
     @initialize(
         slots=st.sampled_from([1, 2, 4, 7, 8]),
         keep_dirty=st.booleans(),
-        group=st.integers(1, 3),
-        idle=st.integers(0, 3),
+        at_once=st.integers(1, 3),
     )
-    def begin(self, slots: int, keep_dirty: bool, group: int, idle: int) -> None:
+    def begin(self, slots: int, keep_dirty: bool, at_once: int) -> None:
         memory = np.zeros(slots * LAYOUT.chunk_bytes, np.uint8)
-        self.tier = HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty, group_slots=group)
-        self.tier._most_idle = idle
-        self.idle = idle
-        self.keep_dirty, self.group, self.num_slots = keep_dirty, group, slots
+        self.tier = HostTier(memory, LAYOUT, Counters(), keep_dirty=keep_dirty)
+        self.tier._evicted_at_once = at_once
+        self.keep_dirty, self.at_once, self.num_slots = keep_dirty, at_once, slots
 
     # -- what the tier is asked to do ------------------------------------------------------------
 
     @rule(behind=st.none() | st.integers(0, 7))
     def reserve(self, behind: int | None) -> None:
         slot = self.tier.reserve(behind)
+        if not self.free():
+            self.evict()
         if behind is not None and behind + 1 in self.free():
             assert slot == behind + 1
         else:
-            if not self.whole_groups() and len(self.free()) <= self.idle:
-                self.evict()
-            whole = self.whole_groups()
-            assert slot == whole[0] if whole else slot in (self.free() or [None])
+            assert slot in (self.free() or [None])
         if slot is not None:
             self.marks = (self.marks + 1) % 256
             self.tier.memory.reshape(LAYOUT.num_layers, self.num_slots, -1)[:, slot] = self.marks
             self.contents[slot] = self.marks
             self.opened.append((slot, self.generation))
 
-    def whole_groups(self) -> list[int]:
-        """First slots of those that are free as a whole."""
-        free = set(self.free())
-        firsts = range(0, self.num_slots, self.group)
-        return [first for first in firsts if free >= set(self.group_of(first))]
-
-    def group_of(self, slot: int) -> range:
-        first = slot - slot % self.group
-        return range(first, min(first + self.group, self.num_slots))
-
     def evict(self) -> None:
-        """The oldest chunks with those of their neighbours that are nearly as old, until a group is free."""
         pinned = self.pinned()
-        for oldest in [name for name in self.clean if name not in pinned][:4]:
-            group = self.group_of(self.slots[oldest]) if oldest in self.slots else ()
-            last = self.last_use[oldest]
-            go = [name for name in self.clean if name not in pinned and self.slots[name] in group]
-            for name in [name for name in go if self.last_use[name] <= last + (self.uses - last) // 4]:
-                self.leave(name)
-                self.reused.discard(name)
-                self.writable.discard(name)
-                del self.slots[name]
-            if self.whole_groups():
-                return
+        for name in [name for name in self.clean if name not in pinned][: self.at_once]:
+            self.leave(name)
+            self.reused.discard(name)
+            self.writable.discard(name)
+            del self.slots[name]
+            assert self.tier.gone_use >= self.last_use[name]
 
     @precondition(lambda self: self.opened)
     @rule()
