@@ -19,10 +19,11 @@ before it.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import StateLayout
 from sglang_hcache.core.observer import Observer
 from sglang_hcache.tier.chunk import ChunkInfo
-from sglang_hcache.tier.recency import Recency
 from sglang_hcache.tier.slot_memory import SlotMemory
 
 _MOST_EVICTED_AT_ONCE = 16
@@ -87,12 +87,15 @@ class HostTier(SlotMemory):
         share = int(self.num_slots * _SHARE_EVICTED_AT_ONCE)
         self._evicted_at_once = max(1, min(_MOST_EVICTED_AT_ONCE, share))
         self._entries: dict[ChunkKey, _Entry] = {}
-        self._pinned, self._pinned_dirty = set[ChunkKey](), set[ChunkKey]()  # of those in _entries
+        # Three queues of them, the least recently used first. The first two are clean: what is written may be evicted
+        # from then on, but was used before. Were it taken for the newest, whatever is used once would stay longer than
+        # what is used again and need not be written. As chunks are written nearly in the order of their last uses,
+        # those make a queue, too, and nothing has to be sorted.
+        self._used, self._written, self._dirty = (OrderedDict[ChunkKey, _Entry]() for _ in range(3))
+        self._pinned = self._pinned_dirty = 0  # of those in _entries
         self._orphans: dict[int, _Entry] = {}  # by slot: dropped while pinned, freed by the last unpin
-        self._clean = Recency()
         self.uses = self.gone_use = 0
         """Uses of chunks so far; and how many there had been at the last one of the chunk that went last."""
-        self._dirty: OrderedDict[ChunkKey, ChunkInfo] = OrderedDict()  # of those in _entries
         self.generation = 0
         """How often everything was forgotten."""
         self.on_evicted: Callable[[ChunkKey], object] = lambda key: None
@@ -115,10 +118,10 @@ class HostTier(SlotMemory):
             return self._free.popitem()[0] if self._free else None
 
     def _evict(self) -> None:
-        evictable = (key for key in self._clean.oldest() if not self._entries[key].pins)
-        for key in list(itertools.islice(evictable, self._evicted_at_once)):
-            self._clean.discard(key)
-            entry = self._entries.pop(key)
+        evictable = (item for item in self._oldest_clean() if not item[1].pins)
+        for key, entry in list(itertools.islice(evictable, self._evicted_at_once)):
+            self._leave_clean(key)
+            del self._entries[key]
             self._free[entry.slot] = None
             self.gone_use = entry.last_use
             self._observer.count("host.chunks_evicted")
@@ -133,13 +136,13 @@ class HostTier(SlotMemory):
         """Publish an open slot as the chunk ``info``; False (and the slot is freed) if the chunk is here already.
 
         Args:
-            for_good: as in :meth:`mark_clean`.
+            for_good: as in :meth:`mark_clean`, if it is on disk.
         """
         with self._lock:
-            if not self._enter(slot, info.key, None if for_good else info):
+            if not self._enter(slot, info.key, None if on_disk and for_good else info):
                 return False
             if self.keep_dirty and not on_disk:
-                self._dirty[info.key] = info
+                self._dirty[info.key] = self._entries[info.key]
             self._touch(info.key)
             return True
 
@@ -209,10 +212,10 @@ class HostTier(SlotMemory):
             entry = self._entries.get(key)
             if entry is None:
                 return None
+            if not entry.pins:
+                self._pinned += 1
+                self._pinned_dirty += key in self._dirty
             entry.pins += 1
-            self._pinned.add(key)
-            if key in self._dirty:
-                self._pinned_dirty.add(key)
             return entry.slot
 
     def unpin(self, key: ChunkKey, slot: int) -> None:
@@ -225,8 +228,8 @@ class HostTier(SlotMemory):
             if entry.pins:
                 return
             if self._orphans.pop(slot, None) is None:
-                self._pinned.discard(key)
-                self._pinned_dirty.discard(key)
+                self._pinned -= 1
+                self._pinned_dirty -= key in self._dirty
             else:
                 self._free[slot] = None
 
@@ -235,13 +238,14 @@ class HostTier(SlotMemory):
     def dirty_info(self, key: ChunkKey) -> ChunkInfo | None:
         """Identity of a chunk that still has to be written, else None."""
         with self._lock:
-            return self._dirty.get(key)
+            entry = self._dirty.get(key)
+            return None if entry is None else entry.info
 
     def oldest_dirty(self, count: int, *, pinned: bool = True) -> list[ChunkInfo]:
         """Up to ``count`` chunks that still have to be written, least recently used first; ``pinned`` ones, too."""
         with self._lock:
-            found = (info for key, info in self._dirty.items() if pinned or key not in self._pinned_dirty)
-            return list(itertools.islice(found, count))
+            found = (entry.info for entry in self._dirty.values() if pinned or not entry.pins)
+            return list(itertools.islice(filter(None, found), count))
 
     def mark_clean(self, key: ChunkKey, slot: int, *, for_good: bool = False) -> None:
         """The chunk in ``slot``, still pinned, is on disk now, or could not be written: it may be evicted.
@@ -265,13 +269,13 @@ class HostTier(SlotMemory):
         """
         with self._lock:
             self.keep_dirty = True
-            keys = list(self._clean.oldest())
+            keys = [key for key, _ in self._oldest_clean()]
         stored = set(filter(is_on_disk, keys))  # which takes a while
         with self._lock:
             for key, entry in ((key, self._entries[key]) for key in keys if key in self._entries):
                 if key not in stored:
                     self._set_dirty(key, entry)
-                elif for_good:
+                elif for_good and key not in self._dirty:
                     entry.info = None
 
     def mark_dirty(self, keys: Iterable[ChunkKey]) -> None:
@@ -283,15 +287,14 @@ class HostTier(SlotMemory):
                     self._set_dirty(key, entry)
 
     def _set_dirty(self, key: ChunkKey, entry: _Entry) -> None:
-        if entry.info is not None and self._clean.discard(key):
-            self._dirty[key] = entry.info
-            if entry.pins:
-                self._pinned_dirty.add(key)
+        if entry.info is not None and key not in self._dirty:
+            self._leave_clean(key)
+            self._dirty[key] = entry
+            self._pinned_dirty += entry.pins > 0
 
     def _set_clean(self, key: ChunkKey) -> None:
-        del self._dirty[key]
-        self._pinned_dirty.discard(key)
-        self._clean.add_written(key, self._entries[key].last_use)
+        self._written[key] = entry = self._dirty.pop(key)
+        self._pinned_dirty -= entry.pins > 0
 
     def give_up_dirty(self) -> None:
         """No chunk that is here need be written to disk: they stay until their slots are wanted."""
@@ -310,17 +313,29 @@ class HostTier(SlotMemory):
                     self._orphans[entry.slot] = entry
                 else:
                     self._free[entry.slot] = None
-            for kept in (self._entries, self._pinned, self._pinned_dirty, self._clean, self._dirty):
+            for kept in (self._entries, self._used, self._written, self._dirty):
                 kept.clear()
+            self._pinned = self._pinned_dirty = 0
             self.generation += 1
 
     def _touch(self, key: ChunkKey) -> None:
+        entry = self._entries[key]
         self.uses += 1
-        self._entries[key].last_use = self.uses
+        entry.last_use = self.uses
         if key in self._dirty:
             self._dirty.move_to_end(key)
         else:
-            self._clean.add(key, self.uses)
+            self._written.pop(key, None)
+            self._used[key] = entry
+            self._used.move_to_end(key)
+
+    def _leave_clean(self, key: ChunkKey) -> None:
+        for queue in (self._used, self._written):
+            queue.pop(key, None)
+
+    def _oldest_clean(self) -> Iterator[tuple[ChunkKey, _Entry]]:
+        """Least recently used first. Nothing may come or go meanwhile."""
+        return heapq.merge(self._used.items(), self._written.items(), key=lambda item: item[1].last_use)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -331,6 +346,8 @@ class HostTier(SlotMemory):
             pinned: also those that stay as they are, whoever wants a slot.
         """
         with self._lock:
-            dirty = 0 if pinned else len(self._pinned_dirty)  # to be left out
-            clean = 0 if pinned else len(self._pinned) - dirty
-            return SlotCounts(len(self._free), len(self._clean) - clean, len(self._dirty) - dirty)
+            clean, dirty = len(self._used) + len(self._written), len(self._dirty)
+            if not pinned:
+                clean -= self._pinned - self._pinned_dirty
+                dirty -= self._pinned_dirty
+            return SlotCounts(len(self._free), clean, dirty)

@@ -116,6 +116,21 @@ def test_a_chunk_made_anew_is_not_clean_because_the_old_one_was_written() -> Non
     assert tier.counts() == (1, 0, 1)
 
 
+def test_what_turns_dirty_while_a_late_disk_is_looked_through_is_written() -> None:
+    tier = host(1)
+    put(tier, 1)
+    tier.disk_is_open(lambda key: tier.mark_dirty([key]) is None, for_good=True)
+    assert tier.oldest_dirty(1) == [info(1)]
+
+
+def test_what_is_not_on_disk_is_written_also_if_it_would_be_there_for_good() -> None:
+    tier = host(1, keep_dirty=True)
+    slot = tier.reserve()
+    assert slot is not None
+    tier.seal(slot, info(1), on_disk=False, for_good=True)
+    assert tier.dirty_info(info(1).key) == info(1)
+
+
 def test_a_chunk_sealed_twice_is_kept_once() -> None:
     tier = host(2)
     put(tier, 1)

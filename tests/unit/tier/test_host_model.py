@@ -38,7 +38,7 @@ class HostModel(RuleBasedStateMachine):
         self.dirty: list[int] = []
         """All least recently used first."""
         self.writable: set[int] = set()
-        """What was sealed, and not marked clean for good."""
+        """What was sealed, and is not clean for good."""
         self.uses = 0
         self.last_use: dict[int, int] = {}
         self.generation = 0
@@ -89,12 +89,13 @@ class HostModel(RuleBasedStateMachine):
         self.tier.release(self.opened.pop()[0])
 
     @precondition(lambda self: self.opened)
-    @rule(name=NAMES, on_disk=st.booleans())
-    def seal(self, name: int, on_disk: bool) -> None:
+    @rule(name=NAMES, on_disk=st.booleans(), for_good=st.booleans())
+    def seal(self, name: int, on_disk: bool, for_good: bool) -> None:
         slot, _ = self.opened.pop()
         info = ChunkInfo(key(name), bytes(32), 0, bytes(16))
-        assert self.tier.seal(slot, info, on_disk=on_disk) == (name not in self.slots)
-        if name not in self.slots:
+        is_new = name not in self.slots
+        assert self.tier.seal(slot, info, on_disk=on_disk, for_good=for_good) == is_new
+        if is_new and not (on_disk and for_good):
             self.writable.add(name)
         self.enter(name, slot, self.dirty if self.keep_dirty and not on_disk else self.used)
 
@@ -195,7 +196,7 @@ class HostModel(RuleBasedStateMachine):
         for name in names:
             self.reserve(behind=None)
             if self.opened:
-                self.seal(name, on_disk=False)
+                self.seal(name, on_disk=False, for_good=False)
             if pinned:
                 self.pin(name)
 
@@ -233,7 +234,7 @@ class HostModel(RuleBasedStateMachine):
     @invariant()
     def orders(self) -> None:
         assert [info.key for info in self.tier.oldest_dirty(10)] == [key(name) for name in self.dirty]
-        assert list(self.tier._clean.oldest()) == [key(name) for name in self.clean]
+        assert [name for name, _ in self.tier._oldest_clean()] == [key(name) for name in self.clean]
         self.each(lambda name: (key(name) in self.tier) == (name in self.slots))
         self.each(lambda name: self.tier.is_reused(key(name)) == (name in self.reused))
         self.each(lambda name: (self.tier.dirty_info(key(name)) is not None) == (name in self.dirty))
