@@ -35,7 +35,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class LayerTimes:
     """One layer's times, seconds after the restore began. A recomputed layer has an empty read."""
 
     layer: int
@@ -50,7 +50,7 @@ class Step:
 class Timeline:
     """What happens when, in the order it happens."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[LayerTimes, ...]
 
     @property
     def total_s(self) -> float:
@@ -118,7 +118,7 @@ def simulate(methods: Sequence[Method], order: Sequence[int], costs: LayerCosts)
         if reads:
             read_free = read_end
         steps.append(
-            Step(
+            LayerTimes(
                 layer=layer,
                 method=method,
                 read_start_s=read_start,

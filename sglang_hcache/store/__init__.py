@@ -16,12 +16,12 @@ from sglang_hcache.store.io.memory import aligned_empty
 from sglang_hcache.store.io.workers import workers
 from sglang_hcache.store.lease import ReadLease
 from sglang_hcache.store.store import DiskStore
-from sglang_hcache.store.volumes.ahead import Ahead, look_ahead
+from sglang_hcache.store.volumes.ahead import Preview, look_ahead
 
 __all__ = [
     "MAX_LAYERS",
-    "Ahead",
     "DiskStore",
+    "Preview",
     "ReadLease",
     "Run",
     "StoreConfig",

@@ -36,7 +36,7 @@ _LOST = ("failed", "late", "failed_on_another_rank")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class BarPart:
     """A part of a bar."""
 
     kind: str
@@ -46,11 +46,11 @@ class Segment:
     percent: float
 
 
-def source_segments(sources: TokenSources) -> list[Segment]:
+def source_segments(sources: TokenSources) -> list[BarPart]:
     """Where a prompt's tokens came from, nearest place first; also what nothing came from."""
     whole = max(1, sources.prompt)
     return [
-        Segment(kind, name, getattr(sources, kind), 100 * getattr(sources, kind) / whole)
+        BarPart(kind, name, getattr(sources, kind), 100 * getattr(sources, kind) / whole)
         for kind, name in _SOURCE_NAMES.items()
     ]
 

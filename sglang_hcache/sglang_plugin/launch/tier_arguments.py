@@ -16,7 +16,7 @@ from sglang_hcache.sglang_plugin.launch import prefill_graphs, stopping, support
 from sglang_hcache.sglang_plugin.launch.flags import BACKEND
 from sglang_hcache.sglang_plugin.launch.settings_file import OVERLOOKED_FILE, settings_of
 from sglang_hcache.sglang_plugin.seam.budget import pool_share, store_config
-from sglang_hcache.store import Ahead, StoreConfig, look_ahead
+from sglang_hcache.store import Preview, StoreConfig, look_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _look_ahead(config: HCacheConfig, num_ranks: int) -> None:
         )
 
 
-def _ahead_of(settings: StoreConfig, at_start: DiskAtStart) -> Ahead | None:
+def _ahead_of(settings: StoreConfig, at_start: DiskAtStart) -> Preview | None:
     """What the store of one rank will find; None: it cannot be opened, and need not be."""
     is_optional = at_start is DiskAtStart.OPTIONAL
     try:

@@ -42,7 +42,7 @@ class _Candidate(Found):
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class Preview:
     """What a start will find."""
 
     holders: dict[Path, LockHolder]
@@ -51,7 +51,7 @@ class Ahead:
     """What their file systems have above the floor, when nothing else is on them; None if one does not answer."""
 
 
-def look_ahead(config: StoreConfig) -> Ahead:
+def look_ahead(config: StoreConfig) -> Preview:
     """What a start will find in its directories; what it would be refused for is an error now.
 
     What does not answer in time is left to the start.
@@ -70,7 +70,7 @@ def look_ahead(config: StoreConfig) -> Ahead:
         agreed_at_start(found)
     rooms = {item.device: item.total_bytes - config.floor_of(item.total_bytes) for item in found}
     holders = {item.volume.path: item.holder for item in found if item.holder is not None}
-    return Ahead(holders, None if None in rooms else sum(rooms.values()))
+    return Preview(holders, None if None in rooms else sum(rooms.values()))
 
 
 def _look_before_start(path: Path, config: StoreConfig) -> _Candidate:
