@@ -36,8 +36,10 @@ _MOST_WRITES = 2
 _FEWEST_STEPS = 6
 """About, of a block: reading goes on under restoring. Whole layers, rounded up, may make one or two fewer."""
 _MOST_ASKED = _FEWEST_STEPS
-"""The same as ``_MOST_WRITES`` of a GPU, and what it copies from where it is: a block. It is done while the scheduler
-prepares and launches the pass behind it. More would delay the end of a restore that is stopped."""
+"""The same as ``_MOST_WRITES`` of a GPU, and what it copies from where it is: a block ..."""
+_MOST_ASKED_BYTES = 2 * 2**30
+"""... and more steps up to so much, which the bus takes 40 ms for: the pass behind a restore is prepared and launched
+once all of it is asked for. More would delay the end of a restore that is stopped."""
 STEP_BYTES = 4 * 2**20
 """Layers are read together up to so much: to begin and to end a step takes as long as about a quarter of it."""
 
@@ -190,9 +192,7 @@ class LayerPipeline:
             while steps or reads or writes:
                 while steps and (steps[0].block.is_in_place or self._spare):
                     reads.append(self._begin(steps.popleft()))
-                if writes and (
-                    not reads or len(writes) >= self._most_writes(reads[0]) or writes[0].is_over()
-                ):
+                if writes and (not reads or not self._may_start(reads[0], writes) or writes[0].is_over()):
                     self._finish(job, writes[0])
                     self._give_back(writes.popleft().read)
                 else:
@@ -269,10 +269,15 @@ class LayerPipeline:
 
     # -- a step after the other ------------------------------------------------------------------
 
-    def _most_writes(self, following: Read) -> int:
-        """Steps that are restored at once, ``following`` among them."""
-        is_copied = self._restorer.stage is not None and following.buffer is None
-        return _MOST_ASKED if is_copied else _MOST_WRITES
+    def _may_start(self, read: Read, writes: Iterable[_Write]) -> bool:
+        """Whether ``read`` may be restored beside ``writes``."""
+        steps = [write.read.step for write in writes]
+        if self._restorer.stage is None or read.buffer is not None:
+            return len(steps) < _MOST_WRITES
+        return len(steps) < _MOST_ASKED or sum(map(self._bytes_of, [*steps, read.step])) <= _MOST_ASKED_BYTES
+
+    def _bytes_of(self, step: Step) -> int:
+        return sum(self.layer_bytes(step.block, step.layers).values())
 
     def _begin(self, step: Step) -> Read:
         if step.block.is_in_place:

@@ -12,6 +12,7 @@ import torch
 
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.device.streams import Mark
+from sglang_hcache.restore import pipeline
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.rows import StoredRows
@@ -26,7 +27,7 @@ from tests.unit.restore.bench import (
     DoubleAndPosition,
     Pool,
 )
-from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedStreams
+from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedMark, DelayedStreams
 
 CHUNKS = 4
 
@@ -133,6 +134,22 @@ def test_nothing_stops_what_the_device_was_asked_for() -> None:
     bench.when_asked = stop
     job = bench.run(first=0)
     assert job.state is RestoreState.DONE, job.error
+
+
+@pytest.mark.parametrize(("most_bytes", "waits"), [(2**20, False), (2**16, True)])
+def test_a_restore_is_asked_for_as_a_whole_unless_it_is_large(
+    most_bytes: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three blocks of four steps: 96 KiB. The pass behind it is launched meanwhile."""
+    bench = Bench(6, in_place=True, streams=DelayedStreams("copies first"))
+    monkeypatch.setattr(pipeline, "_MOST_ASKED_BYTES", most_bytes)
+    monkeypatch.setattr(
+        DelayedMark, "is_reached", lambda _mark: False
+    )  # it does nothing unless somebody waits
+    done: list[bool] = []
+    bench.when_asked = lambda _job: done.append(any(queue.done for queue in bench.streams.queues.values()))
+    assert bench.run(first=0).state is RestoreState.DONE
+    assert done == [waits]
 
 
 def test_what_was_stopped_before_is_not_certain(monkeypatch: pytest.MonkeyPatch) -> None:
