@@ -13,6 +13,7 @@ import triton
 
 from sglang_hcache.device.key_steps import KeySteps
 from sglang_hcache.device.triton_kernels import HEAD_NORM, NO_NORM, ROW_NORM, finish_rows
+from sglang_hcache.device.triton_launch import Launches
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD_DIM = 1024
@@ -29,7 +30,7 @@ class TritonRows:
     fuses_norm: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._constants: dict[tuple[object, ...], dict[str, Any]] = {}
+        self._launches: dict[tuple[object, ...], Launches] = {}
 
     def can_finish(self, steps: KeySteps, dtype: torch.dtype, head_dim: int) -> bool:
         return dtype in _DTYPES and head_dim <= _MOST_HEAD_DIM
@@ -43,25 +44,21 @@ class TritonRows:
         slots: torch.Tensor,
         pools: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        if not len(slots):
+        count = slots.shape[0]
+        if not count:
             return  # a grid of no programs is an error
         norm, rotation = steps.norm, steps.rotation
         key_pool, value_pool = pools
         _, heads, head_dim = key_pool.shape
-        finish_rows[(len(slots),)](
-            key,
-            value,
-            key if rotation is None else rotation.table,  # a pointer that nothing is read from
-            positions,
-            slots,
-            key if norm is None else norm.weight,
-            key_pool,
-            value_pool,
-            key.stride(0),
-            value.stride(0),
-            0 if rotation is None else len(rotation.table),
-            0.0 if norm is None else norm.epsilon,
-            **self._constants_of(steps, heads, head_dim),
+        # A pointer that nothing is read from stands for what is not there.
+        table = key if rotation is None else rotation.table
+        weight = key if norm is None else norm.weight
+        num_positions = 0 if rotation is None else table.shape[0]
+        epsilon = 0.0 if norm is None else norm.epsilon
+        self._launches_of(steps, heads, head_dim)(
+            (count, 1, 1),
+            (key, value, table, positions, slots, weight, key_pool, value_pool),
+            (key.stride(0), value.stride(0), num_positions, epsilon),
         )
 
     def store(
@@ -70,8 +67,8 @@ class TritonRows:
         key, value = rows.chunk(2, dim=1)
         self.finish(key, value, _NOTHING, slots, slots, pools)
 
-    def _constants_of(self, steps: KeySteps, heads: int, head_dim: int) -> dict[str, Any]:
-        """Found once: to work them out takes as long as to launch the kernel."""
+    def _launches_of(self, steps: KeySteps, heads: int, head_dim: int) -> Launches:
+        """Found once: to work out the constants takes as long as to launch the kernel."""
         norm, rotation = steps.norm, steps.rotation
         kind = (
             norm and (norm.size, norm.rounds_before_weight),
@@ -79,9 +76,10 @@ class TritonRows:
             heads,
             head_dim,
         )
-        found = self._constants.get(kind)
+        found = self._launches.get(kind)
         if found is None:
-            found = self._constants[kind] = constants_of(steps, heads, head_dim)
+            constants = constants_of(steps, heads, head_dim)
+            found = self._launches[kind] = Launches(finish_rows, constants)
         return found
 
 
