@@ -20,7 +20,7 @@ from sglang_hcache.core.keys import ChunkKey
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
-from sglang_hcache.device.row_writers import RowWriter
+from sglang_hcache.device.row_writers import RowWriter, load_layer_writer
 from sglang_hcache.device.streams import CudaStreams, Streams
 from sglang_hcache.device.triton_rows import TritonRows
 from sglang_hcache.restore.engine import RestoreEngine
@@ -162,7 +162,11 @@ class RestoreCheck:
         # As a server's, which may have both.
         sizes = StageSizes.of(dtype.itemsize * shape.hidden_size, dtype.itemsize * 2 * shape.width)
         self.stage = DeviceStage(streams, sizes, tokens)
-        restorer = LayerRestorer(dtype, self.pool, shape.kv_heads, self.layers, writer, stage=self.stage)
+        restorer = LayerRestorer(
+            *(dtype, self.pool, shape.kv_heads, self.layers, writer),
+            stage=self.stage,
+            layers=load_layer_writer(self.pool, layers),
+        )
         self.restores = Restores(method, self.rows, restorer, memory, piece=piece)
 
     def error(self) -> float:

@@ -24,7 +24,7 @@ from sglang_hcache.core.layout import Method, StateLayout
 from sglang_hcache.core.observer import Counters
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import CudaStreams, Streams
-from sglang_hcache.device.triton_gather import TritonGather
+from sglang_hcache.device.triton_layers import TritonGather
 from sglang_hcache.restore.methods import ROWS_AT_ONCE
 
 SIZES = (1, 8, 64, 256)

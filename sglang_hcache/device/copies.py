@@ -114,21 +114,23 @@ class Batches:
 
 
 def copy_spans(
-    copies: PieceCopies, into: torch.Tensor, source: torch.Tensor, spans: Spans, stream: int
+    copies: PieceCopies, into: torch.Tensor, sources: Sequence[torch.Tensor], spans: Spans, stream: int
 ) -> None:
-    """Queue copies of rows, one behind the other into ``into``.
+    """Queue copies of the same rows of each source, one behind the other into ``into``, in one call.
 
     Args:
+        sources: of the same width and dtype.
         spans: at least one; none is empty.
 
     Raises:
         RuntimeError: CUDA's error.
     """
-    row_bytes = source.stride(0) * source.element_size()
+    row_bytes = sources[0].stride(0) * sources[0].element_size()
     first, count = np.array(spans, dtype=np.uint64).T
-    sizes = count * row_bytes
-    targets = into.data_ptr() + np.cumsum(sizes) - sizes
-    copies(targets, source.data_ptr() + first * row_bytes, sizes, stream)
+    begins = np.array([source.data_ptr() for source in sources], dtype=np.uint64)
+    addresses = (begins[:, None] + first * row_bytes).ravel()
+    sizes = np.tile(count * row_bytes, len(sources))
+    copies(into.data_ptr() + np.cumsum(sizes) - sizes, addresses, sizes, stream)
 
 
 def runtime_copies() -> PieceCopies:

@@ -43,6 +43,6 @@ def load_gather(pool: KVPool, num_layers: int, *, is_cpu: bool) -> KVGather:
         except (ConfigError, OSError):  # whoever writes rows has said so
             return TorchGather(pool)
     # Imported where it is used: Triton is slow to import, and a CPU has no use for it.
-    from sglang_hcache.device.triton_gather import TritonGather
+    from sglang_hcache.device.triton_layers import TritonGather
 
     return TritonGather(pools)

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from sglang_hcache.device.key_steps import KeySteps
+from sglang_hcache.device.projector import KVPool
 
 
 class RowWriter(Protocol):
@@ -48,6 +49,17 @@ class RowWriter(Protocol):
         """
 
 
+class LayerWriter(Protocol):
+    """Writes K and V of several layers into the KV pool at once, as they are."""
+
+    def __call__(self, rows: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        """Write to ``slots``, (n,) int64, contiguous, in neighbouring layers from ``first`` on.
+
+        Args:
+            rows: (layers * n, 2 * kv_heads * head_dim) of the pool's dtype, contiguous: layer by layer, K, then V.
+        """
+
+
 def load_row_writer(*, is_cpu: bool) -> RowWriter | None:
     """The one for this device; None where torch's operations must do (no C compiler)."""
     # Imported where they are used: Triton is slow to import, and a CPU has no use for it.
@@ -58,3 +70,10 @@ def load_row_writer(*, is_cpu: bool) -> RowWriter | None:
     from sglang_hcache.device.triton_rows import TritonRows
 
     return TritonRows()
+
+
+def load_layer_writer(pool: KVPool, num_layers: int) -> LayerWriter:
+    """The one for a GPU."""
+    from sglang_hcache.device.triton_layers import TritonScatter
+
+    return TritonScatter([pool.buffers(layer) for layer in range(num_layers)])

@@ -55,11 +55,14 @@ class Streams(Protocol):
 
     device: torch.device
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
-        """Queue a copy. ``source`` must not change, and ``into`` not be used, before it is done.
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of one piece of memory. ``source`` must not change, nor ``into`` be used, before it is done."""
+
+    def copy_rows(self, into: torch.Tensor, sources: Sequence[torch.Tensor], spans: Spans) -> None:
+        """The same for some rows of each source, all of one width and dtype.
 
         Args:
-            spans: of rows, in the order in which they fill ``into``; None: all. Then both are contiguous.
+            spans: in the order in which they fill ``into``, source by source.
         """
 
     def compute(self, work: Callable[[], None]) -> None:
@@ -160,14 +163,14 @@ class CudaStreams:
         self._forked = stream_that_goes_first(device, self._others)
         self._copy_pieces = runtime_copies()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
-        if spans is not None:
-            # The thread's is the stream's from then on: else CUDA would set up the first GPU, too.
-            torch.cuda.set_device(self.device)
-            copy_spans(self._copy_pieces, into, source, spans, self._copies.cuda_stream)
-            return
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         with self._on(self._copies):
             into.copy_(source, non_blocking=True)
+
+    def copy_rows(self, into: torch.Tensor, sources: Sequence[torch.Tensor], spans: Spans) -> None:
+        # The thread's is the stream's from then on: else CUDA would set up the first GPU, too.
+        torch.cuda.set_device(self.device)
+        copy_spans(self._copy_pieces, into, sources, spans, self._copies.cuda_stream)
 
     def compute(self, work: Callable[[], None]) -> None:
         with self._on(self._computations):

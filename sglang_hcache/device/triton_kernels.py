@@ -1,4 +1,4 @@
-"""The kernels of ``triton_rows.py``, norm, rotation and scatter in one pass over memory, and of ``triton_gather.py``.
+"""The kernels of ``triton_rows.py``, norm, rotation and scatter in one pass over memory, and of ``triton_layers.py``.
 
 Names in capitals are constants of a compiled kernel. Offsets have 64 bits: pools hold more than 2**31 values.
 """
@@ -148,3 +148,18 @@ def gather_rows(keys, values, slots, out, num_rows, WIDTH: tl.constexpr, BLOCK: 
     target = out + (layer * num_rows + row) * (2 * WIDTH)
     move(key + slot * WIDTH, target, WIDTH, BLOCK)
     move(value + slot * WIDTH, target + WIDTH, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["keys", "values", "slots"])
+def scatter_rows(rows, keys, values, slots, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What ``gather_rows`` reads, back to where it was: the layers from ``first`` on, of as many rows as there are
+    programs.
+    """
+    dtype: tl.constexpr = rows.dtype.element_ty
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    key = tl.multiple_of(tl.load(keys + first + layer).to(tl.pointer_type(dtype)), 16)
+    value = tl.multiple_of(tl.load(values + first + layer).to(tl.pointer_type(dtype)), 16)
+    source = rows + (layer * tl.num_programs(0) + row) * (2 * WIDTH)
+    move(source, key + slot * WIDTH, WIDTH, BLOCK)
+    move(source + WIDTH, value + slot * WIDTH, WIDTH, BLOCK)

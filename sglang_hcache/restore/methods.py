@@ -11,7 +11,7 @@ import torch
 from sglang_hcache.core.layout import Method
 from sglang_hcache.device.kv_rows import KVRows
 from sglang_hcache.device.projector import KVPool, Projector, UnfinishedProjector
-from sglang_hcache.device.row_writers import RowWriter
+from sglang_hcache.device.row_writers import LayerWriter, RowWriter
 from sglang_hcache.device.streams import Mark
 from sglang_hcache.restore.behind import Written
 from sglang_hcache.restore.lanes import Lanes
@@ -34,6 +34,7 @@ class LayerRestorer:
             torch's operations do.
         lanes: who does it on a CPU; None: who asks for it.
         stage: how rows come to a GPU; then no lanes.
+        layers: writes K and V that come through ``stage``, of several layers at once.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class LayerRestorer:
         rows: RowWriter | None = None,
         lanes: Lanes | None = None,
         stage: DeviceStage | None = None,
+        layers: LayerWriter | None = None,
     ) -> None:
+        assert (stage is None) == (layers is None)
         self.dtype = dtype
         self._pool = pool
         self._kv_heads = kv_heads
@@ -54,12 +57,20 @@ class LayerRestorer:
         self._rows = rows
         self._lanes = lanes
         self.stage = stage
+        self._layers = layers
         self._local = threading.local()
 
     def with_projector(self, projector: Projector | None) -> LayerRestorer:
         """The same, but for its projector."""
         return LayerRestorer(
-            self.dtype, self._pool, self._kv_heads, projector, self._rows, self._lanes, self.stage
+            self.dtype,
+            self._pool,
+            self._kv_heads,
+            projector,
+            self._rows,
+            self._lanes,
+            self.stage,
+            self._layers,
         )
 
     def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -185,6 +196,9 @@ class LayerRestorer:
         return scratch[: count * width].view(count, width)
 
     def _store(self, layer: int, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        if self._layers is not None:
+            self._layers(rows, layer, slots)
+            return
         if self._rows is not None:
             self._rows.store(rows, slots, self._pool.buffers(layer))
             return

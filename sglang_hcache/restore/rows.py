@@ -30,10 +30,14 @@ class StoredRows:
     @classmethod
     def of(cls, layer: int, method: Method, rows: torch.Tensor) -> StoredRows:
         """All of ``rows``, (n, width)."""
-        return cls(layer, method, rows, ((0, len(rows)),))
+        return cls(layer, method, rows, ((0, rows.shape[0]),))
 
     def __len__(self) -> int:
         return sum(count for _, count in self.spans)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.memory.shape[1] * self.memory.element_size()
 
     @property
     def rows(self) -> torch.Tensor:
@@ -79,7 +83,7 @@ class Writing(Protocol):
 
 def cut(rows: torch.Tensor, part: slice) -> torch.Tensor:
     """``rows[part]``; where that is all of them, themselves: on a GPU's hot path each new view of a tensor counts."""
-    return rows if part.stop - part.start == len(rows) else rows[part]
+    return rows if part.stop - part.start == rows.shape[0] else rows[part]
 
 
 def slices(count: int, at_once: int) -> Iterator[slice]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_hcache.device.copies import Spans
+from sglang_hcache.core.layout import Method
 from sglang_hcache.device.streams import BufferRing, Mark, Stamp, Streams
 from sglang_hcache.restore.behind import PassesBehind, Written
 from sglang_hcache.restore.pace import Pace
@@ -23,12 +23,14 @@ NUM_BUFFERS = 3
 """One is computed from, one is copied into, and one lies ready."""
 
 _WORTH_BYTES = 32 * 2**20
-"""Bytes of rows that are copied together, at least. Asking for a copy and what follows it takes the interpreter 0.2 to
-0.3 ms beside a busy scheduler, and the bus 0.6 ms; nobody else gets anything from the bus meanwhile."""
+"""Bytes of rows that may be copied together, at least: where a layer has fewer, K and V of several. Asking for a copy
+and what follows it takes the interpreter 0.2 to 0.3 ms beside a busy scheduler, and the bus 0.6 ms; nobody else gets
+anything from the bus meanwhile."""
 _FEWEST_ROWS, _MOST_ROWS = 2048, 8192
 
 Write = Callable[[StoredRows, torch.Tensor, torch.Tensor], None]
-"""Brings rows on the device into slots (n,) at positions (n,), on the current stream."""
+"""Brings rows on the device into slots (n,) at positions (n,), on the current stream. K and V are (layers * n) rows, of
+neighbouring layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,13 @@ class StageSizes:
 
     @classmethod
     def of(cls, hidden_row_bytes: int, kv_row_bytes: int) -> StageSizes:
-        """For rows of both kinds in buffers of one size: more of the narrower ones are copied together.
+        """For rows of both kinds in buffers of one size.
 
         Args:
             hidden_row_bytes, kv_row_bytes: of a token in one layer.
         """
         widest = max(hidden_row_bytes, kv_row_bytes)
-        buffer_bytes = widest * min(_MOST_ROWS, max(_FEWEST_ROWS, _WORTH_BYTES // widest))
+        buffer_bytes = max(_WORTH_BYTES, widest * _FEWEST_ROWS)
         return cls(buffer_bytes, kv_row_bytes * _rows_of(buffer_bytes, hidden_row_bytes))
 
 
@@ -102,7 +104,7 @@ class DeviceStage:
         return self._buffers.num_bytes + self._positions.nbytes + self._products.nbytes
 
     def rows_at_once(self, row_bytes: int) -> int:
-        """Rows of one copy, and of one projection."""
+        """Rows of a layer in one copy, and in one projection."""
         return _rows_of(self._sizes.buffer_bytes, row_bytes)
 
     def positions(self, first: int, end: int) -> torch.Tensor:
@@ -144,11 +146,12 @@ class DeviceStage:
         self._streams.copied().wait()
         return rows
 
-    def bring(self, rows: torch.Tensor) -> Mark:
-        """Copy rows in host memory, (n, width), into the buffers, for nobody: to measure how long it takes."""
-        for part in self._parts(len(rows), rows):
-            self._bring(rows, ((part.start, part.stop - part.start),))
-            self._buffers.give_back(self._streams.copied())
+    def bring(self, stored: Sequence[StoredRows]) -> Mark:
+        """Copy rows in host memory as :meth:`start` does, but for nobody: to measure how long it takes."""
+        for group in self._groups(stored):
+            for part in self._parts(group[0]):
+                self._bring([of_layer.part(part.start, part.stop) for of_layer in group])
+                self._buffers.give_back(self._streams.copied())
         return self._streams.copied()
 
     def start(
@@ -164,12 +167,15 @@ class DeviceStage:
         Args:
             stored: rows in host memory, pinned for speed, or on the device; not changed before the result is there.
             positions, slots: (n,) int64 on the device.
+            before_layer: called before each copy of a layer, or of several.
         """
         try:
             with self._streams.computing():
-                for of_layer in stored:
+                for group in self._groups(stored):
                     before_layer()
-                    self._queue_layer(of_layer, positions, slots, write)
+                    for part in self._parts(group[0]):
+                        of_part = [of_layer.part(part.start, part.stop) for of_layer in group]
+                        self._queue(of_part, cut(positions, part), cut(slots, part), write)
             return [QueuedWrite(self._streams.computed())]
         except BaseException:
             # Nobody would know what to wait for.
@@ -177,29 +183,47 @@ class DeviceStage:
             self._streams.computed().wait()
             raise
 
-    def _queue_layer(
-        self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write
+    def _groups(self, stored: Sequence[StoredRows]) -> list[list[StoredRows]]:
+        """What is copied at once: neighbouring layers of K and V that fit into a buffer, others one by one."""
+        groups: list[list[StoredRows]] = []
+        for of_layer in stored:
+            if groups and self._fits(of_layer, groups[-1]):
+                groups[-1].append(of_layer)
+            else:
+                groups.append([of_layer])
+        return groups
+
+    def _fits(self, stored: StoredRows, group: Sequence[StoredRows]) -> bool:
+        """Whether it follows in the pool, lies like the others, and there is room."""
+        last = group[-1]
+        return (
+            stored.method is last.method is Method.KV
+            and stored.layer == last.layer + 1
+            and stored.spans == last.spans
+            and (len(group) + 1) * len(stored) * stored.row_bytes <= self._sizes.buffer_bytes
+        )
+
+    def _parts(self, stored: StoredRows) -> Iterator[slice]:
+        """What is copied together, of its tokens."""
+        return slices(len(stored), self.rows_at_once(stored.row_bytes))
+
+    def _queue(
+        self, group: Sequence[StoredRows], positions: torch.Tensor, slots: torch.Tensor, write: Write
     ) -> None:
-        for part in self._parts(len(slots), stored.memory):
-            of_part = stored.part(part.start, part.stop)
-            self._queue(of_part, cut(positions, part), cut(slots, part), write)
-
-    def _parts(self, count: int, memory: torch.Tensor) -> Iterator[slice]:
-        """Of ``count`` rows as those of ``memory``, (m, width): what is copied together."""
-        return slices(count, self.rows_at_once(memory.shape[1] * memory.element_size()))
-
-    def _queue(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor, write: Write) -> None:
-        staged = stored.moved(self._bring(stored.memory, stored.spans))
+        staged = group[0].moved(self._bring(group))
         self._streams.compute_after(self._streams.copied())
         self._streams.compute(lambda: write(staged, positions, slots))
-        self._layers[stored.layer] = written = self._streams.computed()
+        written = self._streams.computed()
+        for of_layer in group:
+            self._layers[of_layer.layer] = written
         self._buffers.give_back(written)
 
-    def _bring(self, memory: torch.Tensor, spans: Spans) -> torch.Tensor:
-        """Rows of ``memory`` in the next buffer, once all copies so far are done."""
-        shape = (sum(count for _, count in spans), memory.shape[1])
-        on_device, used = self._buffers.take(shape, memory.dtype)
+    def _bring(self, group: Sequence[StoredRows]) -> torch.Tensor:
+        """Rows of some layers, one behind the other, in the next buffer, once all copies so far are done."""
+        first = group[0]
+        shape = (len(group) * len(first), first.memory.shape[1])
+        on_device, used = self._buffers.take(shape, first.memory.dtype)
         if used is not None:
             self._streams.copy_after(used)
-        self._streams.copy(on_device, memory, spans)
+        self._streams.copy_rows(on_device, [of_layer.memory for of_layer in group], first.spans)
         return on_device

@@ -12,7 +12,7 @@ from sglang_hcache.core.config import HCacheConfig, RestoreWhen
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.core.layout import CHUNK_TOKENS, RUN_CHUNKS, Method, PlanKind, StateLayout
 from sglang_hcache.core.observer import Counters
-from sglang_hcache.device.row_writers import load_row_writer
+from sglang_hcache.device.row_writers import load_layer_writer, load_row_writer
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.lanes import Lanes
@@ -179,7 +179,9 @@ def restorer_of(model: ServedModel, device: Device) -> LayerRestorer:
     """What writes K and V of ``model`` into the pool of ``device``; without a projector."""
     rows, lanes = load_row_writer(is_cpu=device.is_cpu), Lanes() if device.is_cpu else None
     stage = None if device.gpu is None else device.gpu.stage
-    return LayerRestorer(model.row_dtype, device.pool, model.shape.num_kv_heads, None, rows, lanes, stage)
+    shape, pool = model.shape, device.pool
+    layers = None if stage is None else load_layer_writer(pool, shape.num_layers)
+    return LayerRestorer(model.row_dtype, pool, shape.num_kv_heads, None, rows, lanes, stage, layers)
 
 
 def _without_hidden_states(config: HCacheConfig, model: ServedModel) -> HCacheConfig:

@@ -86,7 +86,7 @@ def two_rows(ways: PieceCopies) -> None:
     """Copies two rows, and looks whether they came."""
     rows = torch.arange(12.0).view(3, 4)
     into = torch.zeros(2, 4)
-    copy_spans(ways, into, rows, [(2, 1), (0, 1)], STREAM)
+    copy_spans(ways, into, [rows], [(2, 1), (0, 1)], STREAM)
     assert torch.equal(into, rows[[2, 0]])
 
 
@@ -101,18 +101,25 @@ def scattered(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("way", [one_by_one, batches])
 @given(
-    scattered(), st.integers(1, 9), st.integers(0, 5), st.sampled_from([torch.uint8, torch.float16, torch.float64])
+    scattered(), st.integers(1, 3), st.integers(1, 9), st.integers(0, 5),
+    st.sampled_from([torch.uint8, torch.float16, torch.float64]),
 )  # fmt: skip
 def test_rows_come_behind_each_other(
-    way: Any, of: tuple[int, list[tuple[int, int]]], width: int, begin: int, dtype: torch.dtype
+    way: Any,
+    of: tuple[int, list[tuple[int, int]]],
+    num_sources: int,
+    width: int,
+    begin: int,
+    dtype: torch.dtype,
 ) -> None:
     num_rows, spans = of
-    memory = torch.randint(0, 250, (begin + num_rows, width)).to(dtype)
-    source = memory[begin:]  # begins somewhere in memory
-    count = sum(count for _, count in spans)
+    # They begin somewhere in memory.
+    sources = [torch.randint(0, 250, (begin + num_rows, width)).to(dtype)[begin:] for _ in range(num_sources)]
+    count = num_sources * sum(count for _, count in spans)
     into = torch.full((count + 2, width), 255).to(dtype)
-    copy_spans(way(), into[1 : 1 + count], source, spans, STREAM)
-    assert torch.equal(into[1 : 1 + count], torch.cat([source[first : first + n] for first, n in spans]))
+    copy_spans(way(), into[1 : 1 + count], sources, spans, STREAM)
+    expected = [source[first : first + n] for source in sources for first, n in spans]
+    assert torch.equal(into[1 : 1 + count], torch.cat(expected))
     assert (into[[0, -1]] == 255).all()
 
 
@@ -129,7 +136,7 @@ def test_addresses_past_four_gigabytes_are_whole() -> None:
     )  # no memory at all: its address is 0
     into = torch.empty(2, 8192, dtype=torch.bfloat16)
     copy_spans(
-        lambda *pieces: seen.extend(piece.tolist() for piece in pieces[:3]), into, source, [(9_999_999, 1), (3, 1)], 0
+        lambda *pieces: seen.extend(piece.tolist() for piece in pieces[:3]), into, [source], [(9_999_999, 1), (3, 1)], 0
     )  # fmt: skip
     begin = into.data_ptr()
     assert seen == [[begin, begin + 16384], [9_999_999 * 16384, 3 * 16384], [16384, 16384]]
@@ -232,7 +239,7 @@ def test_the_device_of_the_stream_is_the_threads(
     rows = torch.zeros(3, 4)
     if error:
         with pytest.raises(RuntimeError):
-            streams.copy(rows[:2].clone(), rows, [(0, 1), (2, 1)])
+            streams.copy_rows(rows[:2].clone(), [rows], [(0, 1), (2, 1)])
     else:
-        streams.copy(rows[:2].clone(), rows, [(0, 1), (2, 1)])
+        streams.copy_rows(rows[:2].clone(), [rows], [(0, 1), (2, 1)])
     assert seen == [(torch.device("cuda", 1), STREAM)]

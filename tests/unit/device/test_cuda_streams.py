@@ -90,7 +90,7 @@ def test_copies_and_computations_are_queues_of_their_own(cuda: Cuda) -> None:
     asked = CudaStreams(CPU, [forward])  # type: ignore[list-item]
     rows = torch.zeros(4, 2)
     asked.copy(torch.empty(4, 2), rows)
-    asked.copy(torch.empty(2, 2), rows, ((0, 1), (3, 1)))
+    asked.copy_rows(torch.empty(2, 2), [rows], ((0, 1), (3, 1)))
     asked.compute(lambda: cuda.work("a product"))
     assert cuda.current is before
     assert asked.copied()._events[0].reached == {"a copy", "copies of spans"}  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def test_where_much_is_computed_the_queue_is_not_changed_each_time(cuda: Cuda) -
         computing = cuda.current
         assert computing is not before
         for _ in "ab":
-            asked.copy(torch.empty(1, 2), torch.zeros(4, 2), ((0, 1),))
+            asked.copy_rows(torch.empty(1, 2), [torch.zeros(4, 2)], ((0, 1),))
             asked.compute(lambda: cuda.work("a product"))
             assert cuda.current is computing
     assert cuda.current is before

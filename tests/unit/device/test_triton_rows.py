@@ -55,27 +55,28 @@ for case, (heads, head_dim, dim, halves, rounds, norm, table) in CASES.items():
     assert wide or case == "pairs of neighbours", f"{case}: no 16-byte access"
     print("compiled", case)
 """
-GATHER_COMPILES = """
+LAYERS_COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_hcache.device.triton_kernels import gather_rows
-from sglang_hcache.device.triton_gather import constants_of
+from sglang_hcache.device.triton_kernels import gather_rows, scatter_rows
+from sglang_hcache.device.triton_layers import constants_of
 
-names = gather_rows.arg_names
-constants = constants_of(5120)
-warps = constants.pop("num_warps")
-signature = {"keys": "*i64", "values": "*i64", "slots": "*i64", "out": "*bf16", "num_rows": "i32"}
-aligned = {(names.index("out"),): [["tt.divisibility", 16]]}
-compiled = triton.compile(
-    ASTSource(gather_rows, signature | dict.fromkeys(constants, "constexpr"),
-              {(names.index(name),): value for name, value in constants.items()}, aligned),
-    target=GPUTarget("cuda", 90, 32),
-    options={"num_warps": warps},
-)
-ptx = compiled.asm["ptx"]
-assert compiled.asm["cubin"] and ".local" not in ptx
-assert ptx.count("ld.global.v4") and ptx.count("st.global.v4"), "no 16-byte access"
+for kernel, rows, number in ((gather_rows, "out", "num_rows"), (scatter_rows, "rows", "first")):
+    names = kernel.arg_names
+    constants = constants_of(5120)
+    warps = constants.pop("num_warps")
+    signature = {"keys": "*i64", "values": "*i64", "slots": "*i64", rows: "*bf16", number: "i32"}
+    compiled = triton.compile(
+        ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"),
+                  {(names.index(name),): value for name, value in constants.items()},
+                  {(names.index(rows),): [["tt.divisibility", 16]]}),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps},
+    )
+    ptx = compiled.asm["ptx"]
+    assert compiled.asm["cubin"] and ".local" not in ptx
+    assert ptx.count("ld.global.v4") and ptx.count("st.global.v4"), "no 16-byte access"
 """
 
 
@@ -107,8 +108,8 @@ def test_it_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
     assert result.stdout.count("compiled") == COMPILES.count('": (')
 
 
-def test_reading_the_pool_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
-    result = _run("-c", GATHER_COMPILES, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+def test_reading_and_writing_the_pool_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
+    result = _run("-c", LAYERS_COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert result.returncode == 0, result.stderr[-4000:]
 
 

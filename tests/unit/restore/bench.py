@@ -28,9 +28,10 @@ LAYERS, WIDTH, SLOTS = 8, 8, 1024
 PATIENCE_S = 60.0
 """Longer than anything takes here, however busy the machine is."""
 BLOCK_CHUNKS = 2
-STAGED_ROWS = 50
-"""Of a buffer on a device: chunks are cut."""
+STAGED_ROWS, STAGED_KV_ROWS = 50, 5 * CHUNK_TOKENS
+"""Of a buffer on a device: hidden states of chunks are cut, K and V of two layers of a block are copied together."""
 LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (4 * WIDTH,) * LAYERS)
+KV_LAYOUT = StateLayout((Method.KV,) * LAYERS, (8 * WIDTH,) * LAYERS)
 
 
 class ReadHook(TieredStore):
@@ -71,6 +72,17 @@ class Pool:
         self.v[layer][slots] = value
 
 
+class EachLayer:
+    """A :class:`~sglang_hcache.device.row_writers.LayerWriter`."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def __call__(self, rows: torch.Tensor, first: int, slots: torch.Tensor) -> None:
+        for layer, of_layer in enumerate(rows.view(-1, len(slots), 2, 1, WIDTH), start=first):
+            self._pool.write(layer, slots, *of_layer.unbind(1))
+
+
 class Bench:
     """Chunks in host memory that are read as if they were on disk; or used from where they are: in neighbouring slots
     (``in_place``), or in every other one (``scattered``).
@@ -85,11 +97,13 @@ class Bench:
         streams: Streams | None = None,
         buffer_chunks: int = BLOCK_CHUNKS,
         scattered: bool = False,
+        layout: StateLayout = LAYOUT,
     ) -> None:
         self.counters = Counters()
         self.streams: Any = streams
-        memory = np.zeros(8 * LAYOUT.chunk_bytes, np.uint8)
-        host = HostTier(memory, LAYOUT, self.counters, keep_dirty=False)
+        self.layout = layout
+        memory = np.zeros(8 * layout.chunk_bytes, np.uint8)
+        host = HostTier(memory, layout, self.counters, keep_dirty=False)
         self.tiers = ReadHook(
             host,
             None,
@@ -98,7 +112,7 @@ class Bench:
             run_chunks=4,
         )
         self.tiers.reads = not (in_place or scattered)
-        self.hidden = torch.randn(LAYERS, chunks * CHUNK_TOKENS, WIDTH)
+        self.stored = torch.randn(LAYERS, chunks * CHUNK_TOKENS, layout.row_bytes[0] // 4)
         self.keys = [index.to_bytes(32, "little") for index in range(1, chunks + 1)]
         taken = [slot for _ in range(host.num_slots) if (slot := host.reserve()) is not None]
         used = taken[:chunks] if in_place else taken[: 2 * chunks : 2]
@@ -107,11 +121,13 @@ class Bench:
         for index, (slot, key) in enumerate(zip(used, self.keys, strict=True)):
             rows = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
             for layer in range(LAYERS):
-                host.layer_of(slot, layer)[:] = self.hidden[layer, rows].reshape(-1).view(torch.uint8).numpy()
+                host.layer_of(slot, layer)[:] = self.stored[layer, rows].reshape(-1).view(torch.uint8).numpy()
             self.tiers.seal(slot, ChunkInfo(key, bytes(32), index, bytes(16)))
         self.pool = Pool()
         self.when_asked: Callable[[RestoreJob], None] = lambda _job: None
         self.over = threading.Event()
+        num_rows = STAGED_ROWS if layout is LAYOUT else STAGED_KV_ROWS
+        sizes = StageSizes(num_rows * layout.row_bytes[0], num_rows * 8 * WIDTH)
         self.restorer = LayerRestorer(
             torch.float32,
             self.pool,
@@ -119,8 +135,8 @@ class Bench:
             DoubleAndPosition(),
             None,
             lanes and Lanes(lanes),
-            streams
-            and DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS),
+            streams and DeviceStage(streams, sizes, SLOTS),
+            streams and EachLayer(self.pool),
         )
         self.pipeline = LayerPipeline(self.tiers, self.restorer, buffer_chunks)
         self.engine = RestoreEngine(self.pipeline, self.counters, self._is_told)
@@ -150,6 +166,14 @@ class Bench:
         assert self.over.wait(2 * PATIENCE_S)
         self.over.clear()
         return job
+
+    def written(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all layers, from a token on, as they should be: (LAYERS, n, WIDTH)."""
+        rows = self.stored[:, first:]
+        if self.layout is KV_LAYOUT:
+            return rows[..., :WIDTH], rows[..., WIDTH:]
+        positions = torch.arange(first, self.stored.shape[1]).float()
+        return rows * 2, positions[None, :, None].expand(LAYERS, -1, WIDTH)
 
     def _is_told(self) -> None:
         job = self.engine._job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -82,10 +82,12 @@ class DelayedStreams:
 
     # -- Streams ---------------------------------------------------------------------------------
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor, spans: Spans | None = None) -> None:
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self.put(COPIES, lambda: into.copy_(source))
+
+    def copy_rows(self, into: torch.Tensor, sources: Sequence[torch.Tensor], spans: Spans) -> None:
         def work() -> None:
-            rows = source if spans is None else torch.cat([source[at : at + count] for at, count in spans])
-            into.copy_(rows)
+            into.copy_(torch.cat([source[at : at + count] for source in sources for at, count in spans]))
 
         self.put(COPIES, work)
 

@@ -38,7 +38,7 @@ def test_every_layer_lands_in_its_slots(bench: Bench) -> None:
         assert job.state is RestoreState.DONE
         start = first * CHUNK_TOKENS
         for layer in range(LAYERS):
-            assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer, start:] * 2)
+            assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.stored[layer, start:] * 2)
             positions = torch.arange(start, start + job.num_tokens).float()
             assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], positions)
     bench.assert_nothing_is_pinned()
@@ -53,7 +53,7 @@ def test_what_lies_in_host_memory_is_not_read(place: dict[str, Any], device: dic
     assert job.state is RestoreState.DONE
     assert not seen
     for layer in range(LAYERS):
-        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer] * 2)
+        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.stored[layer] * 2)
         assert torch.equal(bench.pool.v[layer][job.slots, 0, 0], torch.arange(job.num_tokens).float())
     cancelled = bench.run(cancel=True)
     assert cancelled.state is RestoreState.CANCELLED
@@ -68,7 +68,7 @@ def test_small_layers_are_read_together_but_the_first(device: dict[str, Any]) ->
     assert job.state is RestoreState.DONE
     assert sorted(reads) == [[0], [1], [2, 3], [4, 5], [6, 7]]
     for layer in range(LAYERS):
-        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.hidden[layer, CHUNK_TOKENS:] * 2)
+        assert torch.equal(bench.pool.k[layer][job.slots, 0], bench.stored[layer, CHUNK_TOKENS:] * 2)
     bench.assert_nothing_is_pinned()
 
 
@@ -94,7 +94,7 @@ def test_only_the_layers_asked_for_in_their_order(bench: Bench) -> None:
     assert job.state is RestoreState.DONE
     assert sorted(seen) == [2, 4]
     for layer in range(LAYERS):
-        expected = bench.hidden[layer, CHUNK_TOKENS:] * 2 if layer in (2, 4) else torch.zeros(1)
+        expected = bench.stored[layer, CHUNK_TOKENS:] * 2 if layer in (2, 4) else torch.zeros(1)
         assert (bench.pool.k[layer][job.slots, 0] == expected).all()
 
 
@@ -179,7 +179,7 @@ def test_no_memory_for_new_buffers_fails_restores_instead_of_leaving_them_out(
         assert bench.run().state is RestoreState.FAILED, "nothing was read"
     job = bench.run(first=0)
     assert job.state is RestoreState.DONE
-    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.hidden[LAYERS - 1] * 2)
+    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.stored[LAYERS - 1] * 2)
 
 
 @pytest.mark.parametrize("error", [StoreTimeoutError("late"), ZeroDivisionError()])
@@ -220,7 +220,7 @@ def test_a_buffer_whose_read_ended_late_is_used_again(bench: Bench) -> None:
     bench.tiers.before_read = lambda _layer: None  # type: ignore[method-assign]
     job = bench.run(first=0)
     assert job.state is RestoreState.DONE
-    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.hidden[LAYERS - 1] * 2)
+    assert torch.equal(bench.pool.k[LAYERS - 1][job.slots, 0], bench.stored[LAYERS - 1] * 2)
     assert not made
 
 

@@ -15,7 +15,7 @@ from sglang_hcache.restore.methods import LayerRestorer
 from sglang_hcache.restore.pace import YIELDING_SHARE, Pace
 from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import DeviceStage, StageSizes
-from tests.unit.restore.bench import SLOTS, WIDTH, DoubleAndPosition, Pool
+from tests.unit.restore.bench import SLOTS, WIDTH, DoubleAndPosition, EachLayer, Pool
 from tests.unit.restore.delayed_streams import DelayedStreams
 
 ROW_S = 1e-6
@@ -152,8 +152,8 @@ def test_a_restore_hands_it_its_check(device: Device) -> None:
     stage.pace = Pace(device.stamp)
     stage.pace.turn(True)
     looked: list[None] = []
-    projector = DoubleAndPosition()
-    restorer = LayerRestorer(torch.float32, Pool(), 1, projector, None, stage=stage)  # type: ignore[arg-type]
+    pool, projector = Pool(), DoubleAndPosition()
+    restorer = LayerRestorer(torch.float32, pool, 1, projector, stage=stage, layers=EachLayer(pool))  # type: ignore[arg-type]
     hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]
     device.busy_until = 1.0
     stored = [StoredRows.of(0, Method.HIDDEN, hidden)]
@@ -177,7 +177,7 @@ def test_rows_are_projected_in_such_parts(yields: bool, monkeypatch: pytest.Monk
     pool = Pool()
     stage = DeviceStage(DelayedStreams(), StageSizes(50 * 4 * WIDTH, 50 * 8 * WIDTH), SLOTS)
     stage.pace.turn(yields)
-    restorer = LayerRestorer(torch.float32, pool, 1, Projector(), None, stage=stage)  # type: ignore[arg-type]
+    restorer = LayerRestorer(torch.float32, pool, 1, Projector(), stage=stage, layers=EachLayer(pool))  # type: ignore[arg-type]
     hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]
     restorer.restore(StoredRows.of(0, Method.HIDDEN, hidden), restorer.positions(0, 80), slots)
     assert noted == ([20, 20, 10, 20, 10] if yields else [50, 30])

@@ -19,12 +19,13 @@ from sglang_hcache.restore.rows import StoredRows
 from sglang_hcache.restore.stage import NUM_BUFFERS, DeviceStage, QueuedWrite, StageSizes
 from tests.unit.restore.bench import (
     BLOCK_CHUNKS,
-    LAYERS,
+    KV_LAYOUT,
     SLOTS,
     STAGED_ROWS,
     WIDTH,
     Bench,
     DoubleAndPosition,
+    EachLayer,
     Pool,
 )
 from tests.unit.restore.delayed_streams import MODEL, ORDERS, DelayedMark, DelayedStreams
@@ -45,21 +46,19 @@ def restored_right(bench: Bench, first: int = 0) -> bool:
     job = bench.run(first=first, slots=slots, fence=streams.fence())
     assert job.state is RestoreState.DONE, job.error
     streams.fence().wait()  # where the job did not wait for the pass, that comes now
-    start = first * CHUNK_TOKENS
-    positions = torch.arange(start, start + len(slots)).float()
-    return all(
-        torch.equal(bench.pool.k[layer][slots, 0], bench.hidden[layer, start:] * 2)
-        and torch.equal(bench.pool.v[layer][slots, 0, 0], positions)
-        for layer in range(LAYERS)
-    )
+    key, value = bench.written(first * CHUNK_TOKENS)
+    return torch.equal(bench.pool.k[:, slots, 0], key) and torch.equal(bench.pool.v[:, slots, 0], value)
 
 
 PLACES: dict[str, dict[str, Any]] = {
     "read": {},
     "in place": {"in_place": True},
     "scattered": {"scattered": True},
+    "K and V, read": {"layout": KV_LAYOUT},
+    "K and V, in place": {"layout": KV_LAYOUT, "in_place": True},
+    "K and V, scattered": {"layout": KV_LAYOUT, "scattered": True},
 }
-"""How chunks lie in host memory, and whether the device copies them from there."""
+"""What is stored, how chunks lie in host memory, and whether the device copies them from there."""
 
 
 def device_bench(order: str, seed: int, place: str, eager: int = 0) -> Bench:
@@ -222,7 +221,7 @@ def test_rows_of_both_methods_on_the_device() -> None:
     """As the self-check does it: the model wrote them a moment ago."""
     streams, pool = DelayedStreams("the model first"), Pool()
     stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 8 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
-    restorer = LayerRestorer(torch.float32, pool, 1, DoubleAndPosition(), stage=stage)
+    restorer = LayerRestorer(torch.float32, pool, 1, DoubleAndPosition(), stage=stage, layers=EachLayer(pool))
     count = 3 * STAGED_ROWS + 1
     hidden, both = torch.zeros(count, WIDTH), torch.zeros(count, 2 * WIDTH)
     true_hidden, true_both = torch.randn(count, WIDTH), torch.randn(count, 2 * WIDTH)
@@ -237,12 +236,60 @@ def test_rows_of_both_methods_on_the_device() -> None:
     assert torch.equal(pool.v[1][slots, 0], true_both[:, WIDTH:])
 
 
+@pytest.mark.parametrize(
+    ("most_rows", "first"),
+    [(21, [(0, 1, 2), (4, 5)]), (20, [(0, 1), (2,), (4, 5)]), (13, [(0,), (1,), (2,), (4,), (5,)])],
+)
+def test_neighbouring_layers_of_k_and_v_are_copied_and_written_together(
+    most_rows: int, first: list[tuple[int, ...]]
+) -> None:
+    """Layer 3 is not there, 6 and 7 are hidden states, and 9 lies elsewhere."""
+    expected = [*first, (6,), (7,), (8,), (9,)]
+    streams = DelayedStreams("copies first")
+    stage = DeviceStage(streams, StageSizes(most_rows * 8 * WIDTH, 8 * WIDTH), SLOTS)
+    stored = [
+        StoredRows(
+            layer,
+            Method.HIDDEN if layer in (6, 7) else Method.KV,
+            torch.randn(20, 2 * WIDTH),
+            ((3, 7),) if layer == 9 else ((9, 5), (0, 2)),
+        )
+        for layer in (0, 1, 2, 4, 5, 6, 7, 8, 9)
+    ]
+    layers: dict[int, torch.Tensor] = {}
+    written = []
+
+    def write(staged: StoredRows, _positions: torch.Tensor, slots: torch.Tensor) -> None:
+        group = dict(enumerate(staged.rows.split(len(slots)), staged.layer))
+        layers.update({layer: rows.clone() for layer, rows in group.items()})
+        written.append(tuple(group))
+
+    stage.start(stored, stage.positions(0, 7), torch.arange(7), write, lambda: None)
+    marks = stage.written().layers
+    for group in expected:
+        for layer in group:
+            assert marks[layer].counts == marks[group[-1]].counts  # type: ignore[attr-defined]
+        marks[group[0]].wait()
+        assert written[-1] == group, "not later than needed"
+    assert written == expected
+    for of_layer in stored:
+        rows = [of_layer.memory[first : first + count] for first, count in of_layer.spans]
+        assert torch.equal(layers[of_layer.layer], torch.cat(rows))
+
+
 def test_its_memory_is_bounded_and_made_once() -> None:
     streams = DelayedStreams()
     stage = DeviceStage(streams, StageSizes(STAGED_ROWS * 4 * WIDTH, STAGED_ROWS * 8 * WIDTH), SLOTS)
     buffers, positions, products = NUM_BUFFERS * STAGED_ROWS * 4 * WIDTH, 8 * SLOTS, STAGED_ROWS * 8 * WIDTH
     assert stage.num_bytes == buffers + positions + products
     assert BLOCK_CHUNKS * CHUNK_TOKENS > STAGED_ROWS, "else parts are not tried here"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "kv", "buffer"), [(8192, 512, 2**25), (512, 512, 2**25), (10240, 20480, 2048 * 20480)]
+)
+def test_narrow_rows_have_buffers_for_several_layers(hidden: int, kv: int, buffer: int) -> None:
+    assert StageSizes.of(hidden, kv).buffer_bytes == buffer
 
 
 def test_a_position_that_the_model_does_not_have_is_an_error() -> None:

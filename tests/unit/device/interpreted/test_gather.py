@@ -1,4 +1,4 @@
-"""What the kernel reads out of the pool is what torch's operations read."""
+"""What the kernels read out of the pool is what torch's operations read, and they write it where it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_hcache.device.kv_gather import TorchGather
-from sglang_hcache.device.triton_gather import TritonGather
+from sglang_hcache.device.triton_layers import TritonGather, TritonScatter
 
 LAYERS, SLOTS = 4, 30
 UNTOUCHED = -7
@@ -44,6 +44,13 @@ def check(dtype: torch.dtype, heads: int, head_dim: int, first: int, count: int,
     assert torch.equal(found, expected)
     if rows:
         assert torch.equal(found[0, 0, : heads * head_dim], pool.memory[0, first, slots[0]].flatten())
+    written, elsewhere = Pool(dtype, heads, head_dim), slots.flip(0)
+    written.memory.fill_(UNTOUCHED)
+    scatter = TritonScatter([written.buffers(layer) for layer in range(LAYERS)])
+    scatter(found.flatten(0, 1), first, elsewhere)
+    true = torch.full_like(written.memory, UNTOUCHED)
+    true[:, first : first + count, elsewhere] = pool.memory[:, first : first + count, slots]
+    assert torch.equal(written.memory, true), "these rows, and nothing else"
 
 
 def test_it_writes_nowhere_else() -> None:
@@ -54,3 +61,11 @@ def test_it_writes_nowhere_else() -> None:
     assert (memory[0] == UNTOUCHED).all()
     assert (memory[-1] == UNTOUCHED).all()
     assert (memory[1:-1] != UNTOUCHED).all()
+
+
+def test_rows_of_another_type_are_refused() -> None:
+    """The kernel would take the pool for memory of theirs."""
+    pool = Pool(torch.float32, 3, 64)
+    scatter = TritonScatter([pool.buffers(layer) for layer in range(LAYERS)])
+    with pytest.raises(AssertionError, match=r"rows of torch\.float16 for a pool of torch\.float32"):
+        scatter(torch.zeros(2, 2 * 3 * 64, dtype=torch.float16), 0, torch.arange(2))

@@ -100,9 +100,12 @@ def wrong_rows(check: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("method", "tokens", "piece"), [(Method.HIDDEN, 64, None), (Method.KV, 128, None), (Method.KV, 128, 1)]
+    ("method", "tokens", "layers", "piece"),
+    [(Method.HIDDEN, 64, 2, None), (Method.KV, 64, 7, None), (Method.KV, 128, 7, 1)],
 )
-def test_restores_are_right_and_wrong_ones_are_seen(method: Method, tokens: int, piece: int | None) -> None:
+def test_restores_are_right_and_wrong_ones_are_seen(
+    method: Method, tokens: int, layers: int, piece: int | None
+) -> None:
     from gpu.layers import MOST_ULPS
     from gpu.restores import RestoreCheck
 
@@ -113,7 +116,7 @@ def test_restores_are_right_and_wrong_ones_are_seen(method: Method, tokens: int,
         TritonRows(),
         host_buffer,
         tokens=tokens,
-        layers=2,
+        layers=layers,
         dtype=torch.float32,
         piece=piece,
     )

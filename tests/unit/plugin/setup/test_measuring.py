@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,10 @@ import torch
 
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.device.copies import Spans
 from sglang_hcache.plan.curves import CostCurve
+from sglang_hcache.restore.rows import StoredRows
+from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup import measuring
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
@@ -26,6 +29,7 @@ from sglang_hcache.store.io.posix import PosixEngine
 from sglang_hcache.testing.io_faults import FaultEngine, always
 from sglang_hcache.testing.stored_chunks import small_config
 from sglang_hcache.tier.tiered import DISK, HOST
+from tests.unit.restore.delayed_streams import DelayedStreams
 
 LAYERS = 2
 
@@ -200,8 +204,10 @@ class SlowBus:
     def host_rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.ones(count, width, dtype=dtype)
 
-    def bring(self, rows: torch.Tensor) -> SlowBus:
-        self._ends = max(self._ends, self._clock.now) + self._seconds_per_byte * rows.nbytes
+    def bring(self, stored: list[StoredRows]) -> SlowBus:
+        for of_layer in stored:
+            seconds = self._seconds_per_byte * of_layer.memory.nbytes
+            self._ends = max(self._ends, self._clock.now) + seconds
         return self
 
     def wait(self) -> None:
@@ -213,7 +219,8 @@ def test_a_tier_is_as_slow_as_the_way_to_the_device(
     forward: Forward, seconds_per_byte: float, is_slower: bool
 ) -> None:
     read = CostCurve(fixed_s=0.0, per_token_s=1e-6)
-    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8)
+    shape = SimpleNamespace(num_layers=LAYERS)
+    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
     restorer = SimpleNamespace(stage=SlowBus(forward, seconds_per_byte))
     measured = Bench(model, restorer, forward, None, 512, 0.2, "here", True, True)  # type: ignore[arg-type]
     found = measured._with_bus(Method.KV, read).per_token_s
@@ -226,13 +233,50 @@ def test_host_memory_is_as_fast_as_the_way_to_the_device(
     forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Restores copy from where rows lie: nothing is read into other memory to find out how long that takes."""
-    shape = SimpleNamespace(hidden_row_bytes=4, kv_row_bytes=8)
+    shape = SimpleNamespace(num_layers=LAYERS, hidden_row_bytes=4, kv_row_bytes=8)
     model = SimpleNamespace(row_dtype=torch.float32, row_bytes=lambda _: 8, shape=shape)
     restorer = SimpleNamespace(stage=SlowBus(forward, 1e-6))
     measured = Bench(model, restorer, forward, None, 256, 0.01, "here", True, True)  # type: ignore[arg-type]
     monkeypatch.setattr(measuring, "ScratchReads", None)
     with ExitStack() as holds:
         assert measured._tiers(holds)[HOST].kv.per_token_s == pytest.approx(8e-6)  # 8 bytes a token
+
+
+class SlowCalls(DelayedStreams):
+    """To ask for a copy takes a millisecond."""
+
+    def __init__(self, clock: Forward) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def copy_rows(self, into: torch.Tensor, sources: Sequence[torch.Tensor], spans: Spans) -> None:
+        self._clock.now += 0.001
+        super().copy_rows(into, sources, spans)
+
+
+def test_k_and_v_of_several_layers_are_one_copy(forward: Forward) -> None:
+    """So more bytes may come sooner, where they are few."""
+    stage = DeviceStage(SlowCalls(forward), StageSizes(6 * 512 * 8, 8), 1)
+    shape = SimpleNamespace(num_layers=36, hidden_row_bytes=4, kv_row_bytes=8)
+    sizes = {Method.HIDDEN: 4, Method.KV: 8}
+    model = SimpleNamespace(row_dtype=torch.float32, row_bytes=sizes.__getitem__, shape=shape)
+    restorer = SimpleNamespace(stage=stage)
+    measured = Bench(model, restorer, forward, None, 512, 0.2, "here", True, True)  # type: ignore[arg-type]
+    with ExitStack() as holds:
+        curves = measured._tiers(holds)[HOST]
+    assert (curves.hidden.fixed_s, curves.kv.fixed_s) == pytest.approx((0.001, 0.001 / 6))
+
+
+def test_layers_are_restored_as_a_model_has_them(forward: Forward) -> None:
+    """One behind the other: a GPU writes K and V of several at once."""
+    seen: list[int] = []
+    measured = bench(forward, 64, 0.2)
+    measured.model.row_dtype, measured.model.row_bytes = torch.float32, lambda _: 8  # type: ignore[misc, assignment]
+    measured.restorer.positions = torch.arange  # type: ignore[method-assign, assignment]
+    measured.restorer.fence = measured.restorer.after = lambda *_: None  # type: ignore[method-assign]
+    measured.restorer.start = lambda stored, *_: seen.extend(rows.layer for rows in stored) or []  # type: ignore
+    measured._restore_one(Method.KV, 64, 3 * LAYERS)
+    assert seen == [0, 1] * 3
 
 
 class Reads:
