@@ -73,10 +73,10 @@ class LayerRestorer:
             self._layers,
         )
 
-    def restore(self, stored: StoredRows, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """:meth:`start` with one layer, after all that the calling thread has asked for, and wait."""
+    def restore(self, stored: Sequence[StoredRows], positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """:meth:`start`, after all that the calling thread has asked for, and wait."""
         self.after(self.fence())
-        for part in self.start([stored], positions, slots):
+        for part in self.start(stored, positions, slots):
             part.result()
 
     def start(

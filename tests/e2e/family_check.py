@@ -95,7 +95,7 @@ def _fused(rig: Rig) -> dict[str, Any] | None:
         found["norms"] += step is not None and step.norm is not None
         rows = StoredRows.of(layer, Method.HIDDEN, rig.hidden[layer][positions])
         for writer, into in zip((TritonRows(), None), slots, strict=True):
-            LayerRestorer(dtype, pool, heads, projector, writer).restore(rows, positions, into)
+            LayerRestorer(dtype, pool, heads, projector, writer).restore([rows], positions, into)
         for mine, true in zip(*(pool.read(layer, into) for into in slots), strict=True):
             found["error"] = max(found["error"], float((mine - true).abs().max() / true.abs().max()))
     for each in slots:
@@ -135,7 +135,7 @@ def _restore(
     restorer = rig.restorer if projector is None else rig.restorer.with_projector(projector)
     for layer in range(first_layer, rig.num_layers):
         rows = rig.stored_rows(layer, method)[:length].contiguous()
-        restorer.restore(StoredRows.of(layer, method, rows), torch.arange(length), slots[:length])
+        restorer.restore([StoredRows.of(layer, method, rows)], torch.arange(length), slots[:length])
 
 
 # -- mutants -------------------------------------------------------------------------------------

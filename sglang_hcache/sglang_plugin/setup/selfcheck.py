@@ -151,13 +151,12 @@ class _Check:
         self._hidden[layer] = rows[: self._count].clone()
 
     def worst(self, restorer: LayerRestorer, method: Method) -> Worst:
-        """The largest difference of what ``restorer`` writes."""
-        found = [
-            Worst(self._thread.submit(self._error, restorer, layer, method, rows).result(), layer)
-            for layer, rows in self._stored(method)
-        ]
-        if len(found) != len(self._layers):
+        """The largest difference of what ``restorer`` writes, all layers at once."""
+        stored = [StoredRows.of(layer, method, rows) for layer, rows in self._stored(method)]
+        if len(stored) != len(self._layers):
             return Worst(math.inf, 0)
+        self._thread.submit(self._restore, restorer, stored).result()
+        found = (Worst(_as_rank(self._difference(layer)), layer) for layer in self._layers)
         return max(found, key=lambda each: each.error)
 
     def choose(
@@ -232,11 +231,10 @@ class _Check:
                 yield layer, self._hidden[layer]
 
     @torch.inference_mode()
-    def _error(self, restorer: LayerRestorer, layer: int, method: Method, rows: torch.Tensor) -> float:
-        self._blank([layer])
-        stored = StoredRows.of(layer, method, rows)
-        restorer.restore(stored, self._positions.to(rows.device), self._others[: self._count])
-        return _as_rank(self._difference(layer))
+    def _restore(self, restorer: LayerRestorer, stored: Sequence[StoredRows]) -> None:
+        self._blank(self._layers)
+        positions = self._positions.to(stored[0].memory.device)
+        restorer.restore(stored, positions, self._others[: self._count])
 
     @torch.inference_mode()
     def _check_rows_alone(self, restorer: LayerRestorer, layer: int) -> None:

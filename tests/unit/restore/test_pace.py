@@ -179,7 +179,7 @@ def test_rows_are_projected_in_such_parts(yields: bool, monkeypatch: pytest.Monk
     stage.pace.turn(yields)
     restorer = LayerRestorer(torch.float32, pool, 1, Projector(), stage=stage, layers=EachLayer(pool))  # type: ignore[arg-type]
     hidden, slots = torch.randn(80, WIDTH), torch.randperm(SLOTS)[:80]
-    restorer.restore(StoredRows.of(0, Method.HIDDEN, hidden), restorer.positions(0, 80), slots)
+    restorer.restore([StoredRows.of(0, Method.HIDDEN, hidden)], restorer.positions(0, 80), slots)
     assert noted == ([20, 20, 10, 20, 10] if yields else [50, 30])
     assert torch.equal(pool.k[0][slots, 0], hidden * 2)
     assert torch.equal(pool.v[0][slots, 0, 0], torch.arange(80.0))
