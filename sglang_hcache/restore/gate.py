@@ -252,17 +252,22 @@ class RestoreGate:
         seconds: float,
         first_layers_s: float | None = None,
         *,
+        waited_s: float = 0.0,
         is_complete: bool = True,
     ) -> None:
         """A restore of which ``decision`` was made took ``seconds``, from the first read to the last layer.
 
         Args:
             first_layers_s: what recomputing its first layers took; None: there were none, or it was stopped before.
+            waited_s: part of ``seconds`` in which it waited for reads.
             is_complete: False: it was stopped then, and would have taken longer.
         """
         if first_layers_s is not None:
             self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
-        name = decision.bottleneck
+        name, predicted_s = decision.bottleneck, decision.job_s
+        if not decision.waits_for_reads and 0 < decision.io_s < waited_s and waited_s > seconds / 2:
+            # A disk that has become slow decides now. Blamed on the work, restores from memory would stop as well.
+            name, predicted_s = decision.tier, decision.io_s
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
         if not is_complete and seconds < decision.job_s:
@@ -271,10 +276,9 @@ class RestoreGate:
             self._unknown.remove(name)
             self._drift.factors[name] *= max(1.0, seconds / decision.io_s)
         elif name != _FIRST or first_layers_s is None:
-            surprise = seconds / decision.job_s
             of_speed = decision.work_s / (decision.work_s + _SHORT_S)
-            self._drift.learn(name, decision.drift[name] * surprise, of_speed)
-            delay_s = max(0.0, bounded(surprise) * decision.job_s - decision.work_s)
+            self._drift.learn(name, decision.drift[name] * seconds / predicted_s, of_speed)
+            delay_s = max(0.0, bounded(seconds / decision.job_s) * decision.job_s - decision.work_s)
             self._delay_s += WEIGHT * (1 - of_speed) * (delay_s - self._delay_s)
 
     def prefilled(self, num_tokens: int, start: int, seconds: float) -> None:

@@ -38,20 +38,23 @@ class Outcomes:
         is_late = restore.is_late and not restore.is_disturbed
         is_try = restore.decision is not None and restore.decision.is_try
         is_slow = is_late and not is_try and DISK in restore.job.sources
-        all_quick, all_in_time, slowest_s = self._ranks.minimum(not is_slow, not is_late, -restore.seconds)
+        all_quick, all_in_time, slowest_s, waited_s = self._ranks.minimum(
+            not is_slow, not is_late, -restore.seconds, -restore.job.waited_s
+        )
         restore.slowest_s = -slowest_s
         self._observer.count(f"restore.{restore.outcome}")
         if restore.is_complete:
             self._report(restore)
         if restore.decision is not None:
             self._report_gain(restore, restore.decision.recompute_s)
-        self._learn(restore, is_late=not all_in_time)
+        self._learn(restore, -waited_s, is_late=not all_in_time)
         return not all_quick
 
-    def _learn(self, restore: Restore, *, is_late: bool) -> None:
+    def _learn(self, restore: Restore, waited_s: float, *, is_late: bool) -> None:
         """Compare what it took with what was predicted.
 
         Args:
+            waited_s: for reads, on the rank that waited longest.
             is_late: on any rank: the one that decides has to know.
         """
         if self._gate is None or restore.decision is None:
@@ -62,7 +65,11 @@ class Outcomes:
             is_timed = recomputation is not None and recomputation.is_complete
             first_layers_s = recomputation.seconds if recomputation and is_timed else None
             self._gate.restored(
-                restore.decision, restore.seconds, first_layers_s, is_complete=restore.is_complete
+                restore.decision,
+                restore.seconds,
+                first_layers_s,
+                waited_s=waited_s,
+                is_complete=restore.is_complete,
             )
 
     def _report_gain(self, restore: Restore, recompute_s: float) -> None:

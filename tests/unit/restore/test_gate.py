@@ -302,6 +302,32 @@ def test_a_tier_that_became_slow_costs_few_requests_time(seconds: float) -> None
     ]
 
 
+def test_a_disk_that_became_slow_is_not_taken_for_slow_work() -> None:
+    """Projecting is predicted to decide. Restores from host memory go on as before, and teach nothing of the disk."""
+    some = gate(project=4e-5, run=per_token(2e-4))
+    late = 0
+    for _ in range(100):
+        in_memory = decide(some, 1024, 0)
+        assert in_memory.bottleneck == "project"
+        assert in_memory.pays()
+        some.restored(in_memory, in_memory.job_s)
+        on_disk = decide(some, 0, 1024)
+        if on_disk.pays():
+            late += 1
+            deadline_s = on_disk.deadline_s(0.0)
+            some.restored(on_disk, deadline_s, waited_s=0.9 * deadline_s, is_complete=False)
+    assert late == 2
+
+
+def test_waiting_for_reads_as_predicted_is_no_slow_disk() -> None:
+    some = gate(project=4e-5, run=per_token(2e-4))
+    before = decide(some, 0, 1024)
+    some.restored(before, 2 * before.job_s, waited_s=before.io_s)
+    after = decide(some, 0, 1024)
+    assert after.drift["disk"] == 1.0
+    assert after.drift["project"] > 1.1
+
+
 def test_a_tier_that_recovered_is_used_again() -> None:
     some = slow_to_compute()
     Served(some, 10.0, 10_000)

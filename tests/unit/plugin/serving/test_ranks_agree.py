@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.keys import chunk_keys
-from sglang_hcache.core.layout import CHUNK_TOKENS
+from sglang_hcache.core.layout import CHUNK_TOKENS, Method
 from sglang_hcache.restore.job import RestoreJob, RestoreState
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
 from sglang_hcache.tier.tiered import DISK, TieredStore
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
 from tests.unit.plugin.serving.test_restores import (
     CAPACITY,
+    LAYERS,
     ROOT,
     World,
     ends_when_cancelled,
@@ -283,6 +284,22 @@ def test_the_first_learns_that_another_was_late() -> None:
 
     on_two(work, gate=gate)
     assert gate.decide({"host": CHUNK_TOKENS}, 0).work_s > 1.1 * before
+
+
+def test_the_first_learns_that_another_waited_for_reads() -> None:
+    """Though it did not, and projecting was predicted to decide."""
+    gate = gate_for(1.0, may_recompute=False, methods=(Method.HIDDEN,) * LAYERS, project_s=1e-3)
+
+    def work(world: World, rank: int) -> None:
+        begin(world)
+        world.engine.jobs[0].waited_s = 19.0 * rank
+        end(world, RestoreState.FAILED, late_after_s=20.0)
+        world.coordinator.tick()
+
+    on_two(work, gate=gate)
+    learnt = gate.decide({"host": CHUNK_TOKENS}, 0).drift
+    assert learnt["host"] > 1.1
+    assert learnt["project"] == 1.0
 
 
 def test_the_clock_of_the_first_counts() -> None:
