@@ -53,7 +53,6 @@ _RATES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("  restores failed", "restore.failed", "bad"),
     ("  restores failed on another rank", "restore.failed_on_another_rank", "bad"),
     ("  restores late", "restore.late", "bad"),
-    ("  rests: the disk was too slow", "restore.rests", "bad"),
     ("chunks saved", "host.chunks_sealed", ""),
     ("  to disk", "demote.chunks_written", ""),
     ("  dropped: staging_full", "capture.chunks_dropped_staging_full", "bad"),

@@ -180,9 +180,8 @@ COUNTERS = (
     ),
     CounterMetric(
         "disk_events",
-        "Faults and maintenance of the disk tier. rest: after a restore from disk was too slow, nothing is restored "
-        "from disk for up to 30 s. demotion_late, demotion_failed: chunks were not written in time; they are written "
-        "later.",
+        "Faults and maintenance of the disk tier. demotion_late, demotion_failed: chunks were not written in time; "
+        "they are written later.",
         "events", "event",
         {
             "store.io_errors": "io_error", "store.corrupt_extents": "corrupt_extent",
@@ -191,7 +190,6 @@ COUNTERS = (
             "store.unlink_failures": "unlink_failed",
             "store.writes_refused": "write_refused", "store.runs_lost": "run_lost",
             "store.index_rebuilds": "index_rebuilt", "store.upkeep_failures": "upkeep_failed",
-            "restore.rests": "rest",
             "demote.requests_dropped": "demotion_late", "demote.runs_failed": "demotion_failed",
         },
     ),

@@ -200,11 +200,10 @@ class TieredStore:
     def _is_on_disk(self, key: ChunkKey) -> bool:
         return self.disk is not None and not self.is_clearing and self.disk.contains(key)
 
-    def match(self, keys: Sequence[ChunkKey], *, in_memory: bool = False) -> int:
-        """How many leading ``keys`` are in some tier, or ``in_memory``. Looks into memory only."""
-        tier = self.host if in_memory else self
+    def match(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading ``keys`` are in some tier. Looks into memory only."""
         for count, key in enumerate(keys):
-            if key not in tier:
+            if key not in self:
                 return count
         return len(keys)
 

@@ -10,7 +10,6 @@ from sglang_hcache.core.observer import Observer
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.sglang_plugin.seam.protocols import Device
 from sglang_hcache.sglang_plugin.serving.tickets import Restore
-from sglang_hcache.tier.tiered import DISK
 
 
 class Outcomes:
@@ -28,18 +27,11 @@ class Outcomes:
         self._observer = observer
         self._gate = gate
 
-    def over(self, restore: Restore) -> bool:
-        """It is over: agree with the other ranks on how long it took, report it, and learn from it.
-
-        Returns:
-            Whether it was too late on some rank, and a disk is to blame. Memory is not sick, only busy; and of one that
-            was only tried nothing else was expected.
-        """
+    def over(self, restore: Restore) -> None:
+        """It is over: agree with the other ranks on how long it took, report it, and learn from it."""
         is_late = restore.is_late and not restore.is_disturbed
-        is_try = restore.decision is not None and restore.decision.is_try
-        is_slow = is_late and not is_try and DISK in restore.job.sources
-        all_quick, all_in_time, slowest_s, waited_s = self._ranks.minimum(
-            not is_slow, not is_late, -restore.seconds, -restore.job.waited_s
+        all_in_time, slowest_s, waited_s = self._ranks.minimum(
+            not is_late, -restore.seconds, -restore.job.waited_s
         )
         restore.slowest_s = -slowest_s
         self._observer.count(f"restore.{restore.outcome}")
@@ -48,7 +40,6 @@ class Outcomes:
         if restore.decision is not None:
             self._report_gain(restore, restore.decision.recompute_s)
         self._learn(restore, -waited_s, is_late=not all_in_time)
-        return not all_quick
 
     def _learn(self, restore: Restore, waited_s: float, *, is_late: bool) -> None:
         """Compare what it took with what was predicted.

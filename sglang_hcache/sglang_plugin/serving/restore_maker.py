@@ -74,9 +74,9 @@ class RestoreMaker:
         self._pace = None if device.gpu is None else device.gpu.stage.pace
         self._may_trace = Throttle()
 
-    def find(self, prompts: Sequence[Sequence[ChunkKey]], *, in_memory: bool) -> list[int]:
-        """How many chunks of each are in some tier, or ``in_memory``, from the first one on. Looks into memory only."""
-        found = [self._tiers.match(keys, in_memory=in_memory) for keys in prompts]
+    def find(self, prompts: Sequence[Sequence[ChunkKey]]) -> list[int]:
+        """How many chunks of each are in some tier, from the first one on. Looks into memory only."""
+        found = [self._tiers.match(keys) for keys in prompts]
         return [int(count) for count in self._ranks.minimum(*found)]
 
     def looked_up(self, ticket: Ticket, *, is_hit: bool) -> None:

@@ -4,7 +4,7 @@ A request's ticket::
 
     RESOLVED -- a tier continues what the device has --> PENDING
     PENDING --- slots were found, the job is queued ---> RUNNING
-    PENDING --- its chunks are gone, the disk rests ---> RESOLVED
+    PENDING --- its chunks are gone -------------------> RESOLVED
     PENDING --- no slots, would not pay ---------------> RESOLVED for good
     RUNNING --- certain, put into the tree ------------> PINNED
     RUNNING --- stopped for a running request's room --> PENDING once, then RESOLVED for good
@@ -14,8 +14,7 @@ A request's ticket::
     PINNED ---- too old, or the queue stands still ----> RESOLVED
     RESOLVED or PINNED: admitted, and the ticket ends
 
-When the tree has evicted something, or the disk's rest is over, a RESOLVED ticket is looked up again, unless it is so
-for good.
+When the tree has evicted something, a RESOLVED ticket is looked up again, unless it is so for good.
 
 * RESOLVED: no restore to wait for; the request may be admitted, if it does no earlier one wrong (``line.py``).
 * PENDING: chunks below its device prefix are in a tier; it waits for slots, or for another request's restore of
@@ -107,7 +106,7 @@ class RestoreCoordinator:
         self.waiting.add(ticket)
         self._starter.look_up(ticket)
         is_hit = ticket.phase is Phase.PENDING
-        if not is_hit and (ticket.is_unasked or not ticket.following):
+        if not ticket.following:
             ticket.note("queued with %d whole chunks, not looked for", len(keys))
             return
         self._maker.looked_up(ticket, is_hit=is_hit)
@@ -120,8 +119,7 @@ class RestoreCoordinator:
             return False
         if ticket is None:
             return True
-        is_resting = self._starter.rest.is_on
-        if self._ranks.size == 1 and ticket.is_outdated(self._tree.evictions, is_resting=is_resting):
+        if self._ranks.size == 1 and ticket.is_outdated(self._tree.evictions):
             self._starter.look_up(ticket)  # several ranks do it together, in tick
         return ticket.phase in (Phase.RESOLVED, Phase.PINNED)
 
@@ -233,8 +231,7 @@ class RestoreCoordinator:
         # Last: a restore that starts may evict what others have. Not while nobody is admitted: evictions go on, and
         # a request has few attempts.
         if self._ranks.size > 1 and self.scheduler.looks_at_queue():
-            is_resting = self._starter.rest.is_on
-            self._starter.look_up(*self.waiting.outdated(self._tree.evictions, is_resting=is_resting))
+            self._starter.look_up(*self.waiting.outdated(self._tree.evictions))
 
     # -- finishing -------------------------------------------------------------------------------
 
@@ -249,9 +246,7 @@ class RestoreCoordinator:
                     written = restore.job.written.as_a_whole() if freed else restore.job.written
                     self._gpu.stage.passes.come_after(written)
         for restore in self.running.take_ended():
-            if self._outcomes.over(restore):
-                self._observer.count("restore.rests")
-                self._starter.rest.begin(restore.slowest_s)
+            self._outcomes.over(restore)
             if not restore.is_in_tree:
                 self._settle(restore)
             elif not restore.is_complete:

@@ -16,9 +16,6 @@ from sglang_hcache.sglang_plugin.seam.ranks import Ranks
 from sglang_hcache.sglang_plugin.serving.tickets import Restore
 
 _WAIT_MS = 5
-_LONGEST_REST_S = 30.0
-_REST_FACTOR = 10.0
-"""A rest takes this many times as long as the time that was lost."""
 
 
 class Running:
@@ -186,22 +183,3 @@ def _predicted_s(restore: Restore) -> float:
         return 0.0
     # One that is only tried is given up when recomputing would have been over.
     return decision.recompute_s if decision.is_try else decision.restore_s
-
-
-class DiskRest:
-    """After a late restore from the disk, no other one from there starts for a while, in which the disk may recover.
-
-    Else everyone would wait while one restore after the other runs into its deadline.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.until = 0.0
-
-    def begin(self, lost_s: float) -> None:
-        """So much time was lost."""
-        self.until = self._clock() + min(_LONGEST_REST_S, _REST_FACTOR * lost_s)
-
-    @property
-    def is_on(self) -> bool:
-        return self._clock() < self.until

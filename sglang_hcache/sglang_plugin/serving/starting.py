@@ -15,7 +15,7 @@ from sglang_hcache.sglang_plugin.seam.protocols import Device, DeviceMatch
 from sglang_hcache.sglang_plugin.serving.line import Ahead, Line, Overtaking
 from sglang_hcache.sglang_plugin.serving.restore_maker import RestoreMaker
 from sglang_hcache.sglang_plugin.serving.room import Room
-from sglang_hcache.sglang_plugin.serving.running import DiskRest, Running
+from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.sglang_plugin.serving.tickets import Phase, Ticket
 from sglang_hcache.sglang_plugin.serving.waiting import Waiting
 
@@ -60,7 +60,6 @@ class Starter:
         self._room = Room(device.tree, device.scheduler, running, waiting, config.max_inflight_fraction)
         self._line = Line(waiting.clock)
         self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
-        self.rest = DiskRest(device.ranks.now)
         self._holding_until = 0.0
         self._next_look = 0.0
 
@@ -100,11 +99,10 @@ class Starter:
 
     def look_up(self, *tickets: Ticket) -> None:
         """PENDING those for whom a tier continues the device's prefix, RESOLVED the others."""
-        is_resting = self.rest.is_on
         for ticket in tickets:
-            ticket.seen_evictions, ticket.is_unasked = self._tree.evictions, is_resting
+            ticket.seen_evictions = self._tree.evictions
             ticket.on_device = self._tree.match_length(ticket.prompt.tokens, ticket.prompt.tenant)
-        found = self._maker.find([ticket.following for ticket in tickets], in_memory=is_resting)
+        found = self._maker.find([ticket.following for ticket in tickets])
         for ticket, is_hit in zip(tickets, found, strict=True):
             phase = Phase.PENDING if is_hit else Phase.RESOLVED
             if phase is not ticket.phase:
@@ -143,11 +141,6 @@ class Starter:
 
     def _start(self, ticket: Ticket, ahead: Ahead) -> _Attempt:
         """Start the ticket's restore, or decide against it."""
-        is_resting = self.rest.is_on
-        if is_resting and not any(self._maker.find([ticket.following], in_memory=True)):
-            ticket.is_unasked = True
-            ticket.enter(Phase.RESOLVED)
-            return _Attempt.DECIDED
         # Many may wait for the same restore, or for room, in each round: nothing is looked up for them.
         awaited = ticket.awaits
         if awaited is not None and awaited in self._running and not awaited.is_in_tree:
@@ -158,12 +151,11 @@ class Starter:
         missing = ticket.keys[len(match) // CHUNK_TOKENS :]
         if self._awaits_another(ticket, len(match), missing, ahead):
             return _Attempt.DECIDED
-        (found,) = self._maker.find([missing], in_memory=is_resting)
+        (found,) = self._maker.find([missing])
         keys = missing[:found]
-        self._maker.missed(ticket, () if is_resting else missing[found : found + 1])
+        self._maker.missed(ticket, missing[found : found + 1])
         ticket.on_device = len(match)
         if not keys:
-            ticket.is_unasked = is_resting
             ticket.enter(Phase.RESOLVED)
             return _Attempt.DECIDED
         return self._begin(ticket, match, keys, ahead)

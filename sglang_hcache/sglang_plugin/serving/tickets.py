@@ -123,13 +123,11 @@ class Restore:
 
     @property
     def is_late(self) -> bool:
-        """Whether its job ran out of time, and not for waiting for others."""
+        """Whether its job ran out of time, and not for waiting for others. False where nobody predicted anything."""
         job, decision = self.job, self.decision
-        if decision is None:
-            expected_s = job.deadline_s / 2
-        else:
-            expected_s = decision.recompute_s / 2 if decision.is_try else decision.job_s
-        return isinstance(job.error, RestoreTimeoutError) and job.seconds > expected_s
+        if decision is None or not isinstance(job.error, RestoreTimeoutError):
+            return False
+        return job.seconds > (decision.recompute_s / 2 if decision.is_try else decision.job_s)
 
     def tokens_within(self, prefix_tokens: int) -> tuple[int, int]:
         """How many of the prompt's first ``prefix_tokens`` came from host memory, and from disk."""
@@ -187,8 +185,6 @@ class Ticket:
     on_device: int = 0
     """Leading tokens of the prompt that were on the device when that was last looked at."""
     seen_evictions: int = 0
-    is_unasked: bool = False
-    """Looked up while the disk rested, which has not been asked."""
     refused: tuple[float, int] = (0.0, 0)
     """When its restore last found no room, and for how many tokens."""
     held_back_since: float | None = None
@@ -229,13 +225,9 @@ class Ticket:
         """Whether no restore is begun for it any more, whatever the tiers have."""
         return self.is_given_up or self.attempts >= _MOST_ATTEMPTS
 
-    def is_outdated(self, evictions: int, *, is_resting: bool) -> bool:
-        """Whether the tiers should be asked again, though it waits for nothing: the device has evicted something since,
-        or a disk that rested was not asked.
-        """
-        if self.phase is not Phase.RESOLVED or self.is_final:
-            return False
-        return self.seen_evictions != evictions or (self.is_unasked and not is_resting)
+    def is_outdated(self, evictions: int) -> bool:
+        """Whether to ask the tiers again, though it waits for nothing: the device has evicted something since."""
+        return self.phase is Phase.RESOLVED and not self.is_final and self.seen_evictions != evictions
 
     def refuse(self, count: int) -> None:
         """There is no room for ``count`` tokens."""

@@ -118,13 +118,9 @@ class Waiting:
                 before.add(request.rid)
         return None, set()
 
-    def outdated(self, evictions: int, *, is_resting: bool) -> list[Ticket]:
+    def outdated(self, evictions: int) -> list[Ticket]:
         """The first few of SGLang's queue that :meth:`Ticket.is_outdated`. While the device evicts, all may be."""
-        outdated = {
-            rid: ticket
-            for rid, ticket in self._tickets.items()
-            if ticket.is_outdated(evictions, is_resting=is_resting)
-        }
+        outdated = {rid: ticket for rid, ticket in self._tickets.items() if ticket.is_outdated(evictions)}
         queue = self._scheduler.waiting() if outdated else ()
         tickets = (outdated[request.rid] for request in queue if request.rid in outdated)
         return list(itertools.islice(tickets, _MOST_LOOKED_UP))

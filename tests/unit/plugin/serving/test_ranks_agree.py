@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sglang_hcache.core.errors import TierMissError
 from sglang_hcache.core.keys import chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method
-from sglang_hcache.restore.job import RestoreJob, RestoreState
+from sglang_hcache.restore.job import RestoreState
 from sglang_hcache.sglang_plugin.serving.tickets import Phase
-from sglang_hcache.tier.tiered import DISK, TieredStore
+from sglang_hcache.tier.tiered import TieredStore
 from tests.unit.plugin.serving.ranks_in_threads import ThreadRank, in_step
 from tests.unit.plugin.serving.test_restores import (
     CAPACITY,
@@ -253,20 +253,6 @@ def test_the_first_decides_what_pays(recompute_s: float, is_restored: bool) -> N
         return len(world.engine.jobs)
 
     assert on_two(work, gate=gate_for(recompute_s, may_recompute=False)) == [int(is_restored)] * 2
-
-
-def test_a_slow_disk_of_one_rests_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
-
-    def work(world: World, rank: int) -> float:
-        begin(world)
-        end(world, RestoreState.FAILED, late_after_s=20.0 if rank == 1 else None)
-        world.coordinator.tick()
-        assert world.coordinator._starter.rest.is_on
-        return world.coordinator._starter.rest.until
-
-    first, second = on_two(work)
-    assert first == second
 
 
 def test_the_first_learns_that_another_was_late() -> None:

@@ -33,7 +33,7 @@ from sglang_hcache.sglang_plugin.serving.restores import RestoreCoordinator
 from sglang_hcache.sglang_plugin.serving.running import Running
 from sglang_hcache.tier.chunk import ChunkInfo
 from sglang_hcache.tier.host import HostTier
-from sglang_hcache.tier.tiered import DISK, ChunkLease, TieredStore
+from sglang_hcache.tier.tiered import ChunkLease, TieredStore
 
 LAYERS = 3
 LAYOUT = StateLayout((Method.HIDDEN,) * LAYERS, (1,) * LAYERS)
@@ -801,104 +801,23 @@ def test_new_weights_end_everything(world: World) -> None:
     assert all(world.coordinator.may_be_admitted(f"r{name}") for name in (1, 2, 3))
 
 
-def end_late(world: World, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The restore of "late", the first of two prefixes on disk, runs for so long and is too late."""
-    as_if_on_disk(world, monkeypatch, [*tokens(1, 4), *tokens(2, 4)])
-    for name in (1, 2):
-        world.store(tokens(name, 4))
-    world.queue("late", tokens(1, 4))
-    world.coordinator.tick()
-    world.engine.end(RestoreState.FAILED, late_after_s=seconds)
-    world.coordinator.tick()
-
-
-def as_if_on_disk(world: World, monkeypatch: pytest.MonkeyPatch, prompt: list[int]) -> None:
-    """Whoever asks does not find the chunks of ``prompt``, of one token each, in host memory; a restore brings them."""
-    away = {key for name in set(prompt) for key in chunk_keys(ROOT, tokens(name, 4))}
-    known = world.tiers.host._entries
-    monkeypatch.setattr(RestoreJob, "sources", (DISK,))
-    monkeypatch.setattr(HostTier, "__contains__", lambda _, key: key in known and key not in away)
-    monkeypatch.setattr(TieredStore, "__contains__", lambda _, key: key in known)
-
-
-def test_after_a_restore_that_was_too_late_nobody_waits_for_the_tier(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_late(world, monkeypatch, 10.0)
-    assert world.counters["restore.rests"] == 1
-    world.queue("next", tokens(2, 4))
-    assert world.coordinator.may_be_admitted("next")
-    world.coordinator.drop("next")
-    world.coordinator._starter.rest.until = 0.0
-    world.queue("later", tokens(2, 4))
-    assert not world.coordinator.may_be_admitted("later")
-    world.coordinator.drop("late")
-    world.coordinator.drop("later")
-    world.assert_clean()
-
-
-def test_one_that_was_late_for_others_before_it_says_nothing_of_the_disk(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_late(world, monkeypatch, 0.1)
-    assert world.counters["restore.rests"] == 0
-    assert world.coordinator.may_be_admitted("late")
-    world.queue("next", tokens(2, 4))
-    world.coordinator.tick()
-    assert len(world.engine.jobs) == 1
-
-
-def test_load_that_makes_a_restore_from_memory_late_is_no_reason_to_stop(world: World) -> None:
+def test_requests_with_one_prefix_are_not_late_one_after_the_other() -> None:
+    """They wait for the first one's restore. After the second late one the others are recomputed."""
+    world = World(gate_for(1e-3, may_recompute=False))
     world.store(tokens(1, 4))
-    for rid in ("late", "next"):
+    rids = ("a", "b", "c", "d")
+    for rid in rids:
         world.queue(rid, tokens(1, 4))
     world.coordinator.tick()
-    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
-    world.coordinator.tick()
-    assert world.coordinator.may_be_admitted("late")
-    assert len(world.engine.jobs) == 1
-    assert world.counters["restore.rests"] == 0
-
-
-def test_what_is_in_host_memory_is_restored_while_the_disk_rests(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_late(world, monkeypatch, 10.0)
-    world.store(tokens(3, 4))
-    for index, key in enumerate(more := chunk_keys(ROOT, tokens(3, 4) + tokens(4, 2))[4:]):
-        slot = world.tiers.host.reserve()
-        assert slot is not None
-        world.tiers.seal(slot, ChunkInfo(key, bytes(32), 4 + index, bytes(16)))
-    in_memory = HostTier.__contains__
-    monkeypatch.setattr(HostTier, "__contains__", lambda tier, key: key not in more and in_memory(tier, key))
-    world.queue("next", tokens(3, 4) + tokens(4, 2))
-    assert not world.coordinator.may_be_admitted("next")
-    world.coordinator.tick()
-    (job,) = world.engine.jobs
-    assert job.num_tokens == 4 * CHUNK_TOKENS, "without those that are on disk"
-    world.engine.end(RestoreState.DONE)
-    world.coordinator.tick()
-    assert world.coordinator.may_be_admitted("next")
+    for pending in (3, 2):
+        assert world.coordinator.waiting.phases()["pending"] == pending
+        (job,) = world.engine.jobs
+        world.engine.end(RestoreState.FAILED, late_after_s=job.deadline_s)
+        world.coordinator._starter.look_again()
+        world.coordinator.tick()
     assert not world.engine.jobs
-
-
-def test_who_waited_for_it_already_does_not_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with one prefix wait for the first one's restore; they must not be late one after the other."""
-    as_if_on_disk(world, monkeypatch, tokens(1, 4))
-    world.store(tokens(1, 4))
-    for rid in ("late", "second", "third"):
-        world.queue(rid, tokens(1, 4))
-    world.coordinator.tick()
-    assert world.coordinator.waiting.phases()["pending"] == 2
-    world.engine.end(RestoreState.FAILED, late_after_s=10.0)
-    world.coordinator.tick()
-    assert not world.engine.jobs
-    assert all(world.coordinator.may_be_admitted(rid) for rid in ("late", "second", "third"))
-    world.coordinator._starter.rest.until = 0.0
-    assert world.coordinator.may_be_admitted("late")
-    assert not world.coordinator.may_be_admitted("second"), "looked up when the tiers have rested"
-    world.coordinator.tick()
-    assert len(world.engine.jobs) == 1
+    assert all(world.coordinator.may_be_admitted(rid) for rid in rids)
+    assert world.counters["restore.late"] == 2
 
 
 def ends_when_cancelled(world: World) -> None:
@@ -963,10 +882,7 @@ def test_a_restore_that_does_not_stop_is_not_waited_for(
     world.assert_clean()
 
 
-def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_if_on_disk(world, monkeypatch, tokens(1, 4))
+def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(world: World) -> None:
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
     world.coordinator.tick()
@@ -976,9 +892,6 @@ def test_a_pause_of_the_scheduler_is_none_of_a_restores_time(
         world.coordinator.pause()
     assert job.deadline_s - before == pytest.approx(time.monotonic() - began, rel=0.2)
     assert job.deadline_s - before > 0.01, "nobody spins meanwhile"
-    world.engine.end(RestoreState.FAILED, late_after_s=100.0)
-    world.coordinator.tick()
-    assert world.counters["restore.rests"] == 0, "nobody blames the disk"
 
 
 @pytest.mark.parametrize("pauses", [False, True])
@@ -1149,7 +1062,6 @@ def test_now_and_then_a_restore_that_would_not_pay_is_tried() -> None:
         world.coordinator.admitted(f"r{number}", 0)
         world.scheduler.line.clear()
     assert tried == [31, 95]
-    assert world.counters["restore.rests"] == 0
     assert world.counters["restore.declined_slower"] == 98
     assert world.counters["restore.late"] == 2
     world.assert_clean()
@@ -1430,9 +1342,9 @@ PROJECT_S = 1e-3
     ],
 )
 def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
-    turns: int, method: Method, project_s: float, yields: bool, teaches: bool, monkeypatch: pytest.MonkeyPatch
+    turns: int, method: Method, project_s: float, yields: bool, teaches: bool
 ) -> None:
-    """It took what was not predicted, for a reason that is known. The disk is not to blame for it either."""
+    """It took what was not predicted, for a reason that is known."""
     pace, learnt = Pace(no_stamp), []  # type: ignore[arg-type]
     layout = StateLayout((method,) * LAYERS, (1,) * LAYERS)
     gate = gate_for(10.0, may_recompute=False, methods=layout.methods, project_s=project_s)
@@ -1441,7 +1353,6 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     world.scheduler.running = yields
     pace.turn(yields)
     world.store(tokens(1, 3))
-    as_if_on_disk(world, monkeypatch, [])
     world.queue("a", tokens(1, 3))
     world.coordinator.tick()
     for _ in range(turns):
@@ -1450,7 +1361,6 @@ def test_a_restore_whose_share_of_the_device_changed_teaches_nothing(
     world.engine.end(RestoreState.FAILED, late_after_s=100.0)
     world.coordinator.tick()
     assert len(learnt) == (1 if teaches else 0)
-    assert world.coordinator._starter.rest.is_on is teaches
 
 
 # -- what restores are worth ---------------------------------------------------------------------
