@@ -80,10 +80,6 @@ class StagingRing:
             found.append(rows.reshape(group.count, span.count, size))
         return found
 
-    def has_room(self, count: int) -> bool:
-        """Whether :meth:`reserve` finds ``count`` rows, until somebody else calls it."""
-        return self._find(count) is not None
-
     def reserve(self, count: int) -> RowSpan | None:
         """``count`` consecutive rows, or None if they are not free. Never blocks."""
         place = self._find(count)

@@ -165,8 +165,6 @@ def _will_decode(batch: Any, *_args: object, **_kwargs: object) -> None:
     bridge = batch.tree_cache.bridge
     if bridge.saving.drops_thoughts:
         batches.end_thinking(batch, bridge)
-    if bridge.saving.saves_decoded_later:
-        batches.save_decoded(batch, bridge)
 
 
 def _pages_taken(
@@ -190,9 +188,6 @@ def _pages_taken(
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     bridge = getattr(runner, "hcache_bridge", None)  # set when the tier is built
     if bridge is None:
-        return original(runner, forward_batch, *args, **kwargs)
-    if bridge.saving.saves_decoded_later and forward_batch.forward_mode.is_decode():
-        bridge.kv_arrives()
         return original(runner, forward_batch, *args, **kwargs)
     compute = partial(original, runner, forward_batch, *args, **kwargs)
     prefills = forward_batch.forward_mode.is_extend_or_draft_extend_or_mixed()

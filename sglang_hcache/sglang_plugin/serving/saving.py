@@ -65,14 +65,11 @@ class Saving:
         self._observer = observer
         self._may_trace = Throttle()
         self.ids = RequestIds()
-        self.captured: dict[str, int] = {}
-        """Captured requests. If :attr:`saves_decoded_later`, with the number of their tokens that are saved."""
-        self.saves_decoded_later = device.is_cpu and captures and {*methods} == {Method.KV}
-        """K and V of decoded tokens stay in the pool until a chunk is whole, or the request over. Not on a GPU, where
-        they would be read there before the pass that writes them is over."""
+        self.captured = set[str]()
+        """Requests of which what they compute is saved."""
         self.drops_thoughts = device.drops_thoughts
         memory = torch.from_numpy(device.host_memory(budget.ring_rows * sum(tiers.layout.row_bytes)))
-        self._ring = ring = StagingRing(memory, tiers.layout, model.row_dtype, device.largest_pass)
+        ring = StagingRing(memory, tiers.layout, model.row_dtype, device.largest_pass)
         # On a CPU the cores compute, and no pass is so fast that one thread does not keep up.
         copiers = None if device.is_cpu else copiers_for(len(os.sched_getaffinity(0)))
         self._assembler = Assembler(ring, tiers, observer, copiers)
@@ -92,12 +89,13 @@ class Saving:
 
     def begin(self, rid: str, namespace: Namespace, prefix: array[int]) -> None:
         """A request is about to be computed from position ``len(prefix)`` on."""
-        self.captured[rid] = len(prefix)
+        self.captured.add(rid)
         self._assembler.publish(RequestBegins(rid, namespace, prefix))
 
     def end(self, rid: str) -> None:
         """A request is over, retracted or aborted, or cannot be told from another one."""
-        if self.captured.pop(rid, None) is not None:
+        if rid in self.captured:
+            self.captured.remove(rid)
             self._assembler.publish(RequestEnds(rid))
 
     def end_all(self) -> None:
@@ -146,40 +144,19 @@ class Saving:
         times = self._prefill_times
         if times is not None and is_typical:
             self._try(times.end, requests, is_replayed=is_replayed, is_prefill=is_prefill)
-        rids = [rows.rid for rows in requests]
-        if self.saves_decoded_later:
-            # Of those that decode among prefills, earlier rows may be in the pool still: so it stays with these.
-            requests = [rows for rows in requests if self.captured.get(rows.rid) == rows.position]
-            self.captured.update({rows.rid: rows.position + rows.count for rows in requests})
-        self._end_pass(rids, requests, is_replayed=is_replayed, is_prefill=is_prefill)
+        self._try(self._passes.end, requests, is_replayed=is_replayed, is_prefill=is_prefill)
+        if self._has_failed:
+            self._has_failed = False
+            for rows in requests:
+                self.end(rows.rid)  # there is a gap in what is saved of it
 
     def abandon_pass(self) -> None:
         """The pass failed."""
         self._has_failed = False
         self._passes.abandon()
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many rows can be saved now. Others are dropped."""
-        return self._ring.has_room(count)
-
-    def save_from_pool(self, rid: str, tokens: array[int], slots: torch.Tensor) -> None:
-        """The next rows of a captured request, which earlier passes have left in the pool."""
-        begin = self.captured[rid]
-        self.captured[rid] = begin + len(tokens)
-        self._try(self._passes.begin, torch.tensor(tokens), slots)
-        self._end_pass([rid], [RequestRows(rid, begin, 0, len(tokens))], is_replayed=False, is_prefill=False)
-
     def _on_layer(self, layer: int, hidden: torch.Tensor) -> None:
         self._try(self._passes.on_layer, layer, hidden)
-
-    def _end_pass(
-        self, rids: Sequence[str], requests: Sequence[RequestRows], *, is_replayed: bool, is_prefill: bool
-    ) -> None:
-        self._try(self._passes.end, requests, is_replayed=is_replayed, is_prefill=is_prefill)
-        if self._has_failed:
-            self._has_failed = False
-            for rid in rids:
-                self.end(rid)  # there is a gap in what is saved of it
 
     def _try(self, step: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._has_failed:

@@ -291,7 +291,7 @@ class _Passes:
 
 def saving_of(passes: object, times: object) -> Saving:
     saving = object.__new__(Saving)
-    saving.captured, saving.saves_decoded_later = {"a": 0}, False
+    saving.captured = {"a"}
     saving._passes, saving._prefill_times = passes, times  # type: ignore[assignment]
     saving._has_failed = False
     return saving

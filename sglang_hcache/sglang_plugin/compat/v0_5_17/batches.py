@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-from array import array
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_hcache.capture.events import RequestRows
-from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.sglang_plugin.seam.protocols import Adapters, Prompt
 from sglang_hcache.sglang_plugin.serving.bridge import Bridge
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 logger = logging.getLogger(__name__)
 
@@ -70,32 +66,6 @@ def end_thinking(batch: ScheduleBatch, bridge: Bridge) -> None:
     for req in batch.reqs:
         if req.reasoning_tokens:
             bridge.saving.end(req.rid)
-
-
-def save_decoded(batch: ScheduleBatch, bridge: Bridge) -> None:
-    """Save the chunks of decoding requests that are whole now; called before each pass, so that most have none."""
-    for req in batch.reqs:
-        saved = bridge.saving.captured.get(req.rid)
-        if saved is not None and req.kv_committed_len // CHUNK_TOKENS > saved // CHUNK_TOKENS:
-            end = saved - saved % CHUNK_TOKENS + CHUNK_TOKENS
-            if bridge.saving.has_room(end - saved):  # else before a later pass
-                bridge.saving.save_from_pool(
-                    req.rid, *_rows_in_pool(req, saved, end, batch.req_to_token_pool)
-                )
-
-
-def save_rest(req: Req, end: int, pool: ReqToTokenPool, bridge: Bridge) -> None:
-    """What a request has computed before position ``end``, as far as it is not saved yet: its slots go now."""
-    saved = bridge.saving.captured.get(req.rid, end)
-    if bridge.saving.saves_decoded_later and saved < end:
-        bridge.saving.save_from_pool(req.rid, *_rows_in_pool(req, saved, end, pool))
-
-
-def _rows_in_pool(req: Req, begin: int, end: int, pool: ReqToTokenPool) -> tuple[array[int], torch.Tensor]:
-    """Tokens and slots of positions [begin, end)."""
-    behind = len(req.origin_input_ids)
-    tokens = req.origin_input_ids[begin:end] + req.output_ids[max(0, begin - behind) : max(0, end - behind)]
-    return tokens, pool.req_to_token[req.req_pool_idx, begin : begin + len(tokens)].long()
 
 
 def report_cached_tokens(batch: ScheduleBatch, bridge: Bridge) -> None:

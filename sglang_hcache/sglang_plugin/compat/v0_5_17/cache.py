@@ -28,7 +28,7 @@ from sglang_hcache.core.layout import CHUNK_TOKENS
 from sglang_hcache.device.streams import device_name
 from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.compat.v0_5_17.adapters import AdaptersOf
-from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life, save_rest
+from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import is_saved, log_life
 from sglang_hcache.sglang_plugin.compat.v0_5_17.dropped import Dropped
 from sglang_hcache.sglang_plugin.compat.v0_5_17.runner import longest_replayed_prefill, served_model
 from sglang_hcache.sglang_plugin.launch.flags import config_of
@@ -172,7 +172,6 @@ class HCacheRadixCache(RadixCache):
         return super().match_prefix(MatchPrefixParams(key=key[: end - rest])) if rest else result
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        save_rest(req, kv_len_to_handle, self.req_to_token_pool, self.bridge)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         self.bridge.saving.end(req.rid)
         self.bridge.saving.ids.leaves(req.rid, id(req))

@@ -1,11 +1,10 @@
-"""K and V of decoded tokens on a CPU: left in the pool until a chunk is whole, or the request over.
+"""K and V of prompts and answers on a CPU, taken out of the pool at the end of each pass.
 
 What SGLang's scheduler does is written out, with overlap scheduling or without.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import torch
 from sglang_hcache.core.keys import Namespace, chunk_keys
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, StateLayout
 from tests.unit.plugin.serving.test_weights_in_use import Served
-from tests.waiting import wait_until
 
 LAYERS, SLOTS, ROW_BYTES = 3, 2048, 8
 KV = StateLayout((Method.KV,) * LAYERS, (ROW_BYTES,) * LAYERS)
@@ -32,16 +30,15 @@ class Scheduler(Served):
         overlaps: what a pass has generated is known when the next one has begun.
     """
 
-    def __init__(self, *, overlaps: bool = False, layers: int = LAYERS, rows: int = 1024) -> None:
+    def __init__(self, *, overlaps: bool) -> None:
         from sglang_hcache.sglang_plugin import hooks
 
         self.hooks = hooks
         self._overlaps = overlaps
         self.pool = [
-            (torch.full((SLOTS, 1, 1), -1.0), torch.full((SLOTS, 1, 1), -1.0)) for _ in range(layers)
+            (torch.full((SLOTS, 1, 1), -1.0), torch.full((SLOTS, 1, 1), -1.0)) for _ in range(LAYERS)
         ]
-        layout = StateLayout((Method.KV,) * layers, (ROW_BYTES,) * layers)
-        super().__init__(layout, self.pool, rows, slots=32)
+        super().__init__(KV, self.pool, 1024, slots=32)
         self._free = torch.randperm(SLOTS).tolist()
         self._table = torch.zeros(16, 512, dtype=torch.int32)
         self._requests = 0
@@ -91,9 +88,6 @@ class Scheduler(Served):
 
         If passes overlap, what the last one generates is dropped.
         """
-        from sglang_hcache.sglang_plugin.compat.v0_5_17.batches import save_rest
-
-        save_rest(req, req.kv_committed_len, SimpleNamespace(req_to_token=self._table), self.bridge)  # type: ignore[arg-type]
         self.bridge.saving.end(req.rid)
         self.bridge.saving.ids.leaves(req.rid, id(req))
         slots = self._table[req.req_pool_idx, : req.kv_committed_len].long()
@@ -130,9 +124,8 @@ class Scheduler(Served):
         return found
 
     def _prepare(self, *reqs: Any) -> None:
-        table = SimpleNamespace(req_to_token=self._table)
         tree = SimpleNamespace(bridge=self.bridge)
-        self.hooks._will_decode(SimpleNamespace(reqs=reqs, tree_cache=tree, req_to_token_pool=table))
+        self.hooks._will_decode(SimpleNamespace(reqs=reqs, tree_cache=tree))
         for req in reqs:
             req.kv_committed_len += 1
 
@@ -210,6 +203,7 @@ def test_chunks_of_an_answer(scheduler: Scheduler) -> None:
     scheduler.decode(one, passes=200)
     scheduler.finish(one)
     assert scheduler.stored(one) == [True] * 4
+    assert not scheduler.watched, "a hook on every layer is called in every pass"
 
 
 def test_a_prompt_in_pieces(scheduler: Scheduler) -> None:
@@ -241,15 +235,6 @@ def test_a_retracted_request_comes_again_with_what_it_has_said(scheduler: Schedu
     assert [scheduler.stored(req) for req in (one, other)] == [[True] * 3] * 2
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 127, 128])
-def test_requests_that_begin_and_end_at_the_edges_of_chunks(scheduler: Scheduler, length: int) -> None:
-    one = scheduler.request("one", prompt(1, length))
-    scheduler.prefill(one)
-    scheduler.decode(one, passes=192 - length)
-    scheduler.finish(one)
-    assert scheduler.stored(one) == [True] * 3
-
-
 def test_several_that_decode_beside_each_other_and_beside_prefills(scheduler: Scheduler) -> None:
     """A decoded row in a mixed pass belongs behind those that are in the pool still."""
     one, other = scheduler.request("one", prompt(1, 70)), scheduler.request("other", prompt(2, 100))
@@ -274,106 +259,3 @@ def test_what_comes_back_begins_inside_of_the_chunk_that_an_answer_began(schedul
     scheduler.prefill(again)
     scheduler.finish(again)
     assert scheduler.stored(again) == [True, True]
-
-
-def test_rows_of_two_requests_of_one_id_are_not_mixed(scheduler: Scheduler) -> None:
-    old, new = scheduler.request("again", prompt(1, 70)), scheduler.request("again", prompt(2, 70))
-    scheduler.prefill(old)
-    scheduler.decode(old, passes=10)
-    scheduler.prefill(new)
-    scheduler.decode(old, new, passes=64)
-    scheduler.finish(old)
-    scheduler.finish(new)
-    assert [scheduler.stored(req) for req in (old, new)] == [[True, None], [None, None]]
-
-
-def test_new_weights_end_what_is_in_the_pool(scheduler: Scheduler) -> None:
-    one = scheduler.request("one", prompt(1, 70))
-    scheduler.prefill(one)
-    scheduler.decode(one, passes=10)
-    scheduler.update("b")
-    scheduler.decode(one, passes=64)
-    scheduler.finish(one)
-    assert scheduler.stored(one) == [True, None]
-
-
-def test_kv_of_other_weights_is_noticed_though_nothing_is_saved_of_the_pass(scheduler: Scheduler) -> None:
-    one = scheduler.request("one", prompt(1, 70))
-    scheduler.prefill(one)
-    scheduler.update("b")
-    scheduler.decode(one)
-    scheduler.update("a")
-    assert not scheduler.saves_behind_the_device()
-
-
-def test_rows_stay_in_the_pool_while_staging_is_full() -> None:
-    scheduler = Scheduler(rows=64)
-    one = scheduler.request("one", prompt(1, 64))
-    scheduler.prefill(one)
-    wait_until_staged(scheduler)
-    taken = scheduler.bridge.saving._ring.reserve(1)
-    assert taken is not None
-    with Calls() as names:
-        scheduler.decode(one, passes=70)
-    assert "has_room" in names
-    assert "_rows_in_pool" not in names, "nobody wants them yet"
-    scheduler.bridge.saving._ring.release(taken)
-    scheduler.decode(one, passes=2)
-    wait_until_staged(scheduler)
-    scheduler.finish(one)
-    assert scheduler.stored(one) == [True, True]
-    assert "capture.rows_dropped_staging_full" not in scheduler.bridge.counters.snapshot()
-
-
-def wait_until_staged(scheduler: Scheduler) -> None:
-    wait_until(lambda: not scheduler.bridge.saving.is_busy, step_s=0.001)
-
-
-class Calls:
-    """Python functions of ours that the calling thread enters."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __enter__(self) -> list[str]:
-        sys.setprofile(self._see)
-        return self.names
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _see(self, frame: Any, event: str, _arg: object) -> None:
-        if event == "call" and "/sglang_hcache/" in frame.f_code.co_filename:
-            self.names.append(frame.f_code.co_name)
-
-
-@pytest.mark.parametrize(("layers", "requests"), [(1, 1), (40, 1), (2, 8)])
-def test_a_pass_that_completes_no_chunk_costs_a_few_calls(layers: int, requests: int) -> None:
-    """However many layers and requests, and no other thread hears of it."""
-    scheduler = Scheduler(layers=layers)
-    reqs = [scheduler.request(str(index), prompt(index, 64 - index)) for index in range(requests)]
-    for req in reqs:
-        scheduler.prefill(req)
-    scheduler.decode(*reqs, passes=10)
-    wait_until_staged(scheduler)
-    before = scheduler.bridge.counters.snapshot()
-    with Calls() as names:
-        scheduler.decode(*reqs)
-    assert names == ["_will_decode", "save_decoded", "_forward", "kv_arrives", "_weights_in_use"]
-    assert scheduler.bridge.counters.snapshot() == before
-    assert not scheduler.watched, "a hook on every layer is called in every pass"
-    scheduler.bridge.close()
-
-
-def test_the_assembler_is_woken_once_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler()
-    one = scheduler.request("one", prompt(1, 64))
-    scheduler.prefill(one)
-    scheduler.decode(one)
-    wait_until_staged(scheduler)
-    before = scheduler.bridge.counters["capture.rows"]
-    with Calls() as names:
-        scheduler.decode(one, passes=128)
-    assert names.count("publish") == 2
-    assert scheduler.bridge.counters["capture.rows"] - before == 2 * CHUNK_TOKENS
-    scheduler.bridge.close()

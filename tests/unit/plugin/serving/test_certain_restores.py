@@ -280,7 +280,7 @@ def test_each_forward_pass_comes_behind_it(
         calls.append("asked for")
 
     bridge = SimpleNamespace(
-        saving=SimpleNamespace(saves_decoded_later=False, begin_pass=lambda *_: False),
+        saving=SimpleNamespace(begin_pass=lambda *_: False),
         one_pass=one_pass,
         kv_arrives=lambda: calls.append("its KV is of the weights in use"),
     )
@@ -298,7 +298,7 @@ def test_a_pass_beside_a_restore_says_nothing_of_how_long_passes_take(
     told: list[bool] = []
     bridge = SimpleNamespace(
         saving=SimpleNamespace(
-            saves_decoded_later=False, begin_pass=lambda *_: True,
+            begin_pass=lambda *_: True,
             end_pass=lambda _rows, *, is_typical, **_: told.append(is_typical),
         ),
         one_pass=lambda **_: nullcontext(waits_first),

@@ -225,7 +225,11 @@ def test_a_tier_that_is_switched_off_saves_nothing(served: Served) -> None:
     bridge.begin_capture("runs", None, PREFIX)
     assert not bridge.may_begin_at("runs", None, 65, PREFIX[:1])
     bridge.switch(on=False)
-    assert (stopped, bridge.saving.captured, bridge.state()["nothing_saved"]) == ([True], {}, "switched_off")
+    assert (stopped, bridge.saving.captured, bridge.state()["nothing_saved"]) == (
+        [True],
+        set(),
+        "switched_off",
+    )
     assert not served.saves_behind_the_device()
     assert bridge.may_begin_at("runs", None, 65, PREFIX[:1])
     bridge.queue(Prompt("waits", PREFIX, None))
