@@ -80,6 +80,8 @@ class Decision:
     """Part of the restore: reading alone."""
     tier: str
     """The one whose reads take longest."""
+    slowest_tier: str
+    """The one that takes longest for a token: it is to blame where reads take longer than predicted."""
     bottleneck: str
     """That tier, or the work whose time decides."""
     drift: Mapping[str, float]
@@ -193,10 +195,7 @@ class RestoreGate:
             _COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
             + projected.count(Method.KV) * costs.compute_kv_s,
         }
-        slowest = max(
-            unknown or parts,
-            key=lambda tier: self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
-        )
+        slowest = max(unknown or parts, key=lambda tier: self._read_s(tier, parts[tier]))
         return Decision(
             num_recompute=times.num_recompute,
             work_s=times.total_s,
@@ -205,6 +204,7 @@ class RestoreGate:
             first_layers_s=work_s[_FIRST],
             io_s=times.io_s,
             tier=slowest,
+            slowest_tier=max(unknown or parts, key=lambda tier: self._read_s(tier, CHUNK_TOKENS)),
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
@@ -265,9 +265,10 @@ class RestoreGate:
         if first_layers_s is not None:
             self._drift.learn(_FIRST, decision.drift[_FIRST] * first_layers_s / decision.first_layers_s)
         name, predicted_s = decision.bottleneck, decision.job_s
-        if not decision.waits_for_reads and 0 < decision.io_s < waited_s and waited_s > seconds / 2:
-            # A disk that has become slow decides now. Blamed on the work, restores from memory would stop as well.
-            name, predicted_s = decision.tier, decision.io_s
+        if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
+            # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
+            name = decision.slowest_tier
+            predicted_s = decision.job_s if decision.waits_for_reads else decision.io_s
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
         if not is_complete and seconds < decision.job_s:
@@ -295,6 +296,10 @@ class RestoreGate:
     def _pass_s(self, num_tokens: int, start: int) -> float:
         layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
         return len(self._stored) * self._drift.factors[_PREFILL] * layer_s
+
+    def _read_s(self, tier: str, num_tokens: int) -> float:
+        """Of one layer of K and V, to compare tiers by."""
+        return self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(num_tokens)
 
     @property
     def _fixed_s(self) -> float:

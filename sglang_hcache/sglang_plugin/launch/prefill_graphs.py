@@ -26,12 +26,13 @@ def choose_sizes(args: argparse.Namespace) -> None:
     args.cuda_graph_bs_prefill = [size for size in SIZES if size <= most]
 
 
-def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int) -> None:
+def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int, *, stores_hidden: bool) -> None:
     """Leave out what would take too much device memory for hidden states of all layers, or is never run.
 
     Args:
         prefill: SGLang's settings of the phase; they are changed.
         largest_pass: tokens.
+        stores_hidden: whether hidden states may be stored, of any layer.
     """
     sizes = prefill.bs or []
     if str(prefill.backend) == "disabled" or not sizes:
@@ -47,7 +48,8 @@ def limit_sizes(prefill: Any, shape: ModelShape, largest_pass: int) -> None:
         )
     if tuple(sizes) == SIZES:
         enough = next((size for size in SIZES if size >= largest_pass), most)
-        most = min(enough, _MOST_ROWS_BYTES // (shape.num_layers * shape.hidden_row_bytes))
+        row_bytes = shape.num_layers * shape.hidden_row_bytes
+        most = min(enough, _MOST_ROWS_BYTES // row_bytes) if stores_hidden else enough
     prefill.bs = [size for size in sizes if size <= most]
     if not prefill.bs:
         prefill.backend = "disabled"

@@ -21,6 +21,7 @@ from sglang_hcache.sglang_plugin.seam.budget import (
     store_config,
 )
 from sglang_hcache.sglang_plugin.seam.computation import quantization_of
+from sglang_hcache.sglang_plugin.seam.gpu import chooses_hidden
 from sglang_hcache.sglang_plugin.seam.model import ROUNDED, shape_of, why_not_hidden
 from sglang_hcache.sglang_plugin.seam.named_profile import named_profile
 from sglang_hcache.sglang_plugin.seam.rotation import rotation_problem
@@ -149,11 +150,12 @@ def check_server_args(server_args: Any, config: HCacheConfig) -> None:
         problems += _without_ranks(server_args)
     _raise(problems)
     shape = shape_of(model, kv_dtype, num_ranks)
-    limit_sizes(prefill, shape, largest_pass_of(server_args))
+    stored = config.method if why_only_kv is None else PlanKind.KV
+    limit_sizes(prefill, shape, largest_pass_of(server_args), stores_hidden=chooses_hidden(stored, shape))
     # A quantised checkpoint may ask for an FP8 cache by itself: how wide K and V are is known when it is loaded.
     if config.profile is not None and (quantization is None or kv_dtype is not None):
         named_profile(config.profile, shape)
-    _check_sizes(server_args, config, shape, config.method if why_only_kv is None else PlanKind.KV)
+    _check_sizes(server_args, config, shape, stored)
 
 
 def _check_sizes(server_args: Any, config: HCacheConfig, shape: ModelShape, stored: PlanKind) -> None:

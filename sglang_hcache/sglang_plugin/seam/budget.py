@@ -29,12 +29,12 @@ _MOST_BLOCK_CHUNKS = 64  # 4,096 tokens: one layer of them is a large read
 
 @dataclass(frozen=True, slots=True)
 class HostBudget:
-    """How ``host_size`` is divided: rows of the staging ring, slots of one chunk each, buffers for restores."""
+    """How ``host_size`` is divided: rows of the staging ring, slots of one chunk each, buffers to read into."""
 
     ring_rows: int
     num_slots: int
     block_chunks: int
-    """Most chunks that a restore reads at a time: its buffers take at most ``1 / HOST_PARTS`` of the whole."""
+    """Most chunks that a restore works with at once: buffers for them take at most ``1 / HOST_PARTS`` of the whole."""
 
     @classmethod
     def least(cls) -> HostBudget:
@@ -76,7 +76,9 @@ class HostBudget:
             staging = min(
                 config.host_size // STAGING_PARTS, staged_passes * max(largest_pass, CHUNK_TOKENS) * row_bytes
             )
-        for_slots = config.host_size - staging - block_chunks * one_chunk
+        # What is read comes from a disk.
+        buffers = block_chunks * one_chunk if config.dirs else 0
+        for_slots = config.host_size - staging - buffers
         budget = cls(staging // row_bytes, for_slots // layout.chunk_bytes, block_chunks)
         if budget.ring_rows < CHUNK_TOKENS or budget.num_slots < _FEWEST_SLOTS:
             least = (config.staging_size or 0) + layout.chunk_bytes * (_FEWEST_SLOTS + 1) * 2

@@ -10,6 +10,7 @@ from sglang_hcache.capture.replayed import ReplayedRows
 from sglang_hcache.core.layout import PlanKind
 from sglang_hcache.device.memory import HostMemory, PinnedMemory
 from sglang_hcache.device.streams import Streams
+from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 
@@ -76,9 +77,12 @@ class DeviceBuffers:
 
 
 def may_store_hidden(model: ServedModel, method: PlanKind) -> bool:
-    """Whether ``method`` stores hidden states of some layers. ``auto`` does only where those are the smaller ones."""
-    if model.why_not_hidden is not None or not model.attention:
-        return False
+    """Whether ``method`` stores hidden states of some layers."""
+    return model.why_not_hidden is None and bool(model.attention) and chooses_hidden(method, model.shape)
+
+
+def chooses_hidden(method: PlanKind, shape: ModelShape) -> bool:
+    """Whether ``method`` stores hidden states where it may. ``auto`` does only where those are the smaller ones."""
     if method is PlanKind.AUTO:
-        return model.shape.hidden_row_bytes < model.shape.kv_row_bytes
+        return shape.hidden_row_bytes < shape.kv_row_bytes
     return method is PlanKind.HIDDEN

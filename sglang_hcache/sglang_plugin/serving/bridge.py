@@ -19,7 +19,7 @@ from sglang_hcache.core.observer import Counters
 from sglang_hcache.restore.engine import RestoreEngine
 from sglang_hcache.restore.gate import RestoreGate
 from sglang_hcache.restore.methods import LayerRestorer
-from sglang_hcache.restore.pipeline import LayerPipeline
+from sglang_hcache.restore.pipeline import NUM_BUFFERS, LayerPipeline
 from sglang_hcache.sglang_plugin.seam.budget import HostBudget
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 from sglang_hcache.sglang_plugin.seam.protocols import Device, Prompt
@@ -72,7 +72,8 @@ class Bridge:
         self._captures, self._is_on = config.method is not PlanKind.RECOMPUTE, True
         self.saving = Saving(model, tiers, budget, device, counters, gate, captures=self._captures)
         running = Running(device.ranks)
-        pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory)
+        num_buffers = NUM_BUFFERS if config.dirs else 0  # as in HostBudget
+        pipeline = LayerPipeline(tiers, restorer, budget.block_chunks, device.host_memory, num_buffers)
         self._engine = RestoreEngine(pipeline, counters, running.one_has_changed)
         self._maker = maker = RestoreMaker(device, tiers, config, counters, budget.block_chunks, gate)
         outcomes = Outcomes(device, tiers.layout, counters, gate)

@@ -77,12 +77,15 @@ def test_sizes_have_a_limit(
         ffn=FFNKind.GATED, ffn_size=13824, hidden_dtype_bytes=2, kv_dtype_bytes=2,
     )  # fmt: skip
     prefill = SimpleNamespace(backend="breakable", bs=list(given))
-    limit_sizes(prefill, shape, largest_pass)
+    limit_sizes(prefill, shape, largest_pass, stores_hidden=True)
     assert (prefill.backend, prefill.bs) == ("breakable", kept)
     assert ("more than 1,024 tokens are not recorded" in caplog.text) is (max(given) > 1024)
     none_left = SimpleNamespace(backend="breakable", bs=[2048])
-    limit_sizes(none_left, shape, 8192)
+    limit_sizes(none_left, shape, 8192, stores_hidden=True)
     assert none_left.backend == "disabled"
+    for_kv = SimpleNamespace(backend="breakable", bs=list(SIZES))
+    limit_sizes(for_kv, shape, 8192, stores_hidden=False)
+    assert for_kv.bs == list(SIZES), "there is nothing that would take device memory"
 
 
 def test_sglang_replays_short_prefills_with_our_graphs() -> None:

@@ -319,6 +319,18 @@ def test_a_disk_that_became_slow_is_not_taken_for_slow_work() -> None:
     assert late == 2
 
 
+def test_a_slow_disk_is_not_blamed_on_host_memory_that_has_most_of_a_prefix() -> None:
+    some = gate(run=per_token(2e-4))
+    mixed = decide(some, 4096, 64)
+    assert (mixed.tier, mixed.slowest_tier) == ("host", "disk")
+    for _ in range(3):
+        deadline_s = decide(some, 4096, 64).deadline_s(0.0)
+        some.restored(decide(some, 4096, 64), deadline_s, waited_s=0.9 * deadline_s, is_complete=False)
+    assert decide(some, 4096, 0).pays()
+    assert decide(some, 4096, 0).drift["host"] == 1.0
+    assert not decide(some, 0, 64).pays()
+
+
 def test_waiting_for_reads_as_predicted_is_no_slow_disk() -> None:
     some = gate(project=4e-5, run=per_token(2e-4))
     before = decide(some, 0, 1024)

@@ -26,16 +26,21 @@ from sglang_hcache.store import StoreConfig
 LAYOUT = StateLayout((Method.HIDDEN,) * 32, (4096 * 2,) * 32)
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
 @pytest.mark.parametrize("host_size", ["1GB", "4GB", "10GB"])
 @pytest.mark.parametrize("staging_size", [None, "200MB"])
 @pytest.mark.parametrize("largest_pass", [512, 8192])
-def test_the_parts_stay_within_the_whole(host_size: str, staging_size: str | None, largest_pass: int) -> None:
-    config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size})
+def test_the_parts_stay_within_the_whole(
+    host_size: str, staging_size: str | None, largest_pass: int, has_disk: bool
+) -> None:
+    """Without a disk tier nothing is read."""
+    disk = {"dirs": ["/d"]} if has_disk else {}
+    config = HCacheConfig.from_settings({"host_size": host_size, "staging_size": staging_size, **disk})
     budget = HostBudget.of(config, LAYOUT, largest_pass=largest_pass, staged_passes=2)
     used = (
         budget.ring_rows * sum(LAYOUT.row_bytes)
         + budget.num_slots * LAYOUT.chunk_bytes
-        + NUM_BUFFERS * buffer_bytes(LAYOUT, budget.block_chunks)
+        + (NUM_BUFFERS * buffer_bytes(LAYOUT, budget.block_chunks) if has_disk else 0)
     )
     assert config.host_size - LAYOUT.chunk_bytes < used <= config.host_size
     assert 1 <= budget.block_chunks <= 64
