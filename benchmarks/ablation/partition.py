@@ -105,7 +105,8 @@ class _TokenPipeline(LayerPipeline):
                 for part, begin in enumerate((0, split.hidden)):
                     if blocks[part].keys:
                         steps = tuple(2 * layer + part for layer in layers)
-                        yield Step(blocks[part], block_start + begin, steps)
+                        sizes = self.layer_bytes(blocks[part], steps)
+                        yield Step(blocks[part], block_start + begin, steps, sum(sizes.values()))
             block_start += split.total
 
     def rows(self, read: Read, layer: int) -> StoredRows:

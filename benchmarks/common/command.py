@@ -92,20 +92,29 @@ def carry_out(
         except Exception as error:
             failure = error
         data = found.results()
-        # Printed first: there may be no room for files.
-        if found.measured and as_json:
-            print(json.dumps(data, indent=2), flush=True)
-        elif found.measured:
-            report.show(data, new_console())
-        if found.measured and out is not None:
-            report.write(out, data)
-        if failure is not None:
-            raise failure
+        try:
+            if found.measured:
+                _tell(report, data, out, as_json=as_json)
+        finally:
+            if failure is not None:  # what went wrong first
+                raise failure
         if stopping.signal is not None:
             print(ended_early(name, stopping, found, out), file=sys.stderr)
             raise typer.Exit(stopping.exit_status)
     if data.get("unequal"):
         raise typer.Exit(1)
+
+
+def _tell(report: Report, data: Results, out: Path | None, *, as_json: bool) -> None:
+    """Print the results and write them: there may be no room for files, or nobody who reads."""
+    try:
+        if as_json:
+            print(json.dumps(data, indent=2), flush=True)
+        else:
+            report.show(data, new_console())
+    finally:
+        if out is not None:
+            report.write(out, data)
 
 
 def ended_early(name: str, stopping: Stopping, found: Gathered, out: Path | None) -> str:

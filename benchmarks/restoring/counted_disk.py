@@ -73,8 +73,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
     Raises:
         ConfigError: there is too little; chunks would push each other out.
     """
-    room = min(_STORE_BYTES, shutil.disk_usage(folder).free)
-    needed = num_bytes + 2 * _SEGMENT_BYTES
+    room, needed = shutil.disk_usage(folder).free, num_bytes + 2 * _SEGMENT_BYTES
     if room < needed:
         raise ConfigError(
             f"--dir: {format_bytes(room)} of room is too little, this takes up to {format_bytes(needed)}; name a "
@@ -82,11 +81,11 @@ def check_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def disk_config(folder: Path) -> StoreConfig:
-    """Of a new store in ``folder``."""
+def disk_config(folder: Path, num_bytes: int = 0) -> StoreConfig:
+    """Of a new store in ``folder`` that has room for ``num_bytes`` of chunks."""
     return StoreConfig(
         dirs=(folder,),
-        size_bytes=_STORE_BYTES,
+        size_bytes=max(_STORE_BYTES, num_bytes + 2 * _SEGMENT_BYTES),
         free_floor_bytes=0,
         segment_bytes=_SEGMENT_BYTES,
     )

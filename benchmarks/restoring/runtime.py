@@ -17,7 +17,7 @@ def restart_with_cpu_runtime() -> None:
         ConfigError: the machine has a GPU.
     """
     if has_gpu():
-        raise ConfigError("this measures restores on a CPU; on a GPU: benchmarks/gpu/run.py --only restores")
+        raise ConfigError("this measures a CPU; on a GPU: benchmarks/gpu/run.py")
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         return
     _, environment = prepare_launch([])

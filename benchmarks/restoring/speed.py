@@ -103,11 +103,12 @@ def _measure_tier(
             shape = rig.model.shape
             # Of each kind, and none stores more than K and V or hidden states of all layers.
             row_bytes = max(shape.kv_row_bytes, shape.hidden_row_bytes)
-            check_room(store.parent, 4 * max(settings.lengths_of(tier)) * shape.num_layers * row_bytes)
+            num_bytes = 4 * max(settings.lengths_of(tier)) * shape.num_layers * row_bytes
+            check_room(store.parent, num_bytes)
             closing.callback(shutil.rmtree, store, ignore_errors=True)
             # What is not slowed down is read as a server would.
             engine = None if limit is None else posix_engine(limit)
-            disk = DiskStore.open(disk_config(store), Counters(), engine)
+            disk = DiskStore.open(disk_config(store, num_bytes), Counters(), engine)
             closing.callback(disk.close)
             found.header.setdefault("io_engines", {})[tier] = disk.stats().engine
         profile = rig.profile(disk, settings.measure_s)

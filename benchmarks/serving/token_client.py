@@ -19,7 +19,8 @@ from sglang_hcache.cli.server.process import ServerProcess, ServerProcessError
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 3600.0  # a request may wait behind many that are computed
+_TIMEOUT_S = 300.0
+_ANSWER_TIMEOUT_S = 3600.0  # it may wait behind many that are computed
 _SETTLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _DEATH_S = 2.0
@@ -110,7 +111,9 @@ class TokenClient:
         }
         reader = _Reader()
         try:
-            async with self._http.stream("POST", f"{self._url}/generate", json=body) as response:
+            timeout = httpx.Timeout(_TIMEOUT_S, read=_ANSWER_TIMEOUT_S)
+            url = f"{self._url}/generate"
+            async with self._http.stream("POST", url, json=body, timeout=timeout) as response:
                 if response.is_error:
                     text = (await response.aread()).decode(errors="replace")
                     raise ChatError(f"{self._url}: HTTP {response.status_code}: {text}")

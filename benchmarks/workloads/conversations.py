@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sglang_hcache.core.errors import ConfigError
-from workloads.json_files import json_array, json_lines
+from workloads.json_files import json_array, json_lines, whole_characters
 from workloads.lengths import draw_lengths, draw_tokens
 
 MEAN_INPUT, MEAN_OUTPUT = 66.8, 358.8
@@ -21,6 +21,7 @@ _SPREAD = 1.0
 """Of generated lengths: standard deviation of the logarithm. Real ones have a long tail."""
 MOONCAKE_BLOCK = 512
 """Tokens of one id in ``hash_ids``."""
+_BEGIN_BYTES = 2**16
 _MOST = 2**53
 """Of a trace's numbers: milliseconds and tokens."""
 
@@ -92,8 +93,8 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"--dataset: {path} is not a file")
     with path.open("rb") as file:
-        begin = next((line for line in file if line.removeprefix(codecs.BOM_UTF8).strip()), b"")
-    if begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        begin = file.read(_BEGIN_BYTES).removeprefix(codecs.BOM_UTF8)
+    if begin.lstrip().startswith(b"["):
         yield from ((f"conversation {number}", record) for number, record in json_array(path))
     else:
         yield from ((f"line {number}", record) for number, record in json_lines(path))
@@ -132,10 +133,11 @@ def _text_rounds(record: object) -> TextRounds:
             isinstance(message.get(k), str) for k in ("from", "value")
         ):
             raise ValueError('a message must have the texts "from" and "value"')
+        text = whole_characters(message["value"])
         if message["from"] in ("human", "user"):
-            said = message["value"]
-        elif said and message["value"] and message["from"] in ("gpt", "assistant", "chatgpt"):
-            rounds.append((said, message["value"]))
+            said = text
+        elif said and text and message["from"] in ("gpt", "assistant", "chatgpt"):
+            rounds.append((said, text))
             said = None
     return rounds
 

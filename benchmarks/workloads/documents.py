@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_hcache.core.errors import ConfigError
 from sglang_hcache.testing.zipf import zipf_order
-from workloads.json_files import json_lines
+from workloads.json_files import json_lines, whole_characters
 from workloads.lengths import draw_lengths, draw_tokens
 
 QUESTIONS = 8
@@ -120,13 +120,13 @@ def _document(task: str, row: object) -> TextDocument:
     questions, answers = (_texts(name, row.get(name)) for name in ("instructions", "outputs"))
     if len(questions) != len(answers) or not questions:
         raise ValueError(f'{len(questions)} "instructions" and {len(answers)} "outputs"')
-    return TextDocument(task, text, questions, answers)
+    return TextDocument(task, whole_characters(text), questions, answers)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f'"{name}" must be a list of texts')
-    return tuple(value)
+    return tuple(map(whole_characters, value))
 
 
 def choose(documents: Sequence[TextDocument], count: int, *, seed: int) -> list[TextDocument]:

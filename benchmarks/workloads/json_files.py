@@ -11,17 +11,13 @@ from typing import Any
 from sglang_hcache.core.errors import ConfigError
 
 
-def _parsed(text: bytes) -> Any:
-    """Half a character, such as of an emoji that was cut, is replaced: no tokenizer takes it.
-
-    Raises:
-        ValueError: not JSON.
-    """
-    value = json.loads(text)
-    if rb"\ud" not in text.lower():
-        return value
-    whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
-    return json.loads(whole.decode("utf-16", "replace"))
+def whole_characters(text: str) -> str:
+    """``text``, in which half a character, such as of an emoji that was cut, is replaced: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
@@ -37,7 +33,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
                 if not line.removeprefix(codecs.BOM_UTF8).strip():
                     continue
                 try:
-                    yield number, _parsed(line)
+                    yield number, json.loads(line)
                 except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
                     raise ConfigError(f"--dataset: {file}, line {number}: not JSON: {error}") from None
     except OSError as error:
@@ -51,7 +47,7 @@ def json_array(file: Path) -> list[tuple[int, Any]]:
         ConfigError: the file cannot be read, or is not such an array.
     """
     try:
-        values = _parsed(file.read_bytes())
+        values = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"--dataset: cannot read {file}: {error.strerror}") from None
     except json.JSONDecodeError as error:

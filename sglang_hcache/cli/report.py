@@ -52,8 +52,10 @@ def new_table(columns: Sequence[str], right: set[str]) -> Table:
     """An empty table with a heading; columns in ``right`` hold numbers. In narrow windows all else folds."""
     table = _FoldingTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        is_number = column in right
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+        if column in right:
+            table.add_column(column, justify="right", overflow="ellipsis", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
     return table
 
 

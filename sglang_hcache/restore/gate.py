@@ -16,6 +16,7 @@ from sglang_hcache.plan.planner import fastest_restore
 from sglang_hcache.plan.profile import Profile
 from sglang_hcache.plan.timeline import spread_order
 from sglang_hcache.restore.drift import WEIGHT, Drift, Tries, bounded
+from sglang_hcache.tier.tiered import DISK
 
 OVERHEAD_S = 0.002
 """Between the scheduler's decision and the first read, and between the last layer and admission."""
@@ -80,8 +81,8 @@ class Decision:
     """Part of the restore: reading alone."""
     tier: str
     """The one whose reads take longest."""
-    slowest_tier: str
-    """The one that takes longest for a token: it is to blame where reads take longer than predicted."""
+    read_tier: str
+    """The disk, if a part is there: what lies in host memory is restored from where it is, and nobody waits for it."""
     bottleneck: str
     """That tier, or the work whose time decides."""
     drift: Mapping[str, float]
@@ -195,7 +196,10 @@ class RestoreGate:
             _COMPUTE: projected.count(Method.HIDDEN) * costs.compute_hidden_s
             + projected.count(Method.KV) * costs.compute_kv_s,
         }
-        slowest = max(unknown or parts, key=lambda tier: self._read_s(tier, parts[tier]))
+        slowest = max(
+            unknown or parts,
+            key=lambda tier: self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(parts[tier]),
+        )
         return Decision(
             num_recompute=times.num_recompute,
             work_s=times.total_s,
@@ -204,7 +208,7 @@ class RestoreGate:
             first_layers_s=work_s[_FIRST],
             io_s=times.io_s,
             tier=slowest,
-            slowest_tier=max(unknown or parts, key=lambda tier: self._read_s(tier, CHUNK_TOKENS)),
+            read_tier=DISK if DISK in parts else slowest,
             bottleneck=slowest
             if unknown or times.io_s >= times.compute_s
             else max(work_s, key=work_s.__getitem__),
@@ -267,7 +271,7 @@ class RestoreGate:
         name, predicted_s = decision.bottleneck, decision.job_s
         if 0 < decision.io_s < waited_s and waited_s > seconds / 2:
             # A disk has become slow. Blamed on the work, or on memory, restores from memory would stop as well.
-            name = decision.slowest_tier
+            name = decision.read_tier
             predicted_s = decision.job_s if decision.waits_for_reads else decision.io_s
         is_won = is_complete and seconds + OVERHEAD_S < decision.recompute_s
         self._tries.ended(decision.tier, was_tried=decision.is_try, is_won=is_won)
@@ -296,10 +300,6 @@ class RestoreGate:
     def _pass_s(self, num_tokens: int, start: int) -> float:
         layer_s = self.profile.compute.recompute.seconds(num_tokens, start)
         return len(self._stored) * self._drift.factors[_PREFILL] * layer_s
-
-    def _read_s(self, tier: str, num_tokens: int) -> float:
-        """Of one layer of K and V, to compare tiers by."""
-        return self._drift.factors[tier] * self.profile.tiers[tier].kv.seconds(num_tokens)
 
     @property
     def _fixed_s(self) -> float:

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -101,6 +101,8 @@ class Step:
     block: ChunkLease
     first_token: int
     layers: tuple[int, ...]
+    num_bytes: int
+    """Of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ class LayerPipeline:
             begins = first_token == 0 and not block.is_in_place
             layer_bytes = self.layer_bytes(block, job.layers)
             for layers in layers_of_steps(layer_bytes, self.most_bytes(block), begins=begins):
-                yield Step(block, first_token, layers)
+                yield Step(block, first_token, layers, sum(layer_bytes[layer] for layer in layers))
             first_token += CHUNK_TOKENS * len(block.keys)
 
     def layer_bytes(self, block: ChunkLease, layers: Iterable[int]) -> dict[int, int]:
@@ -269,15 +271,12 @@ class LayerPipeline:
 
     # -- a step after the other ------------------------------------------------------------------
 
-    def _may_start(self, read: Read, writes: Iterable[_Write]) -> bool:
+    def _may_start(self, read: Read, writes: Collection[_Write]) -> bool:
         """Whether ``read`` may be restored beside ``writes``."""
-        steps = [write.read.step for write in writes]
         if self._restorer.stage is None or read.buffer is not None:
-            return len(steps) < _MOST_WRITES
-        return len(steps) < _MOST_ASKED or sum(map(self._bytes_of, [*steps, read.step])) <= _MOST_ASKED_BYTES
-
-    def _bytes_of(self, step: Step) -> int:
-        return sum(self.layer_bytes(step.block, step.layers).values())
+            return len(writes) < _MOST_WRITES
+        asked = sum(write.read.step.num_bytes for write in writes)
+        return len(writes) < _MOST_ASKED or asked + read.step.num_bytes <= _MOST_ASKED_BYTES
 
     def _begin(self, step: Step) -> Read:
         if step.block.is_in_place:

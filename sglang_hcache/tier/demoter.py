@@ -235,8 +235,7 @@ class Demoter:
     def _demote(self, chunks: dict[ChunkKey, ChunkInfo]) -> None:
         """Write ``chunks``, and all others that have to be written now."""
         more: list[ChunkInfo] = []
-        is_behind = self._is_behind()
-        if is_behind:
+        if self._is_behind():
             more = self._host.oldest_dirty(self._host.num_slots)
         elif self._is_short_of_slots():
             # Of a disk that took nothing a moment ago little is asked: it is asked again for each slot that is needed.
@@ -244,9 +243,10 @@ class Demoter:
             more = self._host.oldest_dirty(count, pinned=False)
         chunks.update((info.key, info) for info in more)
         runs = [*form_runs(chunks.values(), self._run_chunks)]
-        if not is_behind:
+        sizes = self._host.layout.chunk_layer_bytes
+        if not self._eager() and self._disk.admits(len(chunks), sizes, reused=False):
             # The oldest prefix first, and its tail before its head: what is written first is evicted first, in memory
-            # and on disk. Where all has to be written, time may run out: the newest prefix first, from its head on.
+            # and on disk. Not where time or the write budget may run out: a tail without its head is never found.
             runs.reverse()
         # Before that what was used again: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):

@@ -173,6 +173,13 @@ def check_without_disk(server: TierServer, let_go: Callable[[], None]) -> None:
         wait_for(
             lambda: server.state()["disk"]["chunks"] == both, "what is new, and what was there, to be on disk"
         )
+        for seed in range(100, 100 + server.state()["host"]["slots"] // 14):
+            server.ask(random_prompt(seed, 900), tokens=1)
+        server.to_tiers()
+        from_disk = server.ask(late)
+        assert from_disk.disk > 0, "host memory holds what came since"
+        assert from_disk.host + from_disk.disk == 896
+        assert largest_difference(from_disk, before) <= TOLERANCE
         server.assert_nothing_left()
         server.process.stop()
         server.process.start()
@@ -214,7 +221,10 @@ def test_a_second_server_on_the_folder_is_refused(tiny_model: Callable[..., Path
         assert log.index("if it still is when the model is loaded") < log.index("Load weight begin")
         assert f"is in use by process {os.getpid()}; stop it or use other directories (--hcache-dirs)" in log
         check_without_disk(
-            server_on(tmp_path, tiny_model(), "--hcache-disk-at-start", "optional"), holder.close
+            server_on(
+                tmp_path, tiny_model(), "--hcache-disk-at-start", "optional", "--hcache-host-size", "16MB"
+            ),
+            holder.close,
         )
     finally:
         holder.close()

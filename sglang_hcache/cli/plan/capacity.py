@@ -58,7 +58,7 @@ class Sizing:
             "keep_s": self.keep_s,
             "kept_tokens": kept,
             "disk_size": disk,
-            "host_size_without_disk": max(least_host, host_size_for(staging, disk)),
+            "host_size_without_disk": max(least_host, staging + disk),  # nothing is read into buffers
             "written_per_s": written_per_s,
             "written_a_day": written_a_day,
             "drive_size": self.drive_bytes,

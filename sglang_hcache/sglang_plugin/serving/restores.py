@@ -99,6 +99,8 @@ class RestoreCoordinator:
     def queue(self, prompt: Prompt, keys: list[ChunkKey]) -> None:
         """A request enters the waiting queue; ``keys`` name the whole chunks of ``prompt.tokens``."""
         self.drop(prompt.rid)
+        if self.running:
+            self._starter.look_again()  # it must not take the place of one that waits for its restore
         if not keys:
             return
         self._ranks.sync()
@@ -223,7 +225,7 @@ class RestoreCoordinator:
         self._ranks.sync(waiting=len(self.waiting), restoring=self.running.tokens, **device)
         self._maker.give_up_late(self.running)
         self.reap()
-        for rid in self.waiting.gone():
+        for rid in self.waiting.gone(self._ranks.now()):
             self.drop(rid)
         self._relieve()
         self._starter.start_pending()

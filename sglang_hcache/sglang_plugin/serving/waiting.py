@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from sglang_hcache.core.keys import ChunkKey
@@ -51,7 +52,7 @@ class Waiting:
         self._observer = observer
         self._tickets: dict[str, Ticket] = {}
         self.clock = clock
-        self._last_look = clock()
+        self._last_look = -math.inf
         self.pinned_tokens = 0
         """Those that were restored and are pinned."""
 
@@ -125,9 +126,10 @@ class Waiting:
         tickets = (outdated[request.rid] for request in queue if request.rid in outdated)
         return list(itertools.islice(tickets, _MOST_LOOKED_UP))
 
-    def gone(self) -> list[str]:
-        """Those whose requests left the queue without telling us. Looks once a second."""
-        now = self.clock()
+    def gone(self, now: float) -> list[str]:
+        """Those whose requests left the queue without telling us. Looks once a second, by a clock that never stands
+        still.
+        """
         if now - self._last_look < _LOOK_EVERY_S:
             return []
         self._last_look = now

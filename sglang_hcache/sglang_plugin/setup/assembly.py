@@ -106,13 +106,11 @@ class _Assembly:
         self._disk, self._left_out = open_disk(
             self._config, model.shape.hidden_size, self._counters, model.ranks
         )
-        if self._left_out is not None:
-            self._config = self._config.model_copy(update={"dirs": ()})
 
     def _build(self, machine: Callable[[Sequence[Path]], str]) -> Bridge:
         config, model, device = self._config, self._model, self._device
         restorer, counters, labels = self._restorer, self._counters, self._labels
-        profile = self._profile(machine(config.dirs))
+        profile = self._profile(machine(() if self._disk is None else config.dirs))
         weights = model.weights()
         stored = choose_stored(config, profile, model.shape, self._disk, weights)
         layout = model.layout(stored)
@@ -123,7 +121,7 @@ class _Assembly:
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
         log_model(self._asked, model, stored, self._check)
         if config.method is not PlanKind.RECOMPUTE:
-            log_tiers(config, tiers, budget, device.tree.capacity())
+            log_tiers(config, tiers, budget, device.tree.capacity(), device.ranks.size)
         logger.info("hcache: namespace %s (weights %s)", namespace.namespace_id().hex(), weights.hex()[:8])
         if gate is not None:
             logger.info("hcache: %s", prediction_text(gate, model.context_length))

@@ -55,9 +55,12 @@ def log_model(
         )  # fmt: skip
 
 
-def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget, pool_tokens: int) -> None:
+def log_tiers(
+    config: HCacheConfig, tiers: TieredStore, budget: HostBudget, pool_tokens: int, num_ranks: int = 1
+) -> None:
     """
     Args:
+        config: one rank's share.
         pool_tokens: that the KV pool holds.
     """
     disk = "no disk tier (give --hcache-dirs for one)"
@@ -86,7 +89,7 @@ def log_tiers(config: HCacheConfig, tiers: TieredStore, budget: HostBudget, pool
             "hcache: the KV pool holds %d tokens, no fewer than the host tier: what the pool drops has mostly left the "
             "host tier before, so hardly anything is restored from there; for twice as many set --hcache-host-size to "
             "%s, or give the pool less (--max-total-tokens)", pool_tokens,
-            format_bytes(host_size_for(budget.ring_rows * row_bytes, 2 * pool_tokens * row_bytes)),
+            format_bytes(num_ranks * host_size_for(budget.ring_rows * row_bytes, 2 * pool_tokens * row_bytes)),
         )  # fmt: skip
 
 

@@ -136,7 +136,8 @@ def _check_new(found: Sequence[_Candidate]) -> None:
     for item in found:
         if item.damage is not None:
             raise item.damage
-        if item.has_segments:
+        # The superblock of one that does not answer may say whose they are.
+        if item.has_segments and all(other.error is None for other in found):
             raise lost_superblock(item.volume.path)
         if item.error is not None and item.error.errno == errno.ENODEV:
             raise StoreFormatError(f"cannot use {item.volume.path} (--hcache-dirs): {item.error.strerror}")

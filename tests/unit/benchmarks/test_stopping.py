@@ -147,6 +147,32 @@ def test_what_was_measured_before_an_error_is_printed_and_written(
     assert json.loads((out / "x.json").read_text())["missing"] == ["alpha 1"]
 
 
+def test_what_nobody_reads_is_written(parts: SimpleNamespace, tmp_path: Path) -> None:
+    """Its terminal was closed, or ``tee`` got Ctrl-C as well."""
+    (out := tmp_path / "out").mkdir()
+
+    class Closed(list):  # type: ignore[type-arg]
+        def append(self, _: object) -> None:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        carry_out(parts, tmp_path, measure_until(None), out=out, shown=Closed())
+    assert json.loads((out / "x.json").read_text())["complete"]
+
+
+def test_the_first_error_is_told(parts: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "out" / "x.json").mkdir(parents=True)
+
+    def measure(_scratch: Path, found: Any) -> None:
+        found.expect(["alpha 0"])
+        found.add("alpha 0", [{"name": "alpha 0"}])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error:
+        carry_out(parts, tmp_path, measure, out=tmp_path / "out")
+    assert isinstance(error.value.__context__, IsADirectoryError)
+
+
 def test_what_cannot_be_written_is_printed(parts: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "out" / "x.json").mkdir(parents=True)
     shown: list[dict[str, Any]] = []

@@ -56,6 +56,18 @@ def test_the_settings(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     assert rows(monkeypatch, width, "flags")
 
 
+def test_a_number_that_does_not_fit_is_seen_to_be_cut() -> None:
+    """278,52 would be another number."""
+    table = new_table(["what", "bytes a token"], right={"bytes a token"})
+    table.add_row("all of them", "278,528")
+    for width in range(4, 20):
+        console = Console(width=width)
+        with console.capture() as capture:
+            console.print(table)
+        shown = capture.get()
+        assert "278,528" in shown or "…" in shown, (width, shown)
+
+
 def test_a_table_that_fits_is_not_folded() -> None:
     table = new_table(["what", "bytes a token"], right={"bytes a token"})
     table.add_row("all", "278,528")

@@ -124,6 +124,28 @@ def test_of_a_prefix_that_was_demoted_the_head_is_kept_longest(tmp_path: Path) -
     tiers.close()
 
 
+def test_a_write_budget_is_not_spent_on_a_tail_without_its_head(tmp_path: Path) -> None:
+    keys = [key(name) for name in range(1, 33)]
+    few = open_tiers(tmp_path / "few")
+    for name in range(1, 5):
+        put(few, name)
+    few.demote(lambda: keys)
+    wait_until_saved(few)
+    assert few.disk is not None
+    of_four = few.disk.stats().written_today_bytes
+    few.close()
+    tiers = open_tiers(tmp_path / "store", slots=40, write_budget=6 * of_four)
+    for name in range(1, 33):
+        put(tiers, name)
+    tiers.demote(lambda: keys)
+    wait_until_saved(tiers)
+    assert tiers.disk is not None
+    on_disk = [tiers.disk.contains(key) for key in keys]
+    assert 4 <= sum(on_disk) < 32
+    assert on_disk == sorted(on_disk, reverse=True)
+    tiers.close()
+
+
 def test_of_all_that_has_to_be_written_at_once_the_head_comes_first(tmp_path: Path) -> None:
     """A stop has little time."""
     tiers = open_tiers(tmp_path / "store", slots=40)

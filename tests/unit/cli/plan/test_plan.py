@@ -211,7 +211,7 @@ def test_sizes_and_wear_of_a_load(plan, plan_json):
     assert sizes["host_size_at_least"] == 12 * 8192 * row
     assert sizes["kept_tokens"] == 1_200_000
     assert sizes["disk_size"] == 1_200_000 * row
-    assert sizes["host_size_without_disk"] > sizes["disk_size"] * 8 / 7
+    assert sizes["host_size_without_disk"] == sizes["disk_size"] + 3 * 8192 * row
     assert sizes["written_a_day"] == 2000 * row * 86_400
     assert sizes["drive_writes_a_day"] == pytest.approx(11.3, abs=0.05)
     out = plan("llama2-7b", *RATES, *LOAD)[1]

@@ -259,3 +259,42 @@ def test_what_comes_back_begins_inside_of_the_chunk_that_an_answer_began(schedul
     scheduler.prefill(again)
     scheduler.finish(again)
     assert scheduler.stored(again) == [True, True]
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128])
+def test_requests_that_begin_and_end_at_the_edges_of_chunks(scheduler: Scheduler, length: int) -> None:
+    one = scheduler.request("one", prompt(1, length))
+    scheduler.prefill(one)
+    scheduler.decode(one, passes=192 - length)
+    scheduler.finish(one)
+    assert scheduler.stored(one) == [True] * 3
+
+
+def test_rows_of_two_requests_of_one_id_are_not_mixed(scheduler: Scheduler) -> None:
+    old, new = scheduler.request("again", prompt(1, 70)), scheduler.request("again", prompt(2, 70))
+    scheduler.prefill(old)
+    scheduler.decode(old, passes=10)
+    scheduler.prefill(new)
+    scheduler.decode(old, new, passes=64)
+    scheduler.finish(old)
+    scheduler.finish(new)
+    assert [scheduler.stored(req) for req in (old, new)] == [[True, None], [None, None]]
+
+
+def test_new_weights_end_the_chunk_that_an_answer_began(scheduler: Scheduler) -> None:
+    one = scheduler.request("one", prompt(1, 70))
+    scheduler.prefill(one)
+    scheduler.decode(one, passes=10)
+    scheduler.update("b")
+    scheduler.decode(one, passes=64)
+    scheduler.finish(one)
+    assert scheduler.stored(one) == [True, None]
+
+
+def test_kv_of_other_weights_is_noticed_though_no_chunk_of_it_is_whole(scheduler: Scheduler) -> None:
+    one = scheduler.request("one", prompt(1, 70))
+    scheduler.prefill(one)
+    scheduler.update("b")
+    scheduler.decode(one)
+    scheduler.update("a")
+    assert not scheduler.saves_behind_the_device()

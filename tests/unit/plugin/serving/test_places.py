@@ -18,11 +18,24 @@ def test_who_waits_for_its_restore_keeps_its_place(places: int, admitted: list[s
     for rid in ("b", "c"):
         world.queue(rid, [7] * 10)
     world.coordinator.tick()
-    world.queue("d", [7] * 10)  # comes before the next look at the queue
+    world.queue("d", [7] * 10)
     assert [rid for rid in "bcd" if world.coordinator.may_be_admitted(rid)] == admitted
     world.engine.end(RestoreState.DONE)
     world.coordinator.tick()
     assert all(world.coordinator.may_be_admitted(rid) for rid in "abcd")
+
+
+def test_several_that_come_at_once_do_not_take_it_either() -> None:
+    world = World()
+    world.scheduler.most_places = 4
+    world.store(tokens(1, 4))
+    world.queue("a", tokens(1, 4))
+    world.queue("b", [7] * 10)
+    world.coordinator.tick()
+    for rid in ("c", "d", "e"):
+        world.queue(rid, [7] * 10)
+    world.coordinator.tick()
+    assert [rid for rid in "bcde" if world.coordinator.may_be_admitted(rid)] == ["b", "c", "d"]
 
 
 def test_who_waits_for_its_restore_keeps_its_adapters_place() -> None:

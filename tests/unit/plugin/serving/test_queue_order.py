@@ -268,6 +268,7 @@ def test_short_prompts_wait_behind_who_found_no_room_as_long_as_that_one_waits(l
 
 def test_with_room_for_all_nobody_waits() -> None:
     world = world_for(recompute_s=2e-4)
+    world.scheduler.most_places = 102
     start(world, "restored", tokens(1, 4))
     for number in range(100):
         world.queue(f"short {number}", [number + 10])

@@ -45,7 +45,7 @@ def test_a_host_tier_that_holds_no_more_than_the_pool(
         layout=SimpleNamespace(row_bytes=(600_000, 400_000)),
     )  # fmt: skip
     with caplog.at_level(logging.INFO):
-        log_tiers(HCacheConfig(), tiers, HostBudget.least(), pool_tokens)
-    # Staging of 64 tokens and room for 2 * 576, of 1 MB each, and an eighth for restores.
-    found = [record for record in caplog.records if "set --hcache-host-size to 1.4 GB, or" in record.message]
+        log_tiers(HCacheConfig(), tiers, HostBudget.least(), pool_tokens, num_ranks=2)
+    # Staging of 64 tokens and room for 2 * 576, of 1 MB each, and an eighth for restores: on each of two ranks.
+    found = [record for record in caplog.records if "set --hcache-host-size to 2.8 GB, or" in record.message]
     assert [record.levelno for record in found] == ([logging.INFO if has_disk else logging.WARNING] * is_told)
