@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,9 @@ def _tell(report: Report, data: Results, out: Path | None, *, as_json: bool) -> 
             print(json.dumps(data, indent=2), flush=True)
         else:
             report.show(data, new_console())
+    except (BrokenPipeError, SystemExit):  # rich's: nobody reads any more
+        # What is left could not be written at the end, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         if out is not None:
             report.write(out, data)

@@ -246,7 +246,7 @@ class Demoter:
         sizes = self._host.layout.chunk_layer_bytes
         if not self._eager() and self._disk.admits(len(chunks), sizes, reused=False):
             # The oldest prefix first, and its tail before its head: what is written first is evicted first, in memory
-            # and on disk. Not where time or the write budget may run out: a tail without its head is never found.
+            # and on disk. Not where time or the write budget may run out meanwhile: no tail is found without its head.
             runs.reverse()
         # Before that what was used again: it must not find the write budget used up by what was not.
         for run in sorted(runs, key=lambda run: not self._host.is_reused(run[0].key)):

@@ -147,17 +147,40 @@ def test_what_was_measured_before_an_error_is_printed_and_written(
     assert json.loads((out / "x.json").read_text())["missing"] == ["alpha 1"]
 
 
-def test_what_nobody_reads_is_written(parts: SimpleNamespace, tmp_path: Path) -> None:
-    """Its terminal was closed, or ``tee`` got Ctrl-C as well."""
-    (out := tmp_path / "out").mkdir()
-
-    class Closed(list):  # type: ignore[type-arg]
-        def append(self, _: object) -> None:
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        carry_out(parts, tmp_path, measure_until(None), out=out, shown=Closed())
-    assert json.loads((out / "x.json").read_text())["complete"]
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_nobody_reads_is_written(as_json: bool, tmp_path: Path) -> None:
+    """``tee`` got Ctrl-C as well. The exit status is that of the signal."""
+    program = (
+        "import signal, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[3] / 'benchmarks')!r})\n"
+        "from common import command, results\n"
+        "class Report:\n"
+        "    show = staticmethod(lambda data, console: console.print('x' * 9999))\n"
+        "    write = staticmethod(lambda folder, data: results.write_json(folder / 'x.json', data))\n"
+        "def measure(scratch, found):\n"
+        "    found.expect(['a', 'b'])\n"
+        "    found.add('a', [{'name': 'a'}])\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "app = command.new_app()\n"
+        "@app.command()\n"
+        "@command.errors_told('x')\n"
+        "def main() -> None:\n"
+        f"    command.carry_out('x', measure, Report, folder=None, out=Path('.'), as_json={as_json})\n"
+        "app()\n"
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], stdout=writes, stderr=subprocess.PIPE, cwd=tmp_path, text=True
+        )
+    finally:
+        os.close(writes)
+    assert (ended.returncode, "ended by Ctrl-C" in ended.stderr) == (130, True), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["missing"] == ["b"]
 
 
 def test_the_first_error_is_told(parts: SimpleNamespace, tmp_path: Path) -> None:
