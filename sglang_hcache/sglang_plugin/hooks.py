@@ -142,7 +142,9 @@ def _request_queued(_original: Callable[..., None], scheduler: Any, req: Any) ->
     batches.keep_apart(req, bridge.adapters)
     req.init_next_round_input()  # its tokens; SGLang looks for them in the tree when the request may be admitted
     prompt = batches.prompt_of(req)
-    if prompt is not None:
+    if prompt is None:
+        bridge.restores.newcomer()
+    else:
         bridge.queue(prompt)
 
 

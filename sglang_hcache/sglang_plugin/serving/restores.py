@@ -98,9 +98,8 @@ class RestoreCoordinator:
 
     def queue(self, prompt: Prompt, keys: list[ChunkKey]) -> None:
         """A request enters the waiting queue; ``keys`` name the whole chunks of ``prompt.tokens``."""
+        self.newcomer()
         self.drop(prompt.rid)
-        if self.running:
-            self._starter.look_again()  # it must not take the place of one that waits for its restore
         if not keys:
             return
         self._ranks.sync()
@@ -113,6 +112,10 @@ class RestoreCoordinator:
             return
         self._maker.looked_up(ticket, is_hit=is_hit)
         ticket.note("queued with %d whole chunks, a %s", len(keys), "hit" if is_hit else "miss")
+
+    def newcomer(self) -> None:
+        """A request, which may have no ticket, enters the queue."""
+        self._starter.newcomer()
 
     def may_be_admitted(self, rid: str) -> bool:
         """False while the request should wait for its restore, or for that of an earlier one that it would harm."""

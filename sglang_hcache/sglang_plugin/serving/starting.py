@@ -62,12 +62,17 @@ class Starter:
         self._overtaking = Overtaking(device, self._room, running, waiting, maker.may_overtake)
         self._holding_until = 0.0
         self._next_look = 0.0
+        self._has_newcomer = False
 
     # -- what others tell ------------------------------------------------------------------------
 
     def look_again(self) -> None:
         """There may be room now."""
         self._next_look = 0.0
+
+    def newcomer(self) -> None:
+        """Another request is in the queue: it must not take the place of one that waits for its restore."""
+        self._has_newcomer = True
 
     def hold(self, seconds: float) -> None:
         """Leave the room that there is now to the head of the queue for so long."""
@@ -114,8 +119,11 @@ class Starter:
 
         The ones behind it must not take the room that it waits for. None may take what requests before it need.
         """
-        now = self._now()
+        now, has_newcomer = self._now(), self._has_newcomer
+        self._has_newcomer = False
         if now < self._holding_until or now < self._next_look:
+            if has_newcomer:
+                self._overtaking.look()
             return
         self._next_look = now + _LOOK_AGAIN_S
         self._room.look()

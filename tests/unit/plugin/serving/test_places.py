@@ -25,15 +25,24 @@ def test_who_waits_for_its_restore_keeps_its_place(places: int, admitted: list[s
     assert all(world.coordinator.may_be_admitted(rid) for rid in "abcd")
 
 
-def test_several_that_come_at_once_do_not_take_it_either() -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("have_tickets", [False, True])
+def test_several_that_come_at_once_do_not_take_it_either(have_tickets: bool, is_held: bool) -> None:
     world = World()
     world.scheduler.most_places = 4
     world.store(tokens(1, 4))
     world.queue("a", tokens(1, 4))
     world.queue("b", [7] * 10)
     world.coordinator.tick()
+    if is_held:
+        world.coordinator._starter.hold(60.0)
     for rid in ("c", "d", "e"):
-        world.queue(rid, [7] * 10)
+        if have_tickets:
+            world.queue(rid, [7] * 100)
+        else:
+            world.coordinator.newcomer()
+            world.scheduler.sizes[rid] = 10, 0
+            world.scheduler.line.append(rid)
     world.coordinator.tick()
     assert [rid for rid in "bcde" if world.coordinator.may_be_admitted(rid)] == ["b", "c", "d"]
 
