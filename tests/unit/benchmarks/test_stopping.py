@@ -155,6 +155,7 @@ def test_what_nobody_reads_is_written(as_json: bool, tmp_path: Path) -> None:
         "from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[3] / 'benchmarks')!r})\n"
         "from common import command, results\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # the background of a script may ignore it
         "class Report:\n"
         "    show = staticmethod(lambda data, console: console.print('x' * 9999))\n"
         "    write = staticmethod(lambda folder, data: results.write_json(folder / 'x.json', data))\n"
