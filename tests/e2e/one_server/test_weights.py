@@ -147,6 +147,7 @@ def test_requests_that_run_or_restore_meanwhile(
             restoring = threads.submit(server.ask, waiting)
             wait_for(lambda: server.state()["in_flight_tokens"] > 0, "a restore")
             server.post("/pause_generation", {"mode": mode})
+            server.state()  # the scheduler answers it behind the pause, for whose beginning SGLang does not wait
         from_disk(server, models[1], flush_cache=False)
         server.post("/continue_generation", {"torch_empty_cache": False})
         answers = [result_of(running), result_of(restoring)]
