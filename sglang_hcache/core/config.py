@@ -334,6 +334,10 @@ STAGED_PASSES, STAGED_PASSES_AHEAD = 2, 3
 """Prefill passes that staging should hold; the second one where a pass begins before the last one has ended."""
 
 
+KV_POOLS = 2
+"""KV pools that host memory should hold: what the device evicts was saved before, and must not have left since."""
+
+
 def host_size_for(staging_bytes: int, chunk_bytes: int) -> int:
     """The ``host_size`` that has room for ``chunk_bytes`` of chunks beside a staging area of ``staging_bytes``."""
     return max((staging_bytes + chunk_bytes) * HOST_PARTS // (HOST_PARTS - 1), 2 * staging_bytes)

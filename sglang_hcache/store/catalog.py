@@ -190,14 +190,11 @@ class Catalog:
         with self._lock:
             self._admit(run)
 
-    def drop_run(self, run: StoredRun) -> bool:
-        """Make a run a miss; False if it already was."""
+    def drop_run(self, run: StoredRun) -> None:
+        """Make a run a miss, if it is none."""
         with self._lock:
-            if run.dropped:
-                return False
-            self._forget(run)
-            run.segment.runs.discard(run)
-            return True
+            if not run.dropped:
+                self._forget(run)
 
     def drop_file(self, segment: Segment, stripe: int) -> list[StoredRun]:
         """Make all runs misses that have a part in the file of ``segment`` in directory ``stripe``; returns them."""
@@ -205,7 +202,6 @@ class Catalog:
             gone = [run for run in segment.runs if not run.dropped and run.place.shape.part_bytes[stripe]]
             for run in gone:
                 self._forget(run)
-                segment.runs.discard(run)
             return gone
 
     def quarantine(self, run: StoredRun, chunks: Mapping[int, str]) -> dict[int, str]:
@@ -232,7 +228,6 @@ class Catalog:
             chunks = [key for run in runs for key in run.place.keys if self._chunks.get(key) is run]
             for run in runs:
                 self._forget(run)
-            segment.runs.clear()
             return Retired([run.number for run in runs], chunks)
 
     # -- eviction --------------------------------------------------------------------------------
@@ -308,6 +303,7 @@ class Catalog:
         self._quarantined += len(run.quarantined)
 
     def _forget(self, run: StoredRun) -> None:
+        run.segment.runs.discard(run)
         run.dropped = True
         self._quarantined -= len(run.quarantined)
         for index in range(len(run.place.keys)):

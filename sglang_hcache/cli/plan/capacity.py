@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hcache.core.config import STAGED_PASSES_AHEAD, STAGING_PARTS, host_size_for
+from sglang_hcache.core.config import KV_POOLS, STAGED_PASSES_AHEAD, STAGING_PARTS, host_size_for
 from sglang_hcache.core.units import format_bytes, format_duration
 
 _DAY_S = 86_400
-_POOLS = 2
-"""KV pools that host memory should hold: what the device evicts was saved before, and must not have left since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,10 @@ class Sizing:
             "host_size_at_least": least_host,
         }
         if self.pool_tokens is not None:
-            pools = _POOLS * self.pool_tokens * bytes_per_token
+            for_pool = host_size_for(staging, KV_POOLS * self.pool_tokens * bytes_per_token)
             sizes |= {
                 "pool_tokens": self.pool_tokens,
-                "host_size_for_pool": max(least_host, host_size_for(staging, pools)),
+                "host_size_for_pool": max(least_host, for_pool),
             }
         if self.tokens_per_s is None:
             return sizes
@@ -74,7 +72,7 @@ class Sizing:
         lines = [f"Memory    {least} at least on a GPU, for prefill passes of {self.pass_tokens:,} tokens"]
         if self.pool_tokens is not None:
             size = format_bytes(data["host_size_for_pool"])
-            lines.append(f"          {size} for {_POOLS} times the KV pool's {self.pool_tokens:,} tokens")
+            lines.append(f"          {size} for {KV_POOLS} times the KV pool's {self.pool_tokens:,} tokens")
         if self.tokens_per_s is None:
             return lines
         kept = f"{self.tokens_per_s:,g} tokens/s for {format_duration(self.keep_s)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sglang_hcache.core.config import HCacheConfig, host_size_for
+from sglang_hcache.core.config import KV_POOLS, HCacheConfig, host_size_for
 from sglang_hcache.core.layout import CHUNK_TOKENS, Method, PlanKind
 from sglang_hcache.core.units import format_bytes, format_duration
 from sglang_hcache.plan.stored import PLANNED_TOKENS, planned_tier
@@ -89,7 +89,7 @@ def log_tiers(
             "hcache: the KV pool holds %d tokens, no fewer than the host tier: what the pool drops has mostly left the "
             "host tier before, so hardly anything is restored from there; for twice as many set --hcache-host-size to "
             "%s, or give the pool less (--max-total-tokens)", pool_tokens,
-            format_bytes(num_ranks * host_size_for(budget.ring_rows * row_bytes, 2 * pool_tokens * row_bytes)),
+            format_bytes(num_ranks * host_size_for(budget.ring_rows * row_bytes, KV_POOLS * pool_tokens * row_bytes)),
         )  # fmt: skip
 
 
