@@ -18,6 +18,7 @@ from sglang_hcache.core.errors import ConfigError
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where they are
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_BESIDE_COMPUTATIONS = 1  # cudaMemcpyFlagPreferOverlapWithCompute
 _BATCHES_SINCE = 13
 """CUDA's version. In 12.8 and 12.9 ``cudaMemcpyBatchAsync`` has one argument more."""
 
@@ -86,7 +87,7 @@ class Batches:
         self._one_by_one = one_by_one
         self._forget_error = forget_error
         self._has_worked = False
-        self._attributes = _Attributes(source_order=_IN_STREAM_ORDER)
+        self._attributes = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATIONS)
         self._first_copy = ctypes.c_size_t(0)  # that the attributes are for
 
     def __call__(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:

@@ -180,10 +180,10 @@ class CudaStreams:
         return self._on(self._computations)
 
     def copied(self) -> Mark:
-        return _Events([_event_of(self._copies)])
+        return _Events(self.device, [_event_of(self._copies)])
 
     def computed(self) -> Mark:
-        return _Events([_event_of(self._computations)])
+        return _Events(self.device, [_event_of(self._computations)])
 
     def copy_after(self, mark: Mark) -> None:
         assert isinstance(mark, _Events)
@@ -195,7 +195,7 @@ class CudaStreams:
 
     def fence(self) -> Mark:
         streams = {torch.cuda.current_stream(self.device), *self._others}
-        return _Events([_event_of(stream) for stream in streams])
+        return _Events(self.device, [_event_of(stream) for stream in streams])
 
     def inline(self, work: Callable[[], object]) -> None:
         work()
@@ -208,7 +208,7 @@ class CudaStreams:
         self._forked.wait_event(_event_of(torch.cuda.current_stream(self.device)))
         with self._on(self._forked):
             work()
-        return _Events([_event_of(self._forked)])
+        return _Events(self.device, [_event_of(self._forked)])
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
         with self._on(self._copies):
@@ -278,15 +278,21 @@ class _Stamp:
 
 
 class _Events:
-    """A :class:`Mark` of one or several streams."""
+    """A :class:`Mark` of one or several streams.
 
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+    A thread that has no device yet gets this one: else CUDA would set up the first GPU for it, too.
+    """
+
+    def __init__(self, device: torch.device, events: Sequence[torch.cuda.Event]) -> None:
+        self._device = device
         self._events = tuple(events)
 
     def is_reached(self) -> bool:
+        torch.cuda.set_device(self._device)
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
+        torch.cuda.set_device(self._device)
         for event in self._events:
             event.synchronize()
 

@@ -14,9 +14,6 @@ from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.restore.stage import DeviceStage, StageSizes
 from sglang_hcache.sglang_plugin.seam.model import ServedModel
 
-_SAVED_ROWS = 2048
-"""Rows that a buffer of saving holds."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffers:
@@ -54,8 +51,7 @@ class DeviceBuffers:
         hidden_row_bytes = shape.hidden_row_bytes if model.why_not_hidden is None else shape.kv_row_bytes
         sizes = StageSizes.of(hidden_row_bytes, shape.kv_row_bytes)
         stage = DeviceStage(streams(), sizes, model.context_length)
-        row_bytes = max(hidden_row_bytes, shape.kv_row_bytes)
-        ring, replayed = DeviceRing(streams(), _SAVED_ROWS * row_bytes), None
+        ring, replayed = DeviceRing(streams(), sizes.buffer_bytes), None
         if most_replayed and may_store_hidden(model, method):
             replayed = ReplayedRows(
                 streams(),

@@ -55,7 +55,7 @@ class Runtime:
         self, targets: int, sources: int, sizes: int, count: int, attributes: int, firsts: int, number: int, stream: int
     ) -> int:  # fmt: skip
         """Last piece first: CUDA promises no order."""
-        assert _read(attributes, count=6, of=ctypes.c_int) == [1, 0, 0, 0, 0, 0]
+        assert _read(attributes, count=6, of=ctypes.c_int) == [1, 0, 0, 0, 0, 1]
         assert _read(firsts, count=number) == [0]
         assert stream == STREAM
         self.calls.append("batch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,14 @@ class Cuda:
         self.current = Stream(self)
         self.waited: list[Event] = []
         """By the CPU."""
+        self.have_device: set[int] = set()
+        """Threads."""
+
+    def set_device(self, device: torch.device) -> None:
+        self.have_device.add(threading.get_ident())
+
+    def is_asked(self) -> None:
+        assert threading.get_ident() in self.have_device, "CUDA would set up the first GPU for this thread"
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
@@ -54,9 +63,11 @@ class Event:
         self.reached = set(stream.before)
 
     def query(self) -> bool:
+        self._cuda.is_asked()
         return self in self._cuda.waited
 
     def synchronize(self) -> None:
+        self._cuda.is_asked()
         self._cuda.waited.append(self)
 
 
@@ -68,7 +79,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         "Event": lambda **kwargs: Event(cuda, **kwargs),
         "current_stream": lambda _device: cuda.current,
         "set_stream": cuda.set_stream,
-        "set_device": lambda _device: None,
+        "set_device": cuda.set_device,
     }
     for name, function in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, function)
