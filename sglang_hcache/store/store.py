@@ -79,7 +79,6 @@ class DiskStore:
         self._judge = Judge(volumes, self._catalog, self._ledger, tally)
         self._operations = Operations()
         self._health_lock = threading.Lock()
-        self.notes = Notes(recovered.meta.get("notes"))
         # By its hex id, whose each namespace is.
         self.namespaces = Notes(recovered.meta.get("namespaces"), _NAMESPACES_S)
         self.measuring = tally.measuring
@@ -333,7 +332,6 @@ class DiskStore:
             "written": self._allowance.to_json(),
             "health": json.dumps([[str(volume.health.condition), volume.reason] for volume in self._volumes]),
             "directory_errors": errors_to_json(self._volumes),
-            "notes": self.notes.to_json(),
             "namespaces": self.namespaces.to_json(anew=anew),
         }
 

@@ -26,7 +26,7 @@ from sglang_hcache.sglang_plugin.serving.metrics import MetricsObserver
 from sglang_hcache.sglang_plugin.setup import selfcheck
 from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk, open_late
 from sglang_hcache.sglang_plugin.setup.measuring import Bench
-from sglang_hcache.sglang_plugin.setup.planning import choose_stored, find_profile
+from sglang_hcache.sglang_plugin.setup.planning import choose_stored, find_profile, mix_on
 from sglang_hcache.sglang_plugin.setup.start_lines import log_model, log_tiers, prediction_text
 from sglang_hcache.store import DiskStore, StoreStats
 from sglang_hcache.tier.host import HostTier
@@ -110,12 +110,13 @@ class _Assembly:
     def _build(self, machine: Callable[[Sequence[Path]], str]) -> Bridge:
         config, model, device = self._config, self._model, self._device
         restorer, counters, labels = self._restorer, self._counters, self._labels
+        on_disk = None if self._disk is None else mix_on(self._disk, model.shape)
         profile = self._profile(machine(() if self._disk is None else config.dirs))
         weights = model.weights()
-        stored = choose_stored(config, profile, model.shape, self._disk, weights)
+        stored = choose_stored(config, profile, model.shape, on_disk)
         layout = model.layout(stored)
         budget = budget_of(config, layout, device, model.context_length)
-        tiers = self._tiers(layout, budget, weights)
+        tiers = self._tiers(layout, budget)
         gate = None if profile is None else self._gate(profile, stored, budget.block_chunks)
         namespace = model.namespace(layout, weights)
         bridge = Bridge(config, model, namespace, tiers, budget, device, restorer, gate, counters, labels)
@@ -143,13 +144,12 @@ class _Assembly:
         )
         return find_profile(config, bench)
 
-    def _tiers(self, layout: StateLayout, budget: HostBudget, weights: bytes) -> TieredStore:
+    def _tiers(self, layout: StateLayout, budget: HostBudget) -> TieredStore:
         config, device, disk, left_out = self._config, self._device, self._disk, self._left_out
         memory = device.host_memory(budget.num_slots * layout.chunk_bytes)
         host = HostTier(memory, layout, self._counters, keep_dirty=disk is not None)
         stats = left_out if disk is None else disk.stats()
-        hidden_size = self._model.shape.hidden_size
-        late = partial(open_late, self._asked, hidden_size, self._counters, layout.methods, weights)
+        late = partial(open_late, self._asked, self._model.shape, self._counters, layout.methods)
         return TieredStore(
             host,
             disk,

@@ -10,9 +10,10 @@ from sglang_hcache.core.config import DiskAtStart, HCacheConfig, IOEngineName
 from sglang_hcache.core.errors import StoreError
 from sglang_hcache.core.layout import Method, PlanKind
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.plan.shapes import ModelShape
 from sglang_hcache.sglang_plugin.seam.budget import store_config
 from sglang_hcache.sglang_plugin.seam.ranks import Ranks
-from sglang_hcache.sglang_plugin.setup.planning import describe, noted_mix
+from sglang_hcache.sglang_plugin.setup.planning import describe, mix_on
 from sglang_hcache.store import DiskStore, StoreStats
 
 logger = logging.getLogger(__name__)
@@ -47,19 +48,19 @@ def open_disk(
 
 
 def open_late(
-    config: HCacheConfig, hidden_size: int, counters: Counters, stored: Sequence[Method], weights: bytes
+    config: HCacheConfig, shape: ModelShape, counters: Counters, stored: Sequence[Method]
 ) -> DiskStore:
     """The disk tier, later than at start. Raises StoreError."""
-    settings = store_config(config, hidden_size)
+    settings = store_config(config, shape.hidden_size)
     assert settings is not None
     if settings.io_engine == IOEngineName.AUTO:
         # To compare engines would take the interpreter from those that decode now, and again with each try.
         settings = replace(settings, io_engine=IOEngineName.POSIX)
     disk = DiskStore.open(settings, counters)
-    noted = noted_mix(disk, weights, len(stored))
-    if config.method is PlanKind.AUTO and noted not in (None, tuple(stored)):
+    on_disk = mix_on(disk, shape)
+    if config.method is PlanKind.AUTO and on_disk not in (None, tuple(stored)):
         logger.warning(
             "hcache: what is on disk is stored by another mix (%s), chosen when the disk was there: it serves again at "
-            "the next start", describe(noted or ()),
+            "the next start", describe(on_disk or ()),
         )  # fmt: skip
     return disk

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 _WORTH_CHANGING = 1.1
 """Chunks on disk keep their mix unless another one is faster by this factor: with a new mix they are lost."""
 
-_LETTERS = {Method.HIDDEN: "h", Method.KV: "k"}
-
 
 def find_profile(config: HCacheConfig, bench: Bench) -> Profile | None:
     """The profile that the configuration names, a saved one that matches, or a new one.
@@ -83,10 +81,22 @@ def differences(profile: Profile, shape: ModelShape, machine: str) -> list[str]:
     return found
 
 
+def mix_on(disk: DiskStore, shape: ModelShape) -> tuple[Method, ...] | None:
+    """What layers of the newest chunks on ``disk`` store; None: there are none, they are of another model, or hidden
+    states are not the smaller ones. To be asked before costs are measured, for which other chunks are written.
+    """
+    hidden_bytes, kv_bytes = CHUNK_TOKENS * shape.hidden_row_bytes, CHUNK_TOKENS * shape.kv_row_bytes
+    if hidden_bytes >= kv_bytes:
+        return None
+    sizes, layer_bytes = {hidden_bytes: Method.HIDDEN, kv_bytes: Method.KV}, disk.stats().layer_bytes
+    mix = tuple(sizes[size] for size in layer_bytes if size in sizes)
+    return mix if len(mix) == len(layer_bytes) == shape.num_layers else None
+
+
 def choose_stored(
-    config: HCacheConfig, profile: Profile | None, shape: ModelShape, disk: DiskStore | None, weights: bytes
+    config: HCacheConfig, profile: Profile | None, shape: ModelShape, on_disk: tuple[Method, ...] | None
 ) -> tuple[Method, ...]:
-    """What each layer stores. What is on disk keeps its mix, as long as that is good enough."""
+    """What each layer stores. What is on disk (:func:`mix_on`) keeps its mix, as long as that is good enough."""
     layers = shape.num_layers
     if config.method is PlanKind.HIDDEN:
         return (Method.HIDDEN,) * layers
@@ -94,49 +104,19 @@ def choose_stored(
         return (Method.KV,) * layers
     smaller = Method.HIDDEN if shape.hidden_row_bytes < shape.kv_row_bytes else Method.KV
     best = (smaller,) * layers if profile is None else best_stored(profile)
-    if disk is None or config.save_profile is not None:  # who only measures decides nothing for others
-        return best
-    noted = noted_mix(disk, weights, layers)
-    if noted is None and smaller is Method.HIDDEN:  # the note goes with a lost index; the chunks do not
-        noted = _mix_of(disk.stats().layer_bytes, shape)
+    if on_disk in (None, best) or config.save_profile is not None:
+        return best  # who only measures decides nothing for others
     if profile is None or DISK not in profile.tiers:
-        # Nobody knows what is best for the disk: what is there stays.
-        return noted or best
-    if noted is not None and noted != best:
-        costs = planned_costs(profile)
-        slower = fastest_restore(noted, costs).total_s / fastest_restore(best, costs).total_s
-        if slower <= _WORTH_CHANGING:
-            disk.notes.put(_note_of(weights), _letters(noted))
-            return noted
-        logger.warning(
-            "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
-            describe(best), slower, describe(noted), describe(noted),
-        )  # fmt: skip
-    disk.notes.put(_note_of(weights), _letters(best))
+        return on_disk  # nobody knows what is best for the disk
+    costs = planned_costs(profile)
+    slower = fastest_restore(on_disk, costs).total_s / fastest_restore(best, costs).total_s
+    if slower <= _WORTH_CHANGING:
+        return on_disk
+    logger.warning(
+        "hcache: %s is %.1f times as fast as %s here: what is stored by %s is not used any more",
+        describe(best), slower, describe(on_disk), describe(on_disk),
+    )  # fmt: skip
     return best
-
-
-def noted_mix(disk: DiskStore, weights: bytes, num_layers: int) -> tuple[Method, ...] | None:
-    """What each layer stores on ``disk``, as far as that was chosen."""
-    return _parse(disk.notes.get(_note_of(weights)), num_layers)
-
-
-def _mix_of(layer_bytes: Sequence[int], shape: ModelShape) -> tuple[Method, ...] | None:
-    """What layers store whose chunks take so many bytes; None: they are of another model."""
-    sizes = {
-        CHUNK_TOKENS * shape.hidden_row_bytes: Method.HIDDEN,
-        CHUNK_TOKENS * shape.kv_row_bytes: Method.KV,
-    }
-    mix = tuple(sizes[size] for size in layer_bytes if size in sizes)
-    return mix if len(mix) == len(layer_bytes) == shape.num_layers else None
-
-
-def _letters(methods: Sequence[Method]) -> str:
-    return "".join(_LETTERS[method] for method in methods)
-
-
-def _note_of(weights: bytes) -> str:
-    return f"layout {weights.hex()[:16]}"
 
 
 def describe(methods: Sequence[Method]) -> str:
@@ -182,10 +162,3 @@ def _save(profile: Profile, path: Path) -> None:
         path.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"save_profile: cannot write {path}: {error.strerror}") from None
-
-
-def _parse(note: str | None, num_layers: int) -> tuple[Method, ...] | None:
-    methods = {letter: method for method, letter in _LETTERS.items()}
-    if note is None or len(note) != num_layers or not set(note) <= methods.keys():
-        return None
-    return tuple(methods[letter] for letter in note)

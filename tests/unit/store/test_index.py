@@ -222,7 +222,7 @@ from sglang_hcache.testing.stored_chunks import small_config
 
 config, counters, opened = small_config(Path(sys.argv[1])), Counters(), 0
 store = DiskStore.open(config, counters)
-store.notes.put("note", "is kept")
+store.namespaces.put("note", "is kept")
 store.close()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 for spare in range(24):
@@ -242,7 +242,7 @@ for spare in range(24):
     for fd in held[:len(held) - spare]:
         os.close(fd)
 store = DiskStore.open(config, counters)
-print(store.notes.get("note"), counters["store.index_rebuilds"], 0 < opened < 24)
+print(store.namespaces.get("note"), counters["store.index_rebuilds"], 0 < opened < 24)
 store.close()
 """
 

@@ -180,14 +180,14 @@ def test_notes_that_make_no_sense_are_forgotten(
     closed: StoreConfig, open_store: OpenStore, value: str | bytes
 ) -> None:
     with sqlite3.connect(index_path(closed)) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'notes'", (value,))
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'namespaces'", (value,))
     connection.close()
     store = open_store(closed)
-    assert store.notes.get("name") is None
+    assert store.namespaces.get("name") is None
     assert readable(store) == list(range(RUNS))
-    store.notes.put("name", "later")
+    store.namespaces.put("name", "later")
     store.close()
-    assert open_store(closed).notes.get("name") == "later"
+    assert open_store(closed).namespaces.get("name") == "later"
 
 
 def test_of_several_notes_those_that_make_sense_stay() -> None:

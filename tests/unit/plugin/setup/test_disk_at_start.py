@@ -13,6 +13,7 @@ from sglang_hcache.core.config import HCacheConfig
 from sglang_hcache.core.errors import ConfigError, StoreError, StoreFormatError, StoreLockedError
 from sglang_hcache.core.layout import Method
 from sglang_hcache.core.observer import Counters
+from sglang_hcache.plan.shapes import NAMED_SHAPES
 from sglang_hcache.sglang_plugin.launch import tier_arguments
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.disk_at_start import open_disk, open_late
@@ -93,7 +94,9 @@ def test_engines_are_not_compared_beside_what_runs(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(choice, "_nixl_wins", lambda *arguments: bool(compared.append(arguments)))
     opened(settings(tmp_path, io_engine="auto")).close()
     assert len(compared) == 1, "at start they are"
-    open_late(settings(tmp_path, io_engine="auto"), 64, Counters(), [Method.KV], b"weights").close()
+    open_late(
+        settings(tmp_path, io_engine="auto"), NAMED_SHAPES["llama2-7b"], Counters(), [Method.KV]
+    ).close()
     assert len(compared) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +24,13 @@ from sglang_hcache.plan.profile import ComputeCurves, Profile, ProfileSource, Ti
 from sglang_hcache.plan.shapes import NAMED_SHAPES, ModelShape
 from sglang_hcache.sglang_plugin.seam.ranks import Alone
 from sglang_hcache.sglang_plugin.setup.measuring import Bench, installed_versions
-from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile
+from sglang_hcache.sglang_plugin.setup.planning import choose_stored, describe, find_profile, mix_on
 from sglang_hcache.store import DiskStore, Run
 from sglang_hcache.testing.stored_chunks import small_config
 
 MHA = replace(NAMED_SHAPES["llama2-7b"], num_layers=8)
 GQA = replace(NAMED_SHAPES["llama3-8b"], num_layers=8)
 MACHINE = "this machine; /disk"
-WEIGHTS = b"0123456789abcdef"
 HIDDEN, KV = Method.HIDDEN, Method.KV
 
 
@@ -232,11 +232,16 @@ def stored(
     disk: DiskStore | None,
     profile: Profile | None,
     shape: ModelShape = MHA,
-    weights: bytes = WEIGHTS,
     **settings: Any,
 ) -> Split:
-    methods = choose_stored(HCacheConfig.from_settings(settings), profile, shape, disk, weights)
+    on_disk = None if disk is None else mix_on(disk, shape)
+    methods = choose_stored(HCacheConfig.from_settings(settings), profile, shape, on_disk)
     assert len(methods) == shape.num_layers
+    if disk is not None:
+        sizes = {HIDDEN: 64 * shape.hidden_row_bytes, KV: 64 * shape.kv_row_bytes}
+        layer_bytes = tuple(sizes[method] for method in methods)
+        run = Run(bytes(16), (secrets.token_bytes(32),), 0, layer_bytes)
+        disk.write_run(run, lambda layer: [np.zeros(layer_bytes[layer], np.uint8)])
     return Split.of(methods)
 
 
@@ -252,9 +257,7 @@ def test_the_fastest_mix_is_stored(open_disk: Callable[[], DiskStore]) -> None:
 def test_a_method_that_is_given_decides(
     open_disk: Callable[[], DiskStore], method: str, split: Split
 ) -> None:
-    disk = open_disk()
-    assert stored(disk, made_profile(), method=method) == split
-    assert disk.notes.get(f"layout {WEIGHTS.hex()[:16]}") is None
+    assert stored(open_disk(), made_profile(), method=method) == split
 
 
 def test_grouped_queries_never_store_hidden_states(open_disk: Callable[[], DiskStore]) -> None:
@@ -272,22 +275,6 @@ def test_what_is_on_disk_keeps_its_mix_over_restarts(open_disk: Callable[[], Dis
     assert stored(None, slightly) != first
     assert stored(open_disk(), slightly) == first
     assert stored(open_disk(), slightly) == first
-
-
-def test_what_is_on_disk_keeps_its_mix_without_the_note_as_well(open_disk: Callable[[], DiskStore]) -> None:
-    """An index that was lost is made anew from the segments, and has no notes."""
-    first = stored(open_disk(), made_profile(project=6))
-    slightly = made_profile(project=7)
-    disk = open_disk()
-    note = disk.notes.get(name := f"layout {WEIGHTS.hex()[:16]}")
-    assert isinstance(note, str)
-    sizes = {"h": 64 * MHA.hidden_row_bytes, "k": 64 * MHA.kv_row_bytes}
-    layer_bytes = tuple(sizes[letter] for letter in note)
-    run = Run(bytes(16), (bytes(32),), 0, layer_bytes)
-    disk.write_run(run, lambda layer: [np.zeros(layer_bytes[layer], np.uint8)])
-    disk.notes.put(name, "")
-    assert stored(disk, slightly) == first
-    assert disk.notes.get(name) == note
 
 
 def test_another_mix_that_is_much_faster_replaces_it(
@@ -309,8 +296,6 @@ def test_what_is_on_disk_stays_where_the_disk_was_not_measured(open_disk: Callab
     assert stored(None, kv_wins) == Split(0, 0, 8)
     assert stored(open_disk(), kv_wins) == Split(0, 8, 0)
     assert stored(open_disk(), None) == Split(0, 8, 0)
-    assert stored(open_disk(), kv_wins, weights=b"others" * 3) == Split(0, 0, 8)
-    assert open_disk().notes.get(f"layout {(b'others' * 3).hex()[:16]}") is None
 
 
 @pytest.mark.parametrize(("project", "is_kept"), [(6.4, True), (9.6, False)])
@@ -319,21 +304,6 @@ def test_a_tenth_decides(open_disk: Callable[[], DiskStore], project: float, is_
     assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
     profile = made_profile(hidden=10, kv=10, project=project, run=1e6)
     assert (stored(open_disk(), profile) == Split(0, 8, 0)) is is_kept
-
-
-def test_other_weights_have_a_mix_of_their_own(open_disk: Callable[[], DiskStore]) -> None:
-    assert stored(open_disk(), made_profile(project=0.1)) == Split(0, 8, 0)
-    mixed = stored(open_disk(), made_profile(), weights=b"others" * 3)
-    assert mixed == stored(None, made_profile())
-
-
-@pytest.mark.parametrize("note", ["", "hhhh", "hhhhhhhx", "HHHHHHHH"])
-def test_a_note_that_cannot_be_read_is_replaced(open_disk: Callable[[], DiskStore], note: str) -> None:
-    disk = open_disk()
-    name = f"layout {WEIGHTS.hex()[:16]}"
-    disk.notes.put(name, note)
-    assert stored(disk, made_profile(project=0.1)) == Split(0, 8, 0)
-    assert disk.notes.get(name) == "hhhhhhhh"
 
 
 def test_texts() -> None:
